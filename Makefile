@@ -1,0 +1,36 @@
+# Two commands on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+OUT ?= out
+BIN := $(VENV)/bin
+
+.PHONY: demo test slow check clean
+
+demo: $(VENV)/installed
+	@mkdir -p $(OUT)
+	$(BIN)/stopdown generate shapes "a red circle moving left on a grey background" \
+		--steps 20 -o $(OUT)/demo.mp4
+
+test: $(VENV)/installed-dev
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/installed-dev
+	$(BIN)/ruff check src tests training benchmarks
+	$(BIN)/ruff format --check src tests training benchmarks
+	$(BIN)/mypy
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) $(OUT)

@@ -1,0 +1,105 @@
+"""Half precision, whole picture: image and video diffusion models in half precision.
+
+Public names are loaded when they are first used, so `import stopdown` loads neither torch nor
+Diffusers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "CallSummary": "records",
+    "CaptureError": "errors",
+    "ComponentPlan": "records",
+    "Decision": "records",
+    "Finding": "records",
+    "InputError": "errors",
+    "NonFiniteError": "errors",
+    "OptionError": "errors",
+    "OutputError": "errors",
+    "Plan": "records",
+    "PlanError": "errors",
+    "Rescaling": "scaling.folding",
+    "RunRecord": "records",
+    "ScalingError": "errors",
+    "SourceError": "errors",
+    "StopdownError": "errors",
+    "StopdownWarning": "errors",
+    "apply_plan": "planning.applying",
+    "cast_": "scaling.folding",
+    "load": "planning.opening",
+    "make_plan": "planning.plans",
+    "read_plan": "planning.plan_files",
+    "rescale_": "scaling.rescaling",
+    "write_plan": "planning.plan_files",
+}
+
+__all__ = [
+    "CallSummary",
+    "CaptureError",
+    "ComponentPlan",
+    "Decision",
+    "Finding",
+    "InputError",
+    "NonFiniteError",
+    "OptionError",
+    "OutputError",
+    "Plan",
+    "PlanError",
+    "Rescaling",
+    "RunRecord",
+    "ScalingError",
+    "SourceError",
+    "StopdownError",
+    "StopdownWarning",
+    "apply_plan",
+    "cast_",
+    "load",
+    "make_plan",
+    "read_plan",
+    "rescale_",
+    "write_plan",
+]
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from stopdown.errors import (
+        CaptureError,
+        InputError,
+        NonFiniteError,
+        OptionError,
+        OutputError,
+        PlanError,
+        ScalingError,
+        SourceError,
+        StopdownError,
+        StopdownWarning,
+    )
+    from stopdown.planning.applying import apply_plan
+    from stopdown.planning.opening import load
+    from stopdown.planning.plan_files import read_plan, write_plan
+    from stopdown.planning.plans import make_plan
+    from stopdown.records import (
+        CallSummary,
+        ComponentPlan,
+        Decision,
+        Finding,
+        Plan,
+        RunRecord,
+    )
+    from stopdown.scaling.folding import Rescaling, cast_
+    from stopdown.scaling.rescaling import rescale_
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,77 @@
+"""A run's record as a card in the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from stopdown.records import RunRecord
+
+_STAGES = ("prepare", "load", "encode", "denoise", "decode", "other", "write")
+
+
+def print_card(record: RunRecord, console: Console) -> None:
+    """Print what each component really ran in and why, time by stage, memory and faults."""
+    parts: list[RenderableType] = [_make_components(record), *_make_reasons(record)]
+    parts += [Text(), _make_costs(record)]
+    parts += [_make_finding(record)] if record.findings else []
+    title = f"{record.pipeline} on {record.device}"
+    console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
+    console.print(f"Written: {record.output}", soft_wrap=True, highlight=False)
+
+
+def _make_components(record: RunRecord) -> Table:
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for heading in ("component", "stored", "ran in", "calls", "seconds", "NaN/Inf"):
+        is_number = heading in ("calls", "seconds", "NaN/Inf")
+        table.add_column(heading, no_wrap=True, justify="right" if is_number else "left")
+    stored = {decision.component: decision.stored or "?" for decision in record.decisions}
+    for call in record.calls:
+        table.add_row(
+            call.component,
+            stored.get(call.component, "?"),
+            " + ".join(call.precisions),
+            str(call.calls),
+            f"{call.elapsed_s:.1f}",
+            str(call.non_finite),
+        )
+    return table
+
+
+def _make_reasons(record: RunRecord) -> list[RenderableType]:
+    """Each reason once, under the components that it holds for."""
+    called = {call.component for call in record.calls}
+    grouped: dict[str, list[str]] = {}
+    for decision in record.decisions:
+        if decision.component in called:
+            grouped.setdefault(decision.reason, []).append(decision.component)
+    return [
+        Text.assemble(("\n" + ", ".join(names), "bold"), f": {reason}")
+        for reason, names in grouped.items()
+    ]
+
+
+def _make_costs(record: RunRecord) -> Text:
+    shown = [name for name in _STAGES if name in record.stages_s]
+    times = ", ".join(f"{name} {record.stages_s[name]:.1f}" for name in shown)
+    return Text(
+        f"time    {record.elapsed_s:.1f} s ({times}; of these Stopdown's own {record.own_s:.3f})\n"
+        f"memory  {format_bytes(record.peak_bytes)} ({record.peak_source})"
+    )
+
+
+def _make_finding(record: RunRecord) -> Text:
+    lines = [f"\n{f.kind}: {f.evidence} {f.remedy}" for f in record.findings]
+    return Text("".join(lines), style="yellow")
+
+
+def format_bytes(count: int) -> str:
+    """`1.5 GiB` for a number of bytes."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

@@ -1,0 +1,240 @@
+"""The command line: generate, plan. Exit 0 clean, 1 findings or a failed run, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+import stopdown
+
+if TYPE_CHECKING:
+    from stopdown.app.commands import GenerateOptions
+    from stopdown.app.plan_command import PlanOptions
+    from stopdown.records import RunRecord
+
+app = typer.Typer(
+    name="stopdown",
+    help="Half precision, whole picture: image and video diffusion models without black frames.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stopdown {stopdown.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Half precision, whole picture: image and video diffusion models without black frames."""
+
+
+@app.command()
+def generate(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+        ),
+    ],
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="What the picture or video shows.")
+    ] = None,
+    output: Annotated[
+        str,
+        typer.Option(
+            "-o", "--output", help="File (.mp4, .gif, .png) or folder of frames to write."
+        ),
+    ] = "stopdown.mp4",
+    negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
+            "plan: plan.json."
+        ),
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    fps: Annotated[float, typer.Option(help="Frames per second of the file.")] = 8.0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
+    ] = False,
+) -> None:
+    """Make a video or a picture from a prompt, an image or a video; never a black one in silence."""
+    from stopdown.app.commands import GenerateOptions
+
+    options = GenerateOptions(
+        source=source,
+        prompt=prompt,
+        output=output,
+        negative=negative,
+        image=image,
+        video=video,
+        precision=precision,
+        device=device,
+        steps=steps,
+        seed=seed,
+        frames=frames,
+        height=height,
+        width=width,
+        guidance=guidance,
+        fps=fps,
+        revision=revision,
+        config=config,
+        strict=strict,
+    )
+    record = _run_generate(options, as_json)
+    raise typer.Exit(1 if record.findings and strict else 0)
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="File to write, ending in .json.")
+    ] = Path("plan.json"),
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="What to measure; give it again for more. Without it three of ours."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4,
+    precision: Annotated[str, typer.Option(help="fp16.")] = "fp16",
+    device: Annotated[
+        str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")
+    ] = False,
+) -> None:
+    """Find how a model that overflows in fp16 runs in it, for generate --precision plan.json."""
+    from stopdown.app.plan_command import PlanOptions
+
+    options = PlanOptions(
+        source=source,
+        output=output,
+        prompts=tuple(prompt or ()),
+        steps=steps,
+        precision=precision,
+        device=device,
+        image=image,
+        video=video,
+        frames=frames,
+        height=height,
+        width=width,
+        guidance=guidance,
+        revision=revision,
+        config=config,
+    )
+    _run_plan(options, as_json)
+
+
+def _run_plan(options: PlanOptions, as_json: bool) -> None:
+    from rich.console import Console
+
+    from stopdown.app import plan_command
+    from stopdown.app.displays import Bars
+    from stopdown.records import to_json
+
+    with Bars(Console(stderr=True)) as display:
+        made = plan_command.plan(options, display)
+    if as_json:
+        sys.stdout.write(to_json(made))
+    else:
+        plan_command.print_plan(made, options.output, Console())
+
+
+def _run_generate(options: GenerateOptions, as_json: bool) -> RunRecord:
+    from rich.console import Console
+
+    from stopdown.app import commands
+    from stopdown.app.cards import print_card
+    from stopdown.app.displays import Bars
+    from stopdown.records import to_json
+
+    errors = Console(stderr=True)
+    with Bars(errors) as display:
+        record = commands.generate(options, display)
+    if as_json:
+        sys.stdout.write(to_json(record))
+    else:
+        print_card(record, Console())
+    return record
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code; no traceback for a user's mistake."""
+    from stopdown.errors import StopdownError
+
+    wants_json = "--json" in (arguments if arguments is not None else sys.argv)
+    try:
+        app(args=arguments, standalone_mode=True)
+    except StopdownError as error:
+        _report_error(type(error).__name__, str(error), wants_json)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, SystemExit) as left:
+        if isinstance(left, SystemExit) and left.code != _TYPER_INTERRUPTED:
+            raise
+        _report_error("KeyboardInterrupt", "Stopped by Ctrl-C; nothing was written.", wants_json)
+        sys.exit(1)
+    sys.exit(0)
+
+
+_TYPER_INTERRUPTED = 130
+"""With this code Typer leaves after Ctrl-C."""
+
+
+def _report_error(kind: str, message: str, wants_json: bool) -> None:
+    typer.echo(f"stopdown: {message}", err=True)
+    if wants_json:
+        typer.echo(json.dumps({"error": kind, "message": message}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""What the command line can do, as plain functions: options in, record out.
+
+Heavy imports stand inside functions, so that `stopdown --help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from stopdown.errors import InputError, OptionError, StopdownError
+from stopdown.records import Finding, RunRecord, to_json
+
+if TYPE_CHECKING:
+    from stopdown.environment import Device, PeakMemory
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source
+    from stopdown.planning.loading import Loaded
+    from stopdown.runtime.watch import Watch
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of `stopdown generate`; None leaves the model's own default.
+
+    Attributes:
+        source: Hub id, Diffusers folder, single safetensors file or bundled model.
+        prompt, negative: texts.
+        output: file or folder to write; a folder may end in a slash.
+        image, video: files to start from.
+        precision: `auto`, a precision, a list by component, or a plan's path ending in `.json`.
+        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+        steps, seed, frames, height, width, guidance: of the run.
+        fps: frames per second of the file.
+        revision: branch, tag or commit on the Hub.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+        strict: treat findings in the finished frames as a failure.
+    """
+
+    source: str
+    prompt: str | None = None
+    output: str = "stopdown.mp4"
+    negative: str | None = None
+    image: Path | None = None
+    video: Path | None = None
+    precision: str = "auto"
+    device: str = "auto"
+    steps: int | None = None
+    seed: int = 0
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    guidance: float | None = None
+    fps: float = 8.0
+    revision: str | None = None
+    config: str | None = None
+    strict: bool = False
+
+
+class Display(Protocol):
+    """What a run tells a person while it goes on."""
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """A stage (`load`, `encode`, `denoise`, `decode`) has come this far."""
+
+
+class Silent:
+    """A display that shows nothing."""
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
+
+def generate(options: GenerateOptions, display: Display | None = None) -> RunRecord:
+    """Make a video or picture from a prompt, and write it with its record beside it.
+
+    Returns:
+        What the run really did; findings in the frames are in it, and the file is written.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type; no output file is left.
+    """
+    started = time.perf_counter()
+    display = display or Silent()
+    request = _read_request(options)
+    _check_output_early(options)
+    from stopdown.environment import choose_device
+    from stopdown.pipelines.sources import resolve_source, verify_source
+
+    device = choose_device(options.device)
+    source = resolve_source(
+        options.source,
+        revision=options.revision,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    verify_source(source)
+    from stopdown.pipelines.quiet import quiet_libraries
+
+    with quiet_libraries():
+        record = _generate(options, request, device, source, display, started)
+    _write_record(options.output, record)
+    return record
+
+
+def _generate(
+    options: GenerateOptions,
+    request: Request,
+    device: Device,
+    source: Source,
+    display: Display,
+    started: float,
+) -> RunRecord:
+    """Decide, load, run and write; what happened is the record."""
+    from stopdown.environment import describe_machine, probe_formats
+    from stopdown.pipelines.sources import fingerprint
+    from stopdown.planning.choosing import choose_loader
+    from stopdown.planning.loading import gather_facts
+
+    source, described, configs = _choose_pipeline(source, request, options, display)
+    _check_sizes(configs, options, request)
+    loader = choose_loader(
+        source,
+        options.precision,
+        gather_facts(source, configs),
+        probe_formats(device),
+        device,
+        request=request,
+        config=described,
+        progress=display.progress,
+    )
+    stages = {"prepare": time.perf_counter() - started}
+    with _measured(device) as memory:
+        loaded = _load(loader, described, display, stages)
+        frames, watch = _run(loaded, request, options.output, display, stages)
+    findings = _write(options, frames, stages)
+    return RunRecord(
+        source=options.source,
+        fingerprint=fingerprint(source),
+        pipeline=type(loaded.pipe).__name__,
+        request=_describe_options(options),
+        device=str(device),
+        device_reason=device.reason,
+        machine=describe_machine(),
+        decisions=loaded.decisions,
+        calls=watch.summarize(),
+        stages_s=stages,
+        peak_bytes=memory.peak_bytes,
+        peak_source=memory.method,
+        own_s=watch.own_s,
+        findings=findings,
+        output=options.output,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def _read_request(options: GenerateOptions) -> Request:
+    """The request with its files read, before anything heavy is done."""
+    from stopdown.media import read_image, read_video
+    from stopdown.pipelines.requests import Request
+
+    for name in ("steps", "frames", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(
+                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
+            )
+    for name in ("guidance", "fps"):
+        value = getattr(options, name)
+        if value is not None and not math.isfinite(value):
+            raise OptionError(f"--{name} {value} is not a number.", remedy=f"Use --{name} 6.")
+    if not 0 <= options.seed < 2**63:
+        raise OptionError(
+            f"--seed {options.seed} is not a seed.",
+            expected="A seed is a whole number from 0 to 2**63 - 1.",
+            remedy="Use --seed 0.",
+        )
+    if options.image is not None and options.video is not None:
+        raise OptionError(
+            "--image and --video were both given.", remedy="Give the one to start from."
+        )
+    return Request(
+        prompt=options.prompt,
+        negative=options.negative,
+        image=read_image(options.image) if options.image else None,
+        video=read_video(options.video, options.frames) if options.video else None,
+        frames=options.frames,
+        height=options.height,
+        width=options.width,
+        steps=options.steps,
+        guidance=options.guidance,
+        seed=options.seed,
+    )
+
+
+def _check_output_early(options: GenerateOptions) -> None:
+    """Refuse an output that cannot be written before an hour is spent on it."""
+    from stopdown.media import check_output
+
+    check_output(options.output, options.frames or 1)
+    if options.fps <= 0:
+        raise OptionError(f"--fps {options.fps} is not above 0.", remedy="Use --fps 8.")
+
+
+def _choose_pipeline(
+    source: Source, request: Request, options: GenerateOptions, display: Display
+) -> tuple[Source, Path, dict[str, dict[str, Any]]]:
+    """The source with the class that serves the request, the folder that describes it, its configs."""
+    import dataclasses
+
+    from stopdown.pipelines.loading import complete_source, find_class
+    from stopdown.pipelines.requests import choose_class, name_arguments
+    from stopdown.pipelines.sizes import read_configs
+
+    found, described = complete_source(
+        source,
+        config=options.config,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    chosen = choose_class(found.pipeline_class, request)
+    name_arguments(find_class("diffusers", chosen), request)  # refused before anything is loaded
+    found = dataclasses.replace(found, pipeline_class=chosen)
+    configs = read_configs(described)
+    return found, described, {name: configs[name] for name in found.components if name in configs}
+
+
+def _check_sizes(
+    configs: dict[str, dict[str, Any]], options: GenerateOptions, request: Request
+) -> None:
+    from stopdown.pipelines.sizes import check_sizes, find_grid
+
+    frames = options.frames if request.video is None else len(request.video)
+    check_sizes(find_grid(configs), frames=frames, height=options.height, width=options.width)
+
+
+@contextlib.contextmanager
+def _measured(device: Device) -> Iterator[PeakMemory]:
+    from stopdown.environment import peak_memory
+
+    with peak_memory(device) as memory:
+        yield memory
+
+
+def _load(
+    loader: Callable[..., Loaded],
+    described: Path,
+    display: Display,
+    stages: dict[str, float],
+) -> Loaded:
+    begun = time.perf_counter()
+    loaded = loader(
+        progress=lambda what, done, total: display.progress("load", what, done, total),
+        config=described,
+    )
+    stages["load"] = time.perf_counter() - begun
+    return loaded
+
+
+def _run(
+    loaded: Loaded, request: Request, output: str, display: Display, stages: dict[str, float]
+) -> tuple[Any, Watch]:
+    """Frames as `[T, H, W, 3]` uint8, and the watch that saw the run."""
+    import torch
+
+    from stopdown.media import choose_format, to_uint8
+    from stopdown.pipelines.requests import build_arguments, find_frames, read_frames
+    from stopdown.runtime.watch import Watch
+
+    def observe(component: str, stage: str, done: int, total: int) -> None:
+        display.progress(stage, component, done + (stage == "denoise"), total)
+
+    arguments = build_arguments(loaded.pipe, request)
+    choose_format(output, find_frames(loaded.pipe, arguments))
+    loaded.pipe.set_progress_bar_config(disable=True)
+    watch = Watch(loaded.pipe, loaded.decisions, observe)
+    begun = time.perf_counter()
+    with watch, torch.no_grad():
+        result = _call(loaded.pipe, arguments)
+    whole = time.perf_counter() - begun
+    for call in watch.summarize():
+        stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
+    stages["other"] = whole - sum(stages.get(name, 0.0) for name in ("encode", "denoise", "decode"))
+    return to_uint8(read_frames(result)), watch
+
+
+def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
+    """Run the pipeline; what it refuses about its arguments becomes a message without a traceback."""
+    import torch
+
+    try:
+        return pipe(**arguments)
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{type(pipe).__name__} refused the request: {str(error).strip()}",
+            remedy="Change the option that it names.",
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not is_memory and "allocate memory" not in str(error):
+            raise
+        raise StopdownError(
+            f"The device ran out of memory: {' '.join(str(error).split())[:200]}",
+            expected="A run needs room for the weights and for the largest layer's values.",
+            remedy="Use a smaller --height and --width, fewer --frames, or a 16-bit --precision.",
+        ) from error
+
+
+def _write(options: GenerateOptions, frames: Any, stages: dict[str, float]) -> tuple[Finding, ...]:
+    """Write the file, and report what is wrong with the frames."""
+    from stopdown.media import find_frame_faults, write_media
+
+    begun = time.perf_counter()
+    write_media(options.output, frames, options.fps)
+    findings = tuple(
+        Finding(f"{fault.kind}-frames", "output", fault.evidence, fault.remedy)
+        for fault in find_frame_faults(frames)
+    )
+    stages["write"] = time.perf_counter() - begun
+    return findings
+
+
+def _describe_options(options: GenerateOptions) -> dict[str, Any]:
+    plain = {name: value for name, value in asdict(options).items() if value is not None}
+    return {name: str(v) if isinstance(v, Path) else v for name, v in plain.items()}
+
+
+def find_record_path(output: str | Path) -> Path:
+    """Where the record of an output stands: `clip.mp4.json` beside `clip.mp4`."""
+    path = Path(output)
+    return path.with_name(path.name + ".json")
+
+
+def _write_record(output: str, record: RunRecord) -> None:
+    from stopdown.media import written_beside
+
+    with written_beside(find_record_path(output)) as part:
+        part.write_text(to_json(record), encoding="utf-8")

@@ -1,0 +1,142 @@
+"""`stopdown plan`, as a plain function: options in, plan out, and the table that shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stopdown.errors import OptionError
+from stopdown.records import ComponentPlan, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stopdown.app.commands import Display
+    from stopdown.pipelines.requests import Request
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of `stopdown plan`; None leaves the model's own default.
+
+    Attributes:
+        source: Hub id, Diffusers folder, single safetensors file or bundled model.
+        output: file to write.
+        prompts: what to measure; empty for the prompts of Stopdown's own.
+        steps: denoising steps of each run.
+        precision: `fp16`.
+        device: where to measure; None for the best that holds the pipeline in fp32.
+        image, video: files to start from.
+        frames, height, width, guidance: of the runs.
+        revision: branch, tag or commit on the Hub.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+    """
+
+    source: str
+    output: Path = Path("plan.json")
+    prompts: tuple[str, ...] = ()
+    steps: int = 4
+    precision: str = "fp16"
+    device: str | None = None
+    image: Path | None = None
+    video: Path | None = None
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    guidance: float | None = None
+    revision: str | None = None
+    config: str | None = None
+
+
+def plan(options: PlanOptions, display: Display) -> Plan:
+    """Make a plan and write it.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type; no file is left.
+    """
+    from stopdown.media import written_beside
+
+    request = _read_request(options)
+    with written_beside(options.output, probe=True) as part:
+        part.write_text("")  # refused here rather than after an hour
+    from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.planning.plan_files import write_plan
+    from stopdown.planning.plans import make_plan
+
+    source = resolve_source(
+        options.source,
+        revision=options.revision,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    verify_source(source)
+    with quiet_libraries():
+        made = make_plan(
+            source,
+            precision=options.precision,
+            device=options.device,
+            prompts=options.prompts,
+            steps=options.steps,
+            request=request,
+            config=options.config,
+            progress=display.progress,
+        )
+    write_plan(made, options.output)
+    return made
+
+
+def _read_request(options: PlanOptions) -> Request:
+    from stopdown.media import read_image, read_video
+    from stopdown.pipelines.requests import Request
+
+    for name in ("steps", "frames", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(
+                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
+            )
+    return Request(
+        image=read_image(options.image) if options.image else None,
+        video=read_video(options.video, options.frames) if options.video else None,
+        frames=options.frames,
+        height=options.height,
+        width=options.width,
+        guidance=options.guidance,
+    )
+
+
+def print_plan(made: Plan, output: Path, console: Console) -> None:
+    """Print one line for each component, and the reasons below."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for heading in ("component", "runs in", "tensors", "exponents", "islands", "headroom"):
+        table.add_column(heading, no_wrap=True)
+    for entry in made.components:
+        table.add_row(*_describe_row(entry))
+    console.print(table)
+    for entry in made.components:
+        reasons = " ".join(entry.reasons)
+        console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
+    calls = sum(entry.calls for entry in made.components)
+    runs = len(made.prompts) or 1
+    console.print(
+        f"\nCalibrated on {calls} calls in {runs} run{'s' * (runs != 1)} of {made.steps} steps on "
+        f"{made.device}, {made.elapsed_s:.1f} s. Written: {output}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:
+    exponents = entry.exponents.values()
+    return (
+        entry.component,
+        entry.precision,
+        str(len({name.partition("[")[0] for name in entry.exponents})),
+        f"{min(exponents)}..{max(exponents)}" if exponents else "",
+        str(len(entry.islands)),
+        "" if entry.headroom_bits is None else f"{entry.headroom_bits:.1f} bits",
+    )

@@ -1,0 +1,433 @@
+"""One component call as a graph, with the dtype, module path and parameter name of every value.
+
+The call is traced by `torch.export` (non-strict) on a shadow of the module whose parameters are
+fake tensors in the dtype that the module is meant to run in. So no weight is read or copied, a
+class too large for this machine is captured as well, and each value shows the dtype it will
+really have: only what is fp16 there is bound by 65504. Regions that an author put under autocast or
+`no_grad` are higher-order nodes in such a graph; they are walked into, so that what comes back is
+flat.
+
+**Catches** positional and keyword arguments, bound methods (`vae.decode`), arguments and outputs
+that are nested or objects, tied weights, buffers that stay in fp32 beside fp16 weights.
+**Does not catch** branches that depend on values, tensors that a module makes once inside `forward`
+and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are those of
+the call: another resolution or length is another capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export.graph_signature import InputKind
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import CaptureError
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+
+_PREFIX = "component"
+_ONE_DTYPE = ("linear.", "conv", "matmul.", "bmm.", "mm.", "addmm.", "baddbmm.")
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One component call as a flat graph of ATen operations.
+
+    Attributes:
+        graph: placeholders are parameters, buffers and constants first, then the call's tensors.
+        dtype: what the module's floating parameters were captured in.
+        parameters: placeholder name to the name of the parameter or buffer; tied ones share one.
+        constants: placeholder name to the tensor that the code made while it was traced.
+        inputs: placeholder names of the call's tensors, in the order of `flatten_call`.
+        kept_buffers: buffers that the capture left in their own dtype.
+        component: name of the module's class.
+        single_outputs: paths of the modules that return one tensor in every call of theirs.
+    """
+
+    graph: GraphModule
+    dtype: torch.dtype
+    parameters: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    kept_buffers: frozenset[str]
+    component: str
+    single_outputs: frozenset[str]
+
+
+def capture_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype,
+) -> Capture:
+    """The graph of one call of a module or of a module's bound method, as it runs in `dtype`.
+
+    Args:
+        call: a module, or a bound method of one. Its weights may be real, fake or on `meta`.
+        args, kwargs: as the call takes them. Floating tensors of the module's dtype are taken as
+            given in `dtype`; only shapes and dtypes of tensors matter.
+        dtype: a floating dtype.
+
+    Raises:
+        CaptureError: the code cannot be traced; the message names the line.
+    """
+    module = owner_of(call)
+    failure: CaptureError | None = None
+    for attempt in (_Attempt(False, True), _Attempt(False, False), _Attempt(True, True)):
+        if attempt.real and not _is_real(module):
+            continue
+        try:
+            return _export(call, args, dict(kwargs or {}), dtype, attempt)
+        except CaptureError as error:
+            failure = failure or error
+    assert failure is not None
+    raise failure
+
+
+def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
+    """The module that a call belongs to: itself, or the owner of a bound method.
+
+    Raises:
+        CaptureError: the call is neither.
+    """
+    owner = call if isinstance(call, torch.nn.Module) else getattr(call, "__self__", None)
+    if not isinstance(owner, torch.nn.Module):
+        raise CaptureError(
+            f"{call!r} is neither a module nor a bound method of one.",
+            remedy="Pass the module itself, or for example vae.decode.",
+        )
+    return owner
+
+
+def build_fake(factory: Callable[[], torch.nn.Module], dtype: torch.dtype) -> torch.nn.Module:
+    """A module built without memory for its weights, in `dtype` from the start."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return factory().eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors among a call's arguments: positional first, keywords by name."""
+    leaves, _ = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def module_path(node: Node) -> str:
+    """Dotted path of the innermost module whose code made this value; "" is the component."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next(reversed(stack.values()))[0] if stack else ""
+    return path.removeprefix(_PREFIX).removeprefix(".")
+
+
+def module_classes(node: Node) -> list[str]:
+    """Class names of the modules around a value, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [_class_name(entry[1]) for entry in stack.values()]
+
+
+def call_key(node: Node) -> str:
+    """What tells one call of a module from another call of the same module."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(next(reversed(stack))) if stack else ""
+
+
+def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by name; a tied one stands under its first name only."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters())
+    named.update(module.named_buffers())
+    return named
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How a capture is tried: with real weights, and with non-persistent buffers kept."""
+
+    real: bool
+    keep_buffers: bool
+
+
+class _Call(torch.nn.Module):
+    """A call as a module of tensors only: other arguments are closed over."""
+
+    def __init__(self, component: torch.nn.Module, method: str, leaves: list[Any], spec: Any):
+        super().__init__()
+        self.component = component
+        self._method, self._leaves, self._spec = method, leaves, spec
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        call = getattr(self.component, self._method) if self._method else self.component
+        return tuple({id(x): x for x in iterate_tensors(call(*args, **kwargs))}.values())
+
+
+def _export(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dtype: torch.dtype,
+    attempt: _Attempt,
+) -> Capture:
+    module = owner_of(call)
+    method = "" if call is module else getattr(call, "__name__", "")
+    mode = _fake_mode(module)
+    shadow, kept = _make_shadow(module, dtype, mode, attempt)
+    singles = _watch_outputs(shadow)
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    given = tuple(_make_like(x, _cast_to(x, module, dtype), mode, attempt.real) for x in tensors)
+    with torch.no_grad(), warnings.catch_warnings(), _quiet_logs():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(
+                _Call(shadow, method, leaves, spec).eval(), given, strict=False
+            )
+        except Exception as error:
+            raise _describe_failure(error, module) from error
+    returned = frozenset(path for path, single in singles.items() if single)
+    capture = _read_program(program, module, dtype, kept, returned)
+    if kept and (mixed := find_mixed_operands(capture.graph)):
+        raise CaptureError(
+            f"{type(module).__name__}:{module_path(mixed[0])} mixes dtypes when the buffers "
+            f"{', '.join(sorted(kept))} keep theirs.",
+            expected="A matrix product and a convolution take operands of one dtype.",
+        )
+    return capture
+
+
+def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
+    """Filled while the shadow runs: module path to whether each call returned one tensor."""
+    singles: dict[str, bool] = {}
+
+    def watch(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        singles[path] = singles.get(path, True) and isinstance(output, torch.Tensor)
+
+    patches = Patches()  # never undone: the shadow is thrown away with its hooks
+    for path, module in shadow.named_modules():
+        patches.defer(module.register_forward_hook(functools.partial(watch, path)).remove)
+    return singles
+
+
+def _fake_mode(module: torch.nn.Module) -> FakeTensorMode:
+    for tensor in name_parameters(module).values():
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def _is_real(module: torch.nn.Module) -> bool:
+    return not any(isinstance(x, FakeTensor) or x.is_meta for x in name_parameters(module).values())
+
+
+def _make_shadow(
+    module: torch.nn.Module, dtype: torch.dtype, mode: FakeTensorMode, attempt: _Attempt
+) -> tuple[torch.nn.Module, frozenset[str]]:
+    """A copy of the module over fake parameters, and the names of the buffers left as they are."""
+    kept = find_kept_buffers(module) if attempt.keep_buffers else frozenset[str]()
+    memo: dict[int, Any] = {}
+    for name, tensor in name_parameters(module).items():
+        wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
+        made = _make_like(tensor, wanted, mode, attempt.real)
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=False)
+        memo[id(tensor)] = made
+    try:
+        return copy.deepcopy(module, memo), kept
+    except Exception as error:
+        raise _describe_failure(error, module) from error
+
+
+def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
+    """Floating buffers outside the checkpoint in fp32 or wider.
+
+    They hold what the code computes for itself (rotary frequencies, position tables) and is meant
+    to stay exact: positions in 16 bits collapse. Loading leaves them alone as well.
+    """
+    saved = module.state_dict(keep_vars=True)
+    return frozenset(
+        name
+        for name, buffer in module.named_buffers()
+        if buffer.dtype in (torch.float32, torch.float64) and name not in saved
+    )
+
+
+def _make_like(
+    tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode, real: bool
+) -> torch.Tensor:
+    if real:
+        return tensor.detach().to(dtype)
+    if isinstance(tensor, FakeTensor) and tensor.dtype == dtype and tensor.fake_mode is mode:
+        return tensor.detach()
+    device = "cpu" if tensor.is_meta else tensor.device
+    with mode:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device)
+
+
+def _cast_to(tensor: torch.Tensor, module: torch.nn.Module, dtype: torch.dtype) -> torch.dtype:
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), dtype)
+    return dtype if tensor.dtype == own else tensor.dtype
+
+
+def _read_program(
+    program: Any,
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    kept: frozenset[str],
+    singles: frozenset[str],
+) -> Capture:
+    names = _canonical_names(module)
+    parameters: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            name = spec.target.removeprefix(f"{_PREFIX}.")
+            parameters[spec.arg.name] = names.get(name, name)
+        elif spec.kind == InputKind.CONSTANT_TENSOR:
+            constants[spec.arg.name] = program.constants[spec.target]
+        elif spec.kind == InputKind.USER_INPUT:
+            inputs.append(spec.arg.name)
+    graph = inline_regions(program.graph_module)
+    component = type(module).__name__
+    return Capture(graph, dtype, parameters, constants, tuple(inputs), kept, component, singles)
+
+
+def find_mixed_operands(graph: GraphModule) -> list[Node]:
+    """Matrix products and convolutions whose floating operands differ in dtype.
+
+    Tracing does not refuse them (measured for linear, 2026-11-21), a real run does.
+    """
+    return [
+        node
+        for node in graph.graph.nodes
+        if str(node.target).removeprefix("aten.").startswith(_ONE_DTYPE)
+        and len(set(_float_dtypes(node))) > 1
+    ]
+
+
+def _float_dtypes(node: Node) -> list[torch.dtype]:
+    values = [x.meta.get("val") for x in node.all_input_nodes]
+    return [x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+
+def _canonical_names(module: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer to the first name of the same tensor."""
+    everything = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    for name, tensor in everything:
+        first.setdefault(id(tensor), name)
+    return {name: first[id(tensor)] for name, tensor in everything}
+
+
+def inline_regions(graph: GraphModule) -> GraphModule:
+    """The same graph with the bodies of autocast and no-grad regions in their place."""
+    flat = torch.fx.Graph()
+    flat.output(_copy_nodes(graph, flat, {}))
+    return GraphModule(graph, flat)
+
+
+def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
+    """Copy a graph's nodes behind those of `flat`; what its output node held comes back."""
+    for node in source.graph.nodes:
+        if node in env or _is_region_body(node):
+            continue
+        if node.op == "output":
+            return pytree.tree_map_only(Node, lambda x: env[x], node.args[0])
+        if _is_region(node):
+            env[node] = _copy_region(node, source, flat, env)
+        elif _picks_from_region(node, env):
+            env[node] = env[node.args[0]][node.args[1]]
+        else:
+            env[node] = flat.node_copy(node, lambda x: env[x])
+    return None
+
+
+def _copy_region(
+    node: Node, source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]
+) -> Any:
+    position = next(i for i, arg in enumerate(node.args) if _is_region_body(arg))
+    body = source.get_submodule(str(node.args[position].target))  # type: ignore[union-attr]
+    assert isinstance(body, GraphModule)
+    operands = [env[x] if isinstance(x, Node) else x for x in node.args[position + 1 :]]
+    holders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    return _copy_nodes(body, flat, dict(zip(holders, operands, strict=True)))
+
+
+def _is_region(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and any(
+        _is_region_body(arg) for arg in node.args
+    )
+
+
+def _is_region_body(value: Any) -> bool:
+    if not isinstance(value, Node) or value.op != "get_attr":
+        return False
+    owner = value.graph.owning_module
+    return isinstance(getattr(owner, str(value.target), None), GraphModule)
+
+
+def _picks_from_region(node: Node, env: dict[Node, Any]) -> bool:
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem":
+        return False
+    return isinstance(env.get(node.args[0]), (tuple, list))  # type: ignore[arg-type]
+
+
+def _describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
+    first = str(error).strip().splitlines()
+    reason = first[0] if first else type(error).__name__
+    return CaptureError(
+        f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
+        expected="A capture needs code whose path does not depend on the values of tensors.",
+        remedy="Run it in bf16 or fp32, or keep the module at fault outside the captured call.",
+    )
+
+
+def _blame(error: BaseException) -> str:
+    """The last line of model code in an error's traceback, as file, line and text."""
+    frames = list(_frames(error))
+    ours = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+    frame = (ours or frames)[-1] if frames else None
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "no line is known"
+
+
+def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
+    while error is not None:
+        yield from traceback.extract_tb(error.__traceback__)
+        error = error.__cause__
+
+
+def _class_name(kind: Any) -> str:
+    return kind.__name__ if inspect.isclass(kind) else str(kind).rpartition(".")[2]
+
+
+@contextlib.contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """No log lines of torch.export below errors; what matters is raised."""
+    import logging
+
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,693 @@
+"""The machine as facts with reasons: devices, formats, versions, settings and memory.
+
+The only module that reads environment variables, devices and versions. Which formats a device
+computes in comes from two sources that check each other: what its maker says (compute capability,
+CPU flags, chip and system), judged by pure functions that are tables, and a timed probe of a small
+matmul and convolution. `torch.cuda.is_bf16_supported()` is not asked: it says True on a V100,
+because emulation counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS, PRECISIONS
+
+if TYPE_CHECKING:
+    import torch
+
+# ---------------------------------------------------------------------------------------------
+# Settings
+
+_NUMERIC_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What environment variables say.
+
+    Attributes:
+        cache: the folder that Stopdown keeps its files in (see `cache_folder`).
+        numerics: variables of PyTorch and its libraries that are set and change numbers, speed or
+            the choice of devices. Stopdown does not act on them; it records them.
+    """
+
+    cache: Path
+    numerics: Mapping[str, str]
+
+
+def read_settings() -> Settings:
+    """The settings that environment variables give at this moment.
+
+    Stopdown reads one variable of its own: `STOPDOWN_CACHE`, a folder.
+
+    Raises:
+        OptionError: `STOPDOWN_CACHE` is not a folder.
+    """
+    found = {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
+    return Settings(cache_folder(), found)
+
+
+def cache_folder() -> Path:
+    """The folder for what Stopdown keeps between runs; it need not exist yet.
+
+    `STOPDOWN_CACHE` when it is set; else `stopdown` in the system's place for caches.
+
+    Raises:
+        OptionError: `STOPDOWN_CACHE` is not a folder.
+    """
+    given = os.environ.get("STOPDOWN_CACHE")
+    if not given:
+        return _system_cache() / "stopdown"
+    folder = Path(given).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise OptionError(
+            f"The environment variable STOPDOWN_CACHE is {given}, which is a file.",
+            expected="It names the folder in which Stopdown keeps its files.",
+            remedy="Set it to a folder, or remove it: unset STOPDOWN_CACHE",
+        )
+    return folder
+
+
+def _system_cache() -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    given = os.environ.get(variable)
+    return Path(given) if given else Path.home() / ".cache"
+
+
+# ---------------------------------------------------------------------------------------------
+# The machine
+
+_PACKAGES = ("stopdown", "torch", "diffusers", "transformers", "accelerate")
+
+
+def describe_machine() -> dict[str, Any]:
+    """Facts about this machine, ready for JSON; no package is imported to learn them.
+
+    Returns:
+        `versions` (package to version, None when it is not installed), `python`, `platform`,
+        `cpu` (model), `cores` (physical), `threads` (logical, as far as this process may use
+        them), `torch_threads` (None before torch is loaded), `memory_bytes`.
+    """
+    import psutil
+
+    torch = sys.modules.get("torch")
+    return {
+        "versions": {name: read_version(name) for name in _PACKAGES},
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": read_cpu_model(),
+        "cores": psutil.cpu_count(logical=False),
+        "threads": _count_threads(),
+        "torch_threads": torch.get_num_threads() if torch else None,
+        "memory_bytes": _read_memory_bytes(),
+    }
+
+
+def read_version(package: str) -> str | None:
+    """The installed version of a package, None when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def read_cpu_model() -> str:
+    """The CPU's name as its maker or the system gives it."""
+    if sys.platform == "darwin":
+        return _read_sysctl("machdep.cpu.brand_string") or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def _count_threads() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _read_memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or its container's limit when lower."""
+    import psutil
+
+    limit = _read_text("/sys/fs/cgroup/memory.max").strip()
+    total = int(psutil.virtual_memory().total)
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_sysctl(name: str) -> str:
+    command = ["/usr/sbin/sysctl", "-n", name]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Devices
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device of this machine.
+
+    Attributes:
+        type: `cuda`, `mps` or `cpu`.
+        index: which of several, from 0.
+        name: the maker's name.
+        capability: CUDA compute capability, such as (7, 0); None elsewhere.
+        memory_bytes: memory of the device, or what this process may use of the machine's.
+        reason: why this device was chosen, one sentence.
+    """
+
+    type: str
+    index: int
+    name: str
+    capability: tuple[int, int] | None
+    memory_bytes: int
+    reason: str = ""
+
+    @property
+    def torch_name(self) -> str:
+        """What `torch.device` takes: `cuda:0`, `mps` or `cpu`."""
+        return f"cuda:{self.index}" if self.type == "cuda" else self.type
+
+    def __str__(self) -> str:
+        return f"{self.torch_name} ({self.name})"
+
+
+def list_devices() -> list[Device]:
+    """The devices of this machine, the one that `auto` takes first: cuda, then mps, then cpu."""
+    import torch
+
+    found = [_describe_cuda(index) for index in range(_count_cuda())]
+    if torch.backends.mps.is_available():
+        memory = int(torch.mps.recommended_max_memory())
+        found.append(Device("mps", 0, read_cpu_model(), None, memory))
+    return [*found, Device("cpu", 0, read_cpu_model(), None, _read_memory_bytes())]
+
+
+def _count_cuda() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _describe_cuda(index: int) -> Device:
+    import torch
+
+    facts = torch.cuda.get_device_properties(index)
+    capability = (int(facts.major), int(facts.minor))
+    return Device("cuda", index, str(facts.name), capability, int(facts.total_memory))
+
+
+def choose_device(name: str = "auto") -> Device:
+    """The device with this name, with the reason for the choice.
+
+    Args:
+        name: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+
+    Raises:
+        OptionError: the device is unknown or not in this machine; the message lists what is.
+    """
+    return select_device(name, list_devices())
+
+
+def select_device(name: str, devices: list[Device]) -> Device:
+    """As `choose_device`, among given devices, the best of them first."""
+    asked = name.strip().lower()
+    matches = devices if asked == "auto" else [d for d in devices if _answers_to(d, asked)]
+    if not matches:
+        here = ", ".join(str(device) for device in devices)
+        is_known = re.fullmatch(r"(cuda(:\d+)?|mps(:0)?|cpu(:0)?)", asked)
+        raise OptionError(
+            f"There is no device {name} here." if is_known else f"The device {name!r} is unknown.",
+            expected=f"This machine, with this build of PyTorch, has: {here}.",
+            remedy=f"Use --device {devices[0].torch_name}, or --device auto.",
+        )
+    chosen = matches[0]
+    reason = f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices)
+    return Device(**{**vars(chosen), "reason": reason})
+
+
+def _answers_to(device: Device, asked: str) -> bool:
+    return asked in (device.type, f"{device.type}:{device.index}")
+
+
+def _explain_auto(devices: list[Device]) -> str:
+    first, *rest = devices
+    if not rest:
+        return f"{first} is the only device that this build of PyTorch finds here."
+    others = ", ".join(device.torch_name for device in rest)
+    return f"{first} comes first; also here: {others}."
+
+
+# ---------------------------------------------------------------------------------------------
+# Formats: what the makers say
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is known of a format on a device without trying it.
+
+    Attributes:
+        native: the device's arithmetic units compute in it, and no fault of theirs is known.
+        reason: one sentence, with the source.
+    """
+
+    native: bool
+    reason: str
+
+
+_FP32 = Verdict(True, "fp32 is native on every device.")
+
+
+def judge_cuda(capability: tuple[int, int], name: str = "") -> dict[str, Verdict]:
+    """What a CUDA device computes natively, by its compute capability.
+
+    Source: CUDA C++ Programming Guide, "Arithmetic Instructions", results per clock cycle and
+    multiprocessor: fp16 256 at 5.3 and 6.2, 128 at 6.0, 2 at 6.1 (fp32: 128), 128 or more from
+    7.0; bf16 from 8.0.
+
+    Args:
+        capability: major and minor number, such as (7, 5).
+        name: the device's name; the GTX 16 series shares 7.5 with the RTX 20 series.
+    """
+    number = f"{capability[0]}.{capability[1]}"
+    bf16_reason = (
+        f"Compute capability {number} has bf16 arithmetic (all from 8.0 have)."
+        if capability >= (8, 0)
+        else f"Compute capability {number} has no bf16 arithmetic (the first that has is 8.0); "
+        "torch emulates it in fp32, and says that it is supported all the same."
+    )
+    return {
+        "fp32": _FP32,
+        "bf16": Verdict(capability >= (8, 0), bf16_reason),
+        "fp16": _judge_cuda_fp16(capability, name),
+    }
+
+
+def _judge_cuda_fp16(capability: tuple[int, int], name: str) -> Verdict:
+    number = f"{capability[0]}.{capability[1]}"
+    if re.search(r"\bGTX 16\d\d\b", name):
+        return Verdict(
+            False,
+            f"{name} has fp16 arithmetic, but its fp16 convolutions give NaN for some shapes "
+            "(pytorch#58123).",
+        )
+    if capability in ((5, 3), (6, 0), (6, 2)) or capability >= (7, 0):
+        return Verdict(True, f"Compute capability {number} has fp16 arithmetic at full rate.")
+    if capability == (6, 1):
+        return Verdict(
+            False,
+            "Compute capability 6.1 computes fp16 at 1/64 of the rate of fp32; libraries convert "
+            "to fp32 instead, so fp16 saves memory and no time.",
+        )
+    return Verdict(False, f"Compute capability {number} stores fp16 and computes it in fp32.")
+
+
+def judge_rocm(architecture: str) -> dict[str, Verdict]:
+    """What an AMD device computes natively, by its architecture, such as `gfx90a` or `gfx1100`.
+
+    Source: AMD's instruction set manuals: packed fp16 from gfx900; bf16 matrix instructions on
+    CDNA (gfx908 and later gfx9) and on RDNA from gfx11.
+    """
+    base = architecture.split(":")[0]
+    is_rdna = re.fullmatch(r"gfx1\d\d\d", base) is not None
+    has_bf16 = base >= "gfx11" if is_rdna else base in ("gfx908", "gfx90a") or base >= "gfx94"
+    word = "has" if has_bf16 else "has no"
+    return {
+        "fp32": _FP32,
+        "bf16": Verdict(has_bf16, f"{base} {word} bf16 matrix instructions."),
+        "fp16": Verdict(base >= "gfx9" or is_rdna, f"{base} has packed fp16 arithmetic."),
+    }
+
+
+def judge_mps(chip: str, macos: tuple[int, ...]) -> dict[str, Verdict]:
+    """What an Apple GPU computes natively, by chip and version of macOS.
+
+    Source: bf16 exists on MPS from macOS 14 (pytorch#119641); on M1 and M2 Metal emulates it in
+    fp32 (transformers#40458), from M3 it is native.
+
+    Args:
+        chip: as `read_cpu_model` gives it, such as `Apple M2 Pro`.
+        macos: version numbers, such as (14, 5).
+    """
+    version = ".".join(str(part) for part in macos)
+    generation = re.search(r"\bM(\d+)\b", chip)
+    if macos < (14,):
+        bf16 = Verdict(False, f"macOS {version} has no bf16 on MPS (macOS 14 is the first).")
+    elif generation and int(generation[1]) >= 3:
+        bf16 = Verdict(True, f"{chip} has bf16 arithmetic (M3 is the first).")
+    else:
+        bf16 = Verdict(False, f"{chip} has no bf16 arithmetic (M3 is the first); it is emulated.")
+    return {"fp32": _FP32, "bf16": bf16, "fp16": Verdict(True, f"{chip} has fp16 arithmetic.")}
+
+
+_CPU_FLAGS = {
+    "bf16": ("amx_bf16", "avx512_bf16", "avx_ne_convert", "sve_bf16", "arm_bf16"),
+    "fp16": ("amx_fp16", "avx512_fp16", "avx_ne_convert", "arm_fp16"),
+}
+
+
+def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
+    """What a CPU computes natively, by its flags in the spelling of `read_cpu_flags`.
+
+    Source: the instruction sets for which oneDNN and Arm's library have 16-bit kernels.
+    """
+    have = set(flags)
+    verdicts = {"fp32": _FP32}
+    for name, wanted in _CPU_FLAGS.items():
+        found = [flag for flag in wanted if flag in have]
+        reason = (
+            f"The CPU has {name} instructions ({', '.join(found)})."
+            if found
+            else f"The CPU has no {name} instructions (none of {', '.join(wanted)}); values are "
+            "converted to fp32 and back."
+        )
+        verdicts[name] = Verdict(bool(found), reason)
+    return verdicts
+
+
+_ARM_FLAGS = {
+    "bf16": "arm_bf16",
+    "svebf16": "sve_bf16",
+    "asimdhp": "arm_fp16",
+    "fp16_arith": "arm_fp16",
+    "hw.optional.arm.FEAT_BF16": "arm_bf16",
+    "hw.optional.arm.FEAT_FP16": "arm_fp16",
+}
+_KNOWN_FLAGS = frozenset(flag for flags in _CPU_FLAGS.values() for flag in flags)
+
+
+def normalise_cpu_flags(flags: Iterable[str]) -> frozenset[str]:
+    """The flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
+    return frozenset(_ARM_FLAGS.get(flag, flag) for flag in flags) & _KNOWN_FLAGS
+
+
+@functools.cache
+def read_cpu_flags() -> frozenset[str]:
+    """The 16-bit instruction sets of this CPU: from the system, and from torch where it knows."""
+    found = {name for name in _ARM_FLAGS if name.startswith("hw.") and _read_sysctl(name) == "1"}
+    lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.M)
+    found.update(lines[0].split() if lines else ())
+    return normalise_cpu_flags(found | _ask_torch_for_flags())
+
+
+def _ask_torch_for_flags() -> set[str]:
+    import torch
+
+    ask = getattr(torch.cpu, "get_capabilities", None)  # absent in older torch
+    if ask is not None:
+        return {name for name, value in ask().items() if value is True}
+    helpers = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_fp16": "_is_amx_fp16_supported"}
+    return {flag for flag, name in helpers.items() if getattr(torch.cpu, name, bool)()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Formats: what a timed probe says
+
+
+@dataclass(frozen=True)
+class Support:
+    """How a device supports a format.
+
+    Attributes:
+        native: the device's arithmetic units compute in it, and no fault of theirs is known.
+        works: a matmul and a convolution ran in it and gave finite values.
+        time_ratio: their time over that of fp32 (geometric mean; 2.0 is twice as slow), None when
+            they did not run.
+        reason: what is known and what was measured, in whole sentences.
+    """
+
+    native: bool
+    works: bool
+    time_ratio: float | None
+    reason: str
+
+
+def probe_formats(device: Device) -> dict[str, Support]:
+    """How a device supports fp32, bf16 and fp16, judged and then tried.
+
+    The answer is kept for the life of the process. The probe draws no random numbers.
+
+    Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and
+    loads the libraries that a run would load anyway.
+    """
+    return dict(_probe_once(device.type, device.index))
+
+
+@functools.cache
+def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
+    device = next(d for d in list_devices() if (d.type, d.index) == (kind, index))
+    verdicts = judge_device(device)
+    times = {name: _time_format(device, name) for name in PRECISIONS}
+    return tuple(
+        (name, weigh_support(name, verdicts[name], times[name], times["fp32"]))
+        for name in PRECISIONS
+    )
+
+
+def judge_device(device: Device) -> dict[str, Verdict]:
+    """What a device computes natively according to its maker."""
+    if device.type == "mps":
+        parts = platform.mac_ver()[0].split(".")
+        return judge_mps(device.name, tuple(int(part) for part in parts if part.isdigit()))
+    if device.type == "cpu" or device.capability is None:
+        return judge_cpu(read_cpu_flags())
+    import torch
+
+    if torch.version.hip:
+        return judge_rocm(str(torch.cuda.get_device_properties(device.index).gcnArchName))
+    return judge_cuda(device.capability, device.name)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of the two operations of the probe, or the reason why they did not run."""
+
+    matmul_s: float = math.nan
+    convolution_s: float = math.nan
+    failure: str = ""
+
+
+def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
+    """What is known and what was measured, as one answer.
+
+    Args:
+        name: the format.
+        verdict: what the maker says.
+        timing: measured in this format.
+        reference: measured in fp32.
+    """
+    if timing.failure:
+        return Support(
+            False, False, None, f"{verdict.reason} It was tried and failed: {timing.failure}"
+        )
+    if name == "fp32" or reference.failure:
+        return Support(verdict.native, True, 1.0, verdict.reason)
+    matmul = timing.matmul_s / reference.matmul_s
+    convolution = timing.convolution_s / reference.convolution_s
+    ratio = math.sqrt(matmul * convolution)
+    measured = (
+        f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
+        f"the time of fp32: {_say_speed(ratio)}."
+    )
+    return Support(verdict.native, True, round(ratio, 3), f"{verdict.reason} {measured}")
+
+
+def _say_speed(ratio: float) -> str:
+    if ratio < 0.8:
+        return "it is faster"
+    if ratio <= 1.25:
+        return "it saves memory and no time"
+    return "it saves memory and is slower"
+
+
+_SHARE_S = 0.05  # seconds for one operation in one format: three formats and two operations of it
+_REPEATS = 9
+
+
+def _time_format(device: Device, name: str) -> Timing:
+    import torch
+
+    dtype = FORMATS[name].torch_dtype
+    try:
+        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+            matmul, convolution = _make_operations(device, dtype)
+            return Timing(_time_median(device, matmul), _time_median(device, convolution))
+    except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        return Timing(failure=f"{lines[0].rstrip('.')}.")
+
+
+def _make_operations(
+    device: Device, dtype: torch.dtype
+) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """A matmul and a convolution whose exact results fit every format.
+
+    On an accelerator they are large enough to outweigh the launch; on a CPU small enough that a
+    format computed one value at a time stays within its share.
+    """
+    import torch
+
+    size, channels, side = (128, 32, 16) if device.type == "cpu" else (2048, 128, 64)
+
+    def fill(*shape: int) -> torch.Tensor:
+        return torch.full(shape, 0.125, dtype=dtype, device=device.torch_name)
+
+    left, right = fill(size, size), fill(size, size)
+    image, kernel = fill(1, channels, side, side), fill(channels, channels, 3, 3)
+    return (
+        lambda: left @ right,
+        lambda: torch.nn.functional.conv2d(image, kernel, padding=1),
+    )
+
+
+def _time_median(device: Device, operation: Callable[[], torch.Tensor]) -> float:
+    """Median seconds of up to `_REPEATS` runs after one to warm up; a slow one runs fewer times."""
+    import torch
+
+    begun = time.perf_counter()
+    if not bool(torch.isfinite(operation()).all()):
+        raise ArithmeticError("a sum of products of 0.125 was not finite")
+    seconds: list[float] = []
+    while len(seconds) < _REPEATS and (not seconds or time.perf_counter() - begun < _SHARE_S):
+        _synchronise(device)
+        start = time.perf_counter()
+        operation()
+        _synchronise(device)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _synchronise(device: Device) -> None:
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device.index)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+# ---------------------------------------------------------------------------------------------
+# Memory
+
+
+@dataclass
+class PeakMemory:
+    """The peak of memory use during a block; complete when the block has ended.
+
+    Attributes:
+        peak_bytes: the largest use. On cuda and mps all that was allocated on the device; on the
+            CPU the growth of the process's resident memory (RSS) since the block began.
+        method: what was measured, one sentence.
+    """
+
+    peak_bytes: int = 0
+    method: str = field(default="")
+
+
+_SAMPLE_S = 0.02
+
+
+@contextmanager
+def peak_memory(device: Device) -> Iterator[PeakMemory]:
+    """Measure the peak of memory use during the block.
+
+    On the CPU and on mps a thread reads the use every 20 ms, so a peak shorter than that can be
+    missed, and memory that was freed before the block and is used again does not count as growth.
+    On cuda the allocator's own peak is exact; its counter is reset, so blocks must not be nested.
+    """
+    if device.type == "cuda":
+        measure = _measure_cuda(device)
+    elif device.type == "mps":
+        measure = _sample_peak(_read_mps_bytes, 0, "memory of the Metal driver, read every 20 ms")
+    else:
+        text = "growth of resident memory (RSS), read every 20 ms"
+        measure = _sample_peak(_read_rss_bytes, _read_rss_bytes(), text)
+    with measure as peak:
+        yield peak
+
+
+@contextmanager
+def _measure_cuda(device: Device) -> Iterator[PeakMemory]:
+    import torch
+
+    torch.cuda.reset_peak_memory_stats(device.index)
+    peak = PeakMemory(method="peak of PyTorch's CUDA allocator")
+    try:
+        yield peak
+    finally:
+        peak.peak_bytes = int(torch.cuda.max_memory_allocated(device.index))
+
+
+@contextmanager
+def _sample_peak(read: Callable[[], int], base: int, method: str) -> Iterator[PeakMemory]:
+    peak, ended = PeakMemory(method=method), threading.Event()
+
+    def sample() -> None:
+        peak.peak_bytes = max(peak.peak_bytes, read() - base)
+
+    def watch() -> None:
+        while not ended.wait(_SAMPLE_S):
+            sample()
+
+    thread = threading.Thread(target=watch, name="stopdown-memory", daemon=True)
+    sample()
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+        sample()
+
+
+def _read_rss_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def _read_mps_bytes() -> int:
+    import torch
+
+    return int(torch.mps.driver_allocated_memory())

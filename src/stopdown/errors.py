@@ -1,0 +1,78 @@
+"""Every exception and warning of Stopdown.
+
+::
+
+    StopdownError                  anything that Stopdown itself raises; exit code 1
+    ├── InputError                 what was asked cannot be done as asked; exit code 2
+    │   ├── OptionError            a precision, device, size or flag that is unknown or impossible
+    │   ├── SourceError            a model that is missing, damaged or refused
+    │   ├── OutputError            a file that cannot be written
+    │   └── PlanError              a plan that does not belong to this checkpoint, or is damaged
+    ├── NonFiniteError             a component gave NaN or Inf
+    ├── CaptureError               a module cannot be captured as a graph
+    └── ScalingError               no exponents keep a module in range
+
+    StopdownWarning                something was decided or repaired that the user should know
+
+A message has four parts: what was found, with values; where; what was expected, and where that
+expectation comes from; what to type. Each part is one or more whole sentences; `StopdownError`
+joins the parts that it is given.
+"""
+
+from __future__ import annotations
+
+
+class StopdownError(Exception):
+    """Root of all exceptions raised by Stopdown.
+
+    Args:
+        what: what was found, with values, and where. Whole sentences.
+        expected: what was expected, and where that expectation comes from.
+        remedy: what to type or do.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
+        self.what, self.expected, self.remedy = what, expected, remedy
+        super().__init__(" ".join(part for part in (what, expected, remedy) if part))
+
+
+class InputError(StopdownError):
+    """What was asked cannot be done as asked."""
+
+    exit_code = 2
+
+
+class OptionError(InputError):
+    """A precision, device, size or flag that is unknown or impossible."""
+
+
+class SourceError(InputError):
+    """A model that is missing, damaged or refused."""
+
+
+class OutputError(InputError):
+    """A file that cannot be written."""
+
+    exit_code = 1
+
+
+class NonFiniteError(StopdownError):
+    """A component gave NaN or Inf."""
+
+
+class CaptureError(StopdownError):
+    """A module cannot be captured as a graph."""
+
+
+class ScalingError(StopdownError):
+    """No exponents keep a module in range."""
+
+
+class PlanError(InputError):
+    """A plan that does not belong to this checkpoint, or is damaged."""
+
+
+class StopdownWarning(UserWarning):
+    """Something was decided or repaired that the user should know."""

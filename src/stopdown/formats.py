@@ -1,0 +1,104 @@
+"""Floating-point formats as data: their largest value, smallest normal value and precision.
+
+Names are the ones used everywhere in Stopdown, in text, JSON and flags: `fp16`, `bf16`, `fp32`…
+Figures follow IEEE 754-2019 for fp16, fp32 and fp64, and the OCP 8-bit specification for fp8.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stopdown.errors import OptionError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """One floating-point format.
+
+    Attributes:
+        name: as written in flags and records.
+        torch_name: attribute of the `torch` module.
+        safetensors_name: dtype in a safetensors header.
+        largest: largest finite value.
+        smallest_normal: smallest positive value with full precision.
+        smallest: smallest positive value.
+        significant_bits: bits of precision, the implicit one included.
+        size_bytes: bytes of one value.
+    """
+
+    name: str
+    torch_name: str
+    safetensors_name: str
+    largest: float
+    smallest_normal: float
+    smallest: float
+    significant_bits: int
+    size_bytes: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.torch_name)
+
+
+FORMATS = {
+    entry.name: entry
+    for entry in (
+        Format("fp64", "float64", "F64", (2 - 2**-52) * 2.0**1023, 2.0**-1022, 5e-324, 53, 8),
+        Format("fp32", "float32", "F32", (2 - 2**-23) * 2.0**127, 2.0**-126, 2.0**-149, 24, 4),
+        Format("bf16", "bfloat16", "BF16", (2 - 2**-7) * 2.0**127, 2.0**-126, 2.0**-133, 8, 2),
+        Format("fp16", "float16", "F16", 65504.0, 2.0**-14, 2.0**-24, 11, 2),
+        Format("fp8-e4m3", "float8_e4m3fn", "F8_E4M3", 448.0, 2.0**-6, 2.0**-9, 4, 1),
+        Format("fp8-e5m2", "float8_e5m2", "F8_E5M2", 57344.0, 2.0**-14, 2.0**-16, 3, 1),
+    )
+}
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+"""The formats that a component can be asked to run in."""
+
+_ALIASES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "full": "fp32",
+    "f32": "fp32",
+}
+
+
+def parse_precision(text: str) -> str:
+    """The name of a precision, from its name or a common alias.
+
+    Raises:
+        OptionError: the precision is unknown.
+    """
+    name = _ALIASES.get(text.strip().lower(), text.strip().lower())
+    if name not in PRECISIONS:
+        raise OptionError(
+            f"The precision {text!r} is unknown.",
+            expected=f"Known are {', '.join(PRECISIONS)}, and auto.",
+            remedy="Write for example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+        )
+    return name
+
+
+def find_format(dtype: torch.dtype | str) -> Format | None:
+    """The format of a torch dtype or of a safetensors dtype name, None when it is not floating."""
+    text = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
+    for entry in FORMATS.values():
+        if text in (entry.name, entry.torch_name, entry.safetensors_name):
+            return entry
+    return None
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """The name of a torch dtype: `fp16` for `torch.float16`, `int64` for `torch.int64`."""
+    found = find_format(dtype)
+    return found.name if found else str(dtype).removeprefix("torch.")

@@ -1,0 +1,107 @@
+"""Pure functions on tensors: largest magnitudes, non-finite counts, headroom, errors.
+
+Nothing here changes its input or synchronises with the host unless its docstring says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stopdown.formats import find_format
+
+
+def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor inside nested tuples, lists, mappings and dataclass-like model outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from iterate_tensors(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from iterate_tensors(item)
+    elif hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
+        for item in vars(value).values():
+            yield from iterate_tensors(item)
+
+
+def measure_amax(tensor: torch.Tensor) -> float:
+    """Largest finite magnitude of a floating tensor of any shape; 0.0 when it is empty.
+
+    Cost: one pass and one host read.
+    """
+    if tensor.numel() == 0:
+        return 0.0
+    magnitudes = tensor.detach().abs()
+    finite = torch.where(torch.isfinite(magnitudes), magnitudes, torch.zeros_like(magnitudes))
+    return float(finite.max())
+
+
+def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int]:
+    """Largest magnitude, root mean square and smallest positive magnitude; NaN and Inf counted.
+
+    The non-finite values are counted by the last figure and left out of the others, which are
+    0.0 for an empty tensor.
+    Cost: five passes and one host read.
+    """
+    if tensor.numel() == 0:
+        return 0.0, 0.0, 0.0, 0
+    magnitudes = tensor.detach().abs().double()
+    finite = torch.isfinite(magnitudes)
+    magnitudes = torch.where(finite, magnitudes, 0.0)
+    least = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
+    figures = torch.stack(
+        [magnitudes.amax(), magnitudes.square().mean().sqrt(), least, (~finite).sum().double()]
+    )
+    amax, rms, smallest, bad = figures.tolist()
+    return amax, rms, smallest if math.isfinite(smallest) else 0.0, int(bad)
+
+
+def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many values are NaN, and how many are +Inf or -Inf.
+
+    Cost: two passes and one host read.
+    """
+    nan, infinite = torch.isnan(tensor).sum(), torch.isinf(tensor).sum()
+    counts = torch.stack([nan, infinite]).tolist()
+    return counts[0], counts[1]
+
+
+def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """A boolean scalar on the device, True when every floating value is finite; None without one.
+
+    Neither a sum, which overflows by itself in fp16, nor `isnan`, which misses Inf.
+    Cost: one pass; no host read.
+    """
+    checks = [
+        torch.isfinite(tensor).all()
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.numel()
+    ]
+    if not checks:
+        return None
+    return torch.stack([check.to(checks[0].device) for check in checks]).all()
+
+
+def headroom_bits(amax: float, dtype: torch.dtype) -> float:
+    """Bits between a magnitude and the largest value of a dtype: negative when it overflows.
+
+    Raises:
+        ValueError: the dtype is not a floating one.
+    """
+    found = find_format(dtype)
+    if found is None:
+        raise ValueError(f"{dtype} is not a floating dtype")
+    if amax == 0:
+        return math.inf
+    return math.log2(found.largest) - math.log2(amax)
+
+
+def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """2-norm of the difference over that of the reference, computed in fp64; NaN passes on."""
+    difference = value.double() - reference.double()
+    return float(difference.norm() / reference.double().norm())

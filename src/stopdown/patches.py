@@ -1,0 +1,114 @@
+"""The undo stack: the only way anything is put on a pipeline, a module or an object.
+
+Every change is recorded with what was there before, "absent" included, and is taken back in reverse
+order. Undoing twice is harmless. Values of tensors that are changed in place are kept as clones.
+
+**Catches** attributes set on instances (their `__dict__` is restored, not shadowed), entries of
+mappings, tensor values, and anything else through `defer`.
+**Does not catch** what others change on the same object meanwhile: their change is overwritten when
+it sits on the same attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_ABSENT = object()
+
+
+class Patches:
+    """A stack of changes that come off in reverse order, also as a context manager."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def set_attribute(self, target: object, name: str, value: object) -> None:
+        """Set an attribute in the instance's own `__dict__`; undoing restores or removes it."""
+        before = vars(target).get(name, _ABSENT)
+        vars(target)[name] = value
+        self._undo.append(lambda: _restore(vars(target), name, before))
+
+    def set_item(self, target: MutableMapping[Any, Any], key: Any, value: object) -> None:
+        """Set an entry of a mapping; undoing restores or removes it."""
+        before = target.get(key, _ABSENT)
+        target[key] = value
+        self._undo.append(lambda: _restore(target, key, before))
+
+    def write_tensor(
+        self, target: torch.Tensor, value: torch.Tensor, rows: slice = slice(None)
+    ) -> None:
+        """Overwrite a tensor's values, or those of some rows, in place; undoing restores every bit.
+
+        Cost: a copy of the tensor until it is undone.
+        """
+        before = _take_rows(target, rows).detach().clone()
+        _rewrite(target, value, rows)
+        self._undo.append(lambda: _rewrite(target, before, rows))
+
+    def scale_tensor(self, target: torch.Tensor, exponent: int, rows: slice = slice(None)) -> None:
+        """Multiply a tensor, or some rows of it, in place by `2**exponent`.
+
+        The values are kept only when multiplying back would not restore every bit. Undoing acts on
+        what the tensor holds by then, so a parameter that was cast meanwhile is scaled back too.
+        """
+        if exponent == 0:
+            return
+        before = _take_rows(target, rows).detach()
+        scaled = _scale(before, exponent)
+        if torch.equal(_scale(scaled, -exponent), before):
+            _rewrite(target, scaled, rows)
+            self._undo.append(lambda: _rescale(target, -exponent, rows))
+        else:
+            self.write_tensor(target, scaled, rows)
+
+    def defer(self, undo: Callable[[], object]) -> None:
+        """Record any other change by the call that takes it back."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Take every change back, newest first. A second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __len__(self) -> int:
+        return len(self._undo)
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def _restore(target: MutableMapping[Any, Any], key: Any, before: object) -> None:
+    if before is _ABSENT:
+        target.pop(key, None)
+    else:
+        target[key] = before
+
+
+def _take_rows(target: torch.Tensor, rows: slice) -> torch.Tensor:
+    return target[rows] if target.dim() else target
+
+
+def _rewrite(target: torch.Tensor, value: torch.Tensor, rows: slice) -> None:
+    with torch.no_grad():
+        _take_rows(target, rows).copy_(value)
+
+
+def _rescale(target: torch.Tensor, exponent: int, rows: slice) -> None:
+    _rewrite(target, _scale(_take_rows(target, rows).detach(), exponent), rows)
+
+
+def _scale(values: torch.Tensor, exponent: int) -> torch.Tensor:
+    factor = torch.tensor(exponent, device=values.device)
+    return torch.ldexp(values, factor).to(values.dtype)

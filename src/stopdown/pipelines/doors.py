@@ -1,0 +1,176 @@
+"""Stand at the door of each component: every call of it goes through functions put there.
+
+What stands at a door is a stack of layers on one method of one object, called from the outermost to
+the innermost. The stack sits in the instance's own `__dict__` and is gone with its last layer, so
+layers come off in any order and leave nothing behind. The original is called last; what it returns
+is passed on untouched.
+
+**Catches** calls of whole components, as pipelines make them.
+**Does not catch** calls of a submodule from outside (`text_encoder.encoder(...)`), or of other
+methods (`get_image_features`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door
+
+Call = Callable[..., Any]
+Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a method: what to call next, its positional and its keyword arguments."""
+
+_KEPT_ARGUMENTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "size", "coords")
+"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+
+
+class _Stack:
+    """The layers on one method of one object, innermost first."""
+
+    def __init__(self, owner: object, method: str) -> None:
+        self.original: Call = getattr(owner, method)
+        self.layers: list[Layer] = []
+        self.patches = Patches()
+
+        @functools.wraps(self.original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.enter(len(self.layers), args, kwargs)
+
+        call.stopdown_stack = self  # type: ignore[attr-defined]
+        self.call = call
+        self.patches.set_attribute(owner, method, call)
+
+    def enter(self, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the layer below `depth`, or the original when there is none."""
+        if depth == 0:
+            return self.original(*args, **kwargs)
+
+        def call_next(*args: Any, **kwargs: Any) -> Any:
+            return self.enter(depth - 1, args, kwargs)
+
+        return self.layers[depth - 1](call_next, args, kwargs)
+
+    def remove(self, layer: Layer) -> None:
+        """Take one layer off, and the stack with the last one."""
+        self.layers = [other for other in self.layers if other is not layer]
+        if not self.layers:
+            self.patches.undo()
+
+
+def put_layer(owner: object, method: str, layer: Layer, patches: Patches) -> None:
+    """Lead the calls of a method through `layer`, until `patches` is undone."""
+    found = vars(owner).get(method)
+    stack: _Stack | None = getattr(found, "stopdown_stack", None)
+    if stack is None or stack.call is not found:  # a wrapper copies the attributes of a function
+        stack = _Stack(owner, method)
+    stack.layers = [*stack.layers, layer]
+    patches.defer(functools.partial(stack.remove, layer))
+
+
+def put_door(door: Door, layer: Layer, patches: Patches) -> None:
+    """Lead the calls of one door through `layer`, until `patches` is undone."""
+    put_layer(door.owner, door.method, layer, patches)
+
+
+def put_cast(door: Door, dtype: torch.dtype, patches: Patches) -> None:
+    """Bring a door's floating arguments to the dtype of its weights, and its outputs back.
+
+    What a decoder returns stays as it is: it is the picture, and nothing computes with it.
+
+    Args:
+        door: where.
+        dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
+            Diffusion does so with its autoencoder) are followed.
+        patches: where the layer is put.
+    """
+    names = tuple(inspect.signature(getattr(door.owner, door.method)).parameters)
+    weights = find_module(door).parameters()
+    sample = next((weight for weight in weights if weight.dtype == dtype), None)
+
+    def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        came_as = find_float_dtype(named)
+        wanted = dtype if sample is None else sample.dtype
+        output = call(*_cast_positional(names, args, wanted), **cast_arguments(kwargs, wanted))
+        is_last = came_as is None or door.stage == "decode"
+        return output if is_last else cast_floats(output, came_as)
+
+    put_door(door, cast, patches)
+
+
+def find_module(door: Door) -> torch.nn.Module:
+    """The module whose weights a door's call uses: its owner, or another one that serves for it."""
+    method = getattr(door.owner, door.method)
+    method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else door.owner
+
+
+def cast_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same arguments with floating tensors in `dtype`; times and positions stay as they are."""
+    return {
+        name: value if _is_kept(name) else cast_floats(value, dtype)
+        for name, value in arguments.items()
+    }
+
+
+def _cast_positional(
+    names: tuple[str, ...], args: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[Any, ...]:
+    padded = [*names, *[""] * len(args)]
+    pairs = zip(padded, args, strict=False)
+    return tuple(value if _is_kept(name) else cast_floats(value, dtype) for name, value in pairs)
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors inside tuples, lists, dicts and model outputs in `dtype`, all else as it is."""
+    if dtype is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        cast = cast_arguments(value, dtype)
+        return cast if type(value) is dict else type(value)(**cast)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return _cast_attributes(value, dtype) if _is_distribution(value) else value
+
+
+def _is_distribution(value: Any) -> bool:
+    """Whether this is what an autoencoder encodes to: a mean and a spread, which is sampled later."""
+    return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
+
+
+def _cast_attributes(value: Any, dtype: torch.dtype) -> Any:
+    cast = copy.copy(value)
+    vars(cast).update({name: cast_floats(item, dtype) for name, item in vars(value).items()})
+    return cast
+
+
+def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of the first floating tensor among arguments that are cast, None without one."""
+    for name, value in arguments.items():
+        found = None if _is_kept(name) else _find_first(value)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_first(value: Any) -> torch.dtype | None:
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.is_floating_point() else None
+    if isinstance(value, dict):
+        return find_float_dtype(value)
+    items = value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _find_first(item)) is not None), None)
+
+
+def _is_kept(name: str) -> bool:
+    return any(part in name for part in _KEPT_ARGUMENTS)

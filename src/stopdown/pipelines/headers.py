@@ -1,0 +1,206 @@
+"""What safetensors files say about themselves: names, dtypes, shapes and sizes, without torch.
+
+A file begins with eight bytes (little-endian length), then a JSON header of that length, then the
+values. Only the header is read. Its offsets must fill the rest of the file exactly, so a file that
+was cut off, or that lost its beginning, is found without reading the values.
+
+**Catches** truncated, padded, empty and foreign files, overlapping or missing ranges, sizes that do
+not fit the shapes, shards that are absent or that lack a tensor of the index.
+**Does not catch** wrong values: there is no checksum in the format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopdown.formats import find_format
+
+LARGEST_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+INTEGER_DTYPES = {
+    "BOOL": ("bool", 8),
+    "U8": ("uint8", 8),
+    "I8": ("int8", 8),
+    "U16": ("uint16", 16),
+    "I16": ("int16", 16),
+    "U32": ("uint32", 32),
+    "I32": ("int32", 32),
+    "U64": ("uint64", 64),
+    "I64": ("int64", 64),
+}
+"""dtype in a header → our name, and bits of one value."""
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}")
+
+
+class DamagedFileError(ValueError):
+    """A file that is not whole; the message says what was found."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor in a safetensors file.
+
+    Attributes:
+        dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's own name when it is none of ours.
+        shape: as stored.
+        size_bytes: length of its values.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name.
+
+    Raises:
+        DamagedFileError: the file is not a whole safetensors file.
+        OSError: the file cannot be read.
+    """
+    header, value_bytes = _read_json(path)
+    tensors: dict[str, StoredTensor] = {}
+    ranges = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        tensors[name], start, end = _parse_entry(name, entry)
+        ranges.append((start, end))
+    _check_ranges(ranges, value_bytes)
+    return tensors
+
+
+def read_header_bytes(path: Path) -> bytes:
+    """The raw header of a safetensors file, its length included."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
+
+
+def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> bytes:
+    """Blocks of a file, evenly spread from its beginning to its end."""
+    last = max(path.stat().st_size - block_bytes, 0)
+    with path.open("rb") as file:
+        samples = []
+        for number in range(blocks):
+            file.seek(last * number // (blocks - 1))
+            samples.append(file.read(block_bytes))
+    return b"".join(samples)
+
+
+def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+    size = path.stat().st_size
+    if size < 8:
+        raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > LARGEST_HEADER_BYTES:
+            raise DamagedFileError("it does not begin with the header of a safetensors file")
+        if length > size - 8:
+            raise DamagedFileError(f"its header needs {length} bytes and {size - 8} are there")
+        content = file.read(length)
+    try:
+        header = json.loads(content)
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DamagedFileError("its header cannot be read as JSON") from error
+    if not isinstance(header, dict):
+        raise DamagedFileError("its header is not a table of tensors")
+    return header, size - 8 - length
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        start, end = (int(offset) for offset in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(f"its header does not describe the tensor {name!r}") from error
+    our_name, bits = _name_dtype(dtype)
+    expected = math.prod(shape) * bits // 8
+    if bits and end - start != expected:
+        raise DamagedFileError(
+            f"the tensor {name!r} takes {end - start} bytes and its shape needs {expected}"
+        )
+    return StoredTensor(our_name, shape, end - start), start, end
+
+
+def _name_dtype(dtype: str) -> tuple[str, int]:
+    """Our name and the bits of one value; 0 bits when the dtype is unknown."""
+    if dtype in INTEGER_DTYPES:
+        return INTEGER_DTYPES[dtype]
+    found = find_format(dtype)
+    return (found.name, 8 * found.size_bytes) if found else (dtype, 0)
+
+
+def _check_ranges(ranges: list[tuple[int, int]], value_bytes: int) -> None:
+    position = 0
+    for start, end in sorted(ranges):
+        if start != position or end < start:
+            raise DamagedFileError("its tensors overlap or leave a gap")
+        position = end
+    if position != value_bytes:
+        raise DamagedFileError(
+            f"its values should take {position} bytes and {value_bytes} are there"
+        )
+
+
+def find_weights(folder: Path) -> tuple[str, list[Path]]:
+    """The variant and the safetensors files that a component's folder is loaded from.
+
+    Without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`) when there are such
+    files, otherwise the first variant by name (`model.fp16.safetensors` → `fp16`).
+    """
+    names = [path.name for path in folder.glob("*.safetensors")]
+    variant, chosen = choose_weights(names)
+    return variant, [folder / name for name in chosen]
+
+
+def choose_weights(names: list[str]) -> tuple[str, list[str]]:
+    """As `find_weights`, from the names of the files alone."""
+    by_variant: dict[str, list[str]] = {}
+    for name in sorted(names):
+        stem = _SHARD.sub("", name.removesuffix(".safetensors"))
+        base, _, variant = stem.partition(".")
+        if base in ("model", "diffusion_pytorch_model", "pytorch_model"):
+            by_variant.setdefault(variant, []).append(name)
+    if not by_variant:
+        return "", []
+    variant = min(by_variant)
+    return variant, by_variant[variant]
+
+
+def find_missing_shards(index: Path) -> list[str]:
+    """What an index of shards (`*.safetensors.index.json`) names and its folder lacks.
+
+    Raises:
+        DamagedFileError: the index cannot be read.
+    """
+    try:
+        weight_map: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
+        shards = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFileError("it cannot be read as an index of shards") from error
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    for shard in shards:
+        if shard not in missing:
+            missing += _find_missing_tensors(index.parent / shard, weight_map)
+    return missing
+
+
+def _find_missing_tensors(shard: Path, weight_map: Mapping[str, str]) -> list[str]:
+    try:
+        present = read_header(shard)
+    except DamagedFileError:
+        return []  # reported for the file itself
+    return [
+        f"the tensor {name!r} of {shard.name}"
+        for name, file in weight_map.items()
+        if file == shard.name and name not in present
+    ]

@@ -1,0 +1,242 @@
+"""Models from the Hub, through its own client: only what is needed, and nothing that can run code.
+
+`model_index.json` comes first and is checked before anything large is asked for. Then come the
+configurations, tokenizers and safetensors of the components that it names: no pickles, no Python,
+no second copy of the weights in another precision, no checkpoint beside the folders. The client
+resumes a file that is cut off, keeps whole files from one run to the next, and reads HF_ENDPOINT,
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from stopdown.errors import SourceError
+from stopdown.pipelines.headers import choose_weights
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is done, the bytes done and the bytes in all (0 when unknown)."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+SIDE_FILES = (".json", ".txt", ".model", ".jinja")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def download_index(repo: str, *, revision: str | None = None) -> Path:
+    """The local path of a repository's `model_index.json`, in the client's cache.
+
+    Raises:
+        SourceError: there is no such repository, it is gated, has no index, or cannot be reached.
+    """
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.hf_hub_download(repo, filename="model_index.json", revision=revision)
+        )
+    except Exception as error:
+        raise describe_failure(error, repo, revision) from error
+
+
+def download_snapshot(
+    index: Path,
+    repo: str,
+    folders: dict[str, bool],
+    *,
+    with_weights: bool = True,
+    progress: Progress | None = None,
+) -> Path:
+    """The folder of a repository's snapshot, with the files of the given components in it.
+
+    Args:
+        index: what `download_index` gave; the other files come from the same commit.
+        folders: component → whether it has weights.
+        with_weights: without them only configurations and tokenizers come.
+        progress: called with the bytes received.
+
+    Raises:
+        SourceError: weights are pickles only, or the download failed.
+    """
+    import huggingface_hub
+
+    commit = index.parent.name
+    files = _list_files(repo, commit)
+    if files is None:
+        return index.parent
+    chosen = choose_files(files, folders, repo=repo, with_weights=with_weights)
+    try:
+        huggingface_hub.snapshot_download(
+            repo,
+            revision=commit,
+            allow_patterns=[_escape_pattern(name) for name in chosen],
+            tqdm_class=_make_bar_class(progress),
+        )
+    except Exception as error:
+        raise describe_failure(error, repo, None) from error
+    return index.parent
+
+
+def choose_files(
+    files: list[str], folders: dict[str, bool], *, repo: str, with_weights: bool = True
+) -> list[str]:
+    """The files of a repository that the given components are loaded from.
+
+    Raises:
+        SourceError: the weights of a component are pickles only.
+    """
+    chosen = ["model_index.json"]
+    refused = []
+    for folder, has_weights in folders.items():
+        inside = [name for name in files if str(PurePosixPath(name).parent) == folder]
+        chosen += [name for name in inside if name.endswith(SIDE_FILES)]
+        if not (has_weights and with_weights):
+            continue
+        weights = [PurePosixPath(name).name for name in inside if name.endswith(".safetensors")]
+        _, kept = choose_weights(weights)
+        chosen += [f"{folder}/{name}" for name in kept]
+        if not kept:
+            refused += [name for name in inside if name.endswith(PICKLES)]
+    if refused:
+        raise refuse_pickles(repo, refused)
+    return chosen
+
+
+def refuse_pickles(place: str, files: list[str]) -> SourceError:
+    """The error for weights that are stored as pickles only."""
+    return SourceError(
+        f"The weights {', '.join(files)} of {place} are stored as pickles.",
+        expected="Only safetensors are read: loading a pickle can run any program in it.",
+        remedy=explain_conversion(place),
+    )
+
+
+def explain_conversion(place: str) -> str:
+    """What to type to convert pickled weights."""
+    script = (
+        "from diffusers import DiffusionPipeline as P; "
+        f"P.from_pretrained({place!r}, use_safetensors=False).save_pretrained('converted')"
+    )
+    return (
+        "Ask its author for safetensors, or, where you trust the file, convert it once with plain "
+        f'Diffusers: python -c "{script}", and give the folder converted.'
+    )
+
+
+def describe_failure(error: Exception, repo: str, revision: str | None) -> SourceError:
+    """The error that tells a user why the Hub did not give a model."""
+    from huggingface_hub import errors
+
+    page = f"{_read_endpoint()}/{repo}"
+    if isinstance(error, errors.GatedRepoError):
+        return SourceError(
+            f"The model {repo} is gated: the Hub does not give it to you yet.",
+            expected="Its author asks for an agreement first.",
+            remedy=f"Agree at {page}, then set HF_TOKEN to your token, or type: hf auth login",
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return SourceError(
+            f"The model {repo} has no revision {revision!r}.",
+            expected="A revision is a branch, a tag or a commit.",
+            remedy=f"See {page}/tree/main for those it has.",
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return SourceError(
+            f"The Hub at {_read_endpoint()} has no model {repo}, or it is private. No folder here "
+            "has this name either.",
+            expected="SOURCE is a Hub id (owner/name), a Diffusers folder, a .safetensors file or "
+            "a bundled model.",
+            remedy="Look at the spelling; for a private model set HF_TOKEN, or type: hf auth login",
+        )
+    if _is_missing_entry(error):
+        return SourceError(
+            f"The model {repo} has no model_index.json.",
+            expected="A Diffusers pipeline on the Hub has one, with a folder for each component.",
+            remedy="Look for a repository of the same model whose name ends with -diffusers.",
+        )
+    return _describe_broken_connection(error, repo)
+
+
+def _is_missing_entry(error: Exception) -> bool:
+    from huggingface_hub import errors
+
+    is_local = isinstance(error, errors.LocalEntryNotFoundError)
+    return isinstance(error, errors.EntryNotFoundError) and not is_local
+
+
+def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return SourceError(
+            f"The model {repo} is not wholly on this computer, and the Hub client is offline.",
+            expected="HF_HUB_OFFLINE is set, so only what was downloaded before can be used.",
+            remedy="Unset HF_HUB_OFFLINE and run the command again.",
+        )
+    cause = _find_root_cause(error)
+    status = getattr(getattr(cause, "response", None), "status_code", None)
+    if status in (401, 403):
+        return SourceError(
+            f"The Hub at {_read_endpoint()} refused the model {repo} (HTTP {status}).",
+            expected="The token must be valid and allow reading this model.",
+            remedy="Set HF_TOKEN to a token that may read it, or type: hf auth login",
+        )
+    reason = " ".join(str(cause).split()) or type(cause).__name__
+    return SourceError(
+        f"The model {repo} could not be downloaded from {_read_endpoint()}: {reason[:300]}",
+        expected="It is not wholly in the cache either.",
+        remedy="Look at the connection and run the command again: files that arrived whole are "
+        "kept.",
+    )
+
+
+def _find_root_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _read_endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _list_files(repo: str, commit: str) -> list[str] | None:
+    """Every file of a repository at a commit; None when the Hub cannot be asked."""
+    import huggingface_hub
+
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        return list(huggingface_hub.HfApi().list_repo_files(repo, revision=commit))
+    except Exception as error:
+        failure = describe_failure(error, repo, commit)
+        if _find_root_cause(error).__class__.__module__.startswith("http"):
+            return None  # no connection: what is in the cache may be enough
+        raise failure from error
+
+
+def _escape_pattern(name: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", name)
+
+
+def _make_bar_class(progress: Progress | None) -> Any:
+    """A progress bar class that draws nothing and reports received bytes."""
+    from huggingface_hub.utils import tqdm
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.counts_bytes = kwargs.get("unit") == "B"
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "disable": True})
+            self.total = kwargs.get("total")
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if progress is not None and self.counts_bytes:
+                progress("downloading", int(self.n), int(self.total or 0))
+
+    return ReportingBar

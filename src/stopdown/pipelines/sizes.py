@@ -1,0 +1,143 @@
+"""Sizes that a model can make: frames, height and width, checked against its configs before it loads.
+
+A picture's side must be a multiple of the autoencoder's compression times the transformer's patch
+(or the halvings of a video UNet); a video's frames must fit the autoencoder's compression in time.
+Some transformers have positions for one size only, or up to a size.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopdown.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What the sizes of a model's output must fit.
+
+    Attributes:
+        side: height and width are multiples of this many pixels.
+        frames: frames are one more than a multiple of this; 1 when any number will do.
+        reason: where this comes from.
+        most: the largest height and width; 0 when there is no limit.
+        only: the one height and width that work; None when others do.
+    """
+
+    side: int
+    frames: int
+    reason: str
+    most: int = 0
+    only: tuple[int, int] | None = None
+
+
+def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
+    """The config of each component of a Diffusers folder, by component."""
+    configs = {}
+    for path in sorted(folder.glob("*/config.json")):
+        configs[path.parent.name] = json.loads(path.read_text())
+    return configs
+
+
+def find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
+    """The grid of a model, from the configs of its components."""
+    autoencoder = configs.get("vae", {})
+    side = _read_side(autoencoder)
+    reasons = [f"its autoencoder divides each side by {side}"]
+    transformer = configs.get("transformer", {})
+    patch = transformer.get("patch_size") or 1
+    patch = patch[-1] if isinstance(patch, list) else patch
+    if "FluxTransformer" in transformer.get("_class_name", ""):
+        patch = 2  # the pipeline packs 2x2 latents, whatever the config's patch_size says
+    if patch > 1:
+        reasons.append(f"its transformer reads patches of {patch} by {patch}")
+    unet = configs.get("unet", {})
+    # The UNet of pictures brings its own upsampling to sizes that cannot be halved.
+    is_picture = unet.get("_class_name") == "UNet2DConditionModel"
+    halvings = 0 if is_picture else max(0, len(unet.get("block_out_channels") or [0]) - 1)
+    if halvings:
+        reasons.append(f"its UNet halves it {halvings} times")
+    frames = int(autoencoder.get("temporal_compression_ratio") or _read_time(autoencoder))
+    if frames > 1:
+        reasons.append(f"its autoencoder holds {frames} frames in one latent frame")
+    if autoencoder.get("_class_name") == "AutoencoderKLCogVideoX":
+        frames *= 2  # of an even number of latent frames it decodes three frames too many
+        reasons[-1] += ", and takes latent frames by twos after the first"
+    positions = transformer.get("pos_embed_max_size") or 0
+    if positions:
+        reasons.append(f"it has positions for {positions} patches on a side")
+    only = _read_only(transformer, side)
+    if only:
+        reasons.append("its learned positions are for one size")
+    step = side * patch * 2**halvings
+    return Grid(step, frames, " and ".join(reasons), positions * step, only)
+
+
+def _read_only(transformer: dict[str, Any], side: int) -> tuple[int, int] | None:
+    """Height and width of a CogVideoX transformer with learned positions, which are never resized."""
+    if not transformer.get("use_learned_positional_embeddings"):
+        return None
+    return int(transformer["sample_height"]) * side, int(transformer["sample_width"]) * side
+
+
+def _read_side(autoencoder: dict[str, Any]) -> int:
+    for name in ("scale_factor_spatial", "spatial_compression_ratio"):
+        if autoencoder.get(name):
+            return int(autoencoder[name])
+    blocks = autoencoder.get("block_out_channels") or autoencoder.get("dim_mult") or [0]
+    return int(2 ** (len(blocks) - 1))
+
+
+def _read_time(autoencoder: dict[str, Any]) -> int:
+    downsample = autoencoder.get("temperal_downsample") or []  # spelt so in the config
+    return int(autoencoder.get("scale_factor_temporal") or 2 ** sum(map(bool, downsample)))
+
+
+def check_sizes(
+    grid: Grid, *, frames: int | None = None, height: int | None = None, width: int | None = None
+) -> None:
+    """Refuse sizes that the model cannot make, naming the nearest that it can.
+
+    Raises:
+        OptionError: a size does not fit the grid.
+    """
+    height_only, width_only = grid.only or (0, 0)
+    _check_side("--height", height, grid, height_only)
+    _check_side("--width", width, grid, width_only)
+    if frames is not None and (frames < 1 or (frames - 1) % grid.frames):
+        near = _find_nearest(frames, grid.frames, 1)
+        rule = f"a multiple of {grid.frames} plus 1 frames"
+        raise _describe_misfit("--frames", frames, rule, near, grid.reason)
+
+
+def _check_side(flag: str, value: int | None, grid: Grid, only: int) -> None:
+    if value is None:
+        return
+    most = only or grid.most
+    if value >= 1 and value % grid.side == 0 and (not most or value <= most) and value >= only:
+        return
+    near = [only] if only else _find_nearest(value, grid.side, 0, most)
+    rule = f"{only} pixels only" if only else f"a multiple of {grid.side} pixels"
+    rule += f" up to {most}" if most and not only else ""
+    raise _describe_misfit(flag, value, rule, near, grid.reason)
+
+
+def _describe_misfit(flag: str, value: int, rule: str, near: list[int], reason: str) -> OptionError:
+    listed = " and ".join(map(str, near))
+    return OptionError(
+        f"The model cannot make {flag} {value}.",
+        expected=f"It takes {rule}: {reason}.",
+        remedy=f"The nearest that {'work are' if len(near) > 1 else 'works is'} {listed}: "
+        f"use {flag} {min(near, key=lambda size: abs(size - value))}.",
+    )
+
+
+def _find_nearest(value: int, step: int, offset: int, most: int = 0) -> list[int]:
+    """The sizes next to a value, below and above it, as far as there are."""
+    least = offset or step
+    below = max(least, (value - offset) // step * step + offset)
+    above = max(least, below + step if below <= value else below)
+    return sorted({min(size, most) if most else size for size in (below, above)})

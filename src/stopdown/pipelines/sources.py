@@ -1,0 +1,480 @@
+"""Where a model comes from: found, checked and described before anything of it is loaded.
+
+A SOURCE is the name of a bundled model, a Diffusers folder, a single `.safetensors` file or a Hub
+id. `resolve_source` finds it (and downloads it), `verify_source` reports everything that is wrong
+with it. Neither imports torch or Diffusers, and nothing that was downloaded is executed.
+
+**Catches** unknown models and pipeline classes, missing folders and configurations, missing, cut
+off and damaged weights, pickles, and configurations that ask for the model's own code.
+**Does not catch** weights that fit the file but not the model: `load_pipeline` reports those.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib.util
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from stopdown.errors import SourceError
+from stopdown.pipelines import hub
+from stopdown.pipelines.headers import (
+    DamagedFileError,
+    find_missing_shards,
+    find_weights,
+    read_header,
+    read_header_bytes,
+    read_samples,
+)
+from stopdown.pipelines.hub import Progress
+
+BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
+FORMS = (
+    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors file or a bundled "
+    "model"
+)
+OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
+"""Components that a pipeline may be published without, although its index names them."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, as its `model_index.json` describes it.
+
+    Attributes:
+        name: as it was asked for.
+        path: folder, or single file.
+        kind: where it comes from.
+        pipeline_class: name of its Diffusers class; empty for a single file.
+        components: name → (library, class); empty for a single file.
+        revision: commit on the Hub; empty otherwise.
+    """
+
+    name: str
+    path: Path
+    kind: Literal["bundled", "folder", "hub", "file"]
+    pipeline_class: str = ""
+    components: dict[str, tuple[str, str]] = field(default_factory=dict)
+    revision: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a source; the lowest rank is the worst."""
+
+    rank: int
+    what: str
+    expected: str
+    remedy: str
+
+
+REFUSED, UNKNOWN, PICKLED, MISSING, DAMAGED = range(5)
+
+
+def resolve_source(
+    source: str | Path, *, revision: str | None = None, progress: Progress | None = None
+) -> Source:
+    """The model that a SOURCE names; one on the Hub is downloaded first.
+
+    A bundled name wins over a folder of the same name, which can be written `./name`.
+
+    Args:
+        source: bundled name, folder, `.safetensors` file or Hub id.
+        revision: branch, tag or commit of a Hub id.
+        progress: called with the bytes received.
+
+    Raises:
+        SourceError: there is no such model, or what was found is refused at first sight.
+    """
+    text = str(source)
+    if isinstance(source, str) and text in list_bundled():
+        return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _read_folder(text, path, "folder")
+    if path.exists():
+        return _read_file(text, path)
+    if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
+        return _resolve_hub(text, revision, progress)
+    raise _describe_unknown(text)
+
+
+def list_bundled() -> list[str]:
+    """Names of the models that come with the package."""
+    return sorted(index.parent.name for index in BUNDLED_FOLDER.glob("*/model_index.json"))
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.startswith((".", "~", "/")) or text.endswith((".safetensors", *hub.PICKLES))
+
+
+def _describe_unknown(text: str) -> SourceError:
+    if _looks_like_path(text) or "/" in text or "\\" in text:
+        return SourceError(
+            f"There is no file or folder {text}.",
+            expected=f"{FORMS}.",
+            remedy="Look at the spelling and at the folder you are in.",
+        )
+    bundled = list_bundled()
+    near = difflib.get_close_matches(text, bundled, n=1)
+    return SourceError(
+        f"The model {text!r} is unknown.",
+        expected=f"{FORMS} ({', '.join(bundled) or 'none is installed'}).",
+        remedy=f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder.",
+    )
+
+
+def _resolve_hub(repo: str, revision: str | None, progress: Progress | None) -> Source:
+    index = hub.download_index(repo, revision=revision)
+    found = _read_folder(repo, index.parent, "hub")
+    refuse(repo, list(_find_refusals(found)))
+    if not any(_find_damages(found)):
+        return found  # whole in the cache already, at this commit
+    folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
+    hub.download_snapshot(index, repo, folders, progress=progress)
+    return found
+
+
+def _read_file(name: str, path: Path) -> Source:
+    if path.suffix.lower() in hub.PICKLES:
+        raise hub.refuse_pickles("SOURCE", [str(path)])
+    if path.suffix.lower() != ".safetensors":
+        raise SourceError(
+            f"The file {path} is not a .safetensors file.",
+            expected=f"{FORMS}.",
+            remedy="Give a .safetensors file, or the folder that has model_index.json in it.",
+        )
+    return Source(name, path, "file")
+
+
+def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"]) -> Source:
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise _describe_plain_folder(path)
+    content = _read_json_object(index)
+    if content is None:
+        raise SourceError(
+            f"{index} cannot be read as a table in JSON.",
+            expected="It names the pipeline class and its components.",
+            remedy="Download or save the model again.",
+        )
+    components = {
+        key: (str(value[0]), str(value[1]))
+        for key, value in content.items()
+        if _is_component(key, value)
+    }
+    revision = path.name if kind == "hub" else ""
+    class_name = content.get("_class_name")
+    return Source(
+        name, path, kind, class_name if isinstance(class_name, str) else "", components, revision
+    )
+
+
+def _is_component(key: str, value: Any) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2
+    return not key.startswith("_") and is_pair and all(isinstance(part, str) for part in value)
+
+
+def _describe_plain_folder(path: Path) -> SourceError:
+    inner = sorted(index.parent.name for index in path.glob("*/model_index.json"))
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    if inner:
+        remedy = f"Did you mean {path / inner[0]}?"
+    elif (path / "config.json").is_file():
+        remedy = f"This looks like one component of a pipeline. Did you mean {path.parent}?"
+    elif files:
+        remedy = f"For a single file write {path / files[0]}."
+    else:
+        remedy = "Save a pipeline there with pipe.save_pretrained(folder), or give another folder."
+    return SourceError(
+        f"The folder {path} has no model_index.json.",
+        expected="A Diffusers folder has one, with a folder for each component.",
+        remedy=remedy,
+    )
+
+
+def _read_json_object(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def verify_source(source: Source) -> None:
+    """Check a whole source before anything of it is loaded.
+
+    Raises:
+        SourceError: with every problem in one message, worst first.
+    """
+    if source.kind == "file":
+        problems = list(_check_weight_file(source.path, "the file"))
+    else:
+        problems = [*_find_refusals(source), *_find_damages(source)]
+    refuse(source.name, problems)
+
+
+def verify_index(source: Source) -> None:
+    """Check what `model_index.json` alone is refused for: foreign code and unknown classes.
+
+    Raises:
+        SourceError: as `verify_source`.
+    """
+    refuse(source.name, list(_find_refusals(source)))
+
+
+def refuse(name: str, problems: list[Problem]) -> None:
+    """Raise one SourceError for all problems of a source, worst first; nothing without one."""
+    if not problems:
+        return
+    problems = sorted(problems, key=lambda problem: problem.rank)
+    if len(problems) == 1:
+        only = problems[0]
+        raise SourceError(only.what, expected=only.expected, remedy=only.remedy)
+    listed = [f"({number}) {problem.what}" for number, problem in enumerate(problems, start=1)]
+    expected = dict.fromkeys(problem.expected for problem in problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
+    raise SourceError(
+        f"The model {name} has {len(problems)} problems. {' '.join(listed)}",
+        expected=" ".join(expected),
+        remedy=" ".join(remedies),
+    )
+
+
+def _find_refusals(source: Source) -> Iterator[Problem]:
+    """What `model_index.json` alone is refused for: foreign code and unknown classes."""
+    content = _read_json_object(source.path / "model_index.json") or {}
+    index = source.path / "model_index.json"
+    if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
+        yield _describe_code(f"{index} asks for a pipeline class of its own")
+    elif source.pipeline_class not in list_pipeline_classes():
+        yield _describe_unknown_class(index, source.pipeline_class)
+    for name, (library, class_name) in source.components.items():
+        if library in ("diffusers", "transformers") or library in _list_pipeline_modules():
+            if class_name.startswith(("Flax", "Onnx")):
+                yield _describe_foreign_library(index, name, library, class_name)
+        elif (source.path / name / f"{library}.py").exists() or (
+            source.path / f"{library}.py"
+        ).exists():
+            yield _describe_code(f"{index} asks for the component {name} from {library}.py")
+        else:
+            yield _describe_foreign_library(index, name, library, class_name)
+
+
+def _describe_code(what: str) -> Problem:
+    return Problem(
+        REFUSED,
+        f"{what}, which is code that comes with the model.",
+        "Nothing that comes with a model is executed.",
+        "Use a model whose classes are part of Diffusers or Transformers.",
+    )
+
+
+def _describe_foreign_library(index: Path, name: str, library: str, class_name: str) -> Problem:
+    return Problem(
+        REFUSED,
+        f"{index} asks for the component {name} as {library}.{class_name}.",
+        "Components come from Diffusers and Transformers, with weights for PyTorch; importing any "
+        "other library would execute code that the model chose.",
+        "Use a model whose classes are part of Diffusers or Transformers.",
+    )
+
+
+def _describe_unknown_class(index: Path, class_name: str) -> Problem:
+    known = list_pipeline_classes()
+    near = difflib.get_close_matches(class_name, known, n=1, cutoff=0.0)
+    return Problem(
+        UNKNOWN,
+        f"{index} names the pipeline class {class_name!r}, which Diffusers does not have.",
+        f"The nearest that the installed version has is {near[0] if near else 'none'}.",
+        "A newer Diffusers may know it: pip install -U diffusers",
+    )
+
+
+@functools.cache
+def list_pipeline_classes() -> tuple[str, ...]:
+    """Names of the pipeline classes of the installed Diffusers, read without importing it."""
+    text = (_find_diffusers() / "__init__.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'"([A-Z]\w*Pipeline\w*)"', text))
+    return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
+
+
+@functools.cache
+def _list_pipeline_modules() -> frozenset[str]:
+    folder = _find_diffusers() / "pipelines"
+    return frozenset(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def _find_diffusers() -> Path:
+    found = importlib.util.find_spec("diffusers")
+    if found is None or not found.submodule_search_locations:
+        raise SourceError("Diffusers is not installed.", remedy="Type: pip install diffusers")
+    return Path(next(iter(found.submodule_search_locations)))
+
+
+def has_weights(class_name: str) -> bool:
+    """Whether a component of this class has weights: not a tokenizer, scheduler or processor."""
+    plain = ("Tokenizer", "TokenizerFast", "Scheduler", "Processor", "Extractor", "Guidance")
+    return not class_name.endswith((*plain, "ImageProcessorFast", "ImageProcessorPil"))
+
+
+def _find_damages(source: Source) -> Iterator[Problem]:
+    for name, (_, class_name) in source.components.items():
+        folder = source.path / name
+        if folder.is_dir():
+            yield from _check_configurations(folder, class_name)
+            if has_weights(class_name):
+                yield from _check_weights(folder, source)
+        elif name not in OPTIONAL_COMPONENTS:
+            yield _describe_missing(
+                f"The folder of the component {name} is missing from {source.path}.",
+                f"model_index.json names it, as {class_name}.",
+            )
+
+
+def _describe_missing(what: str, expected: str) -> Problem:
+    return Problem(MISSING, what, expected, "Download or save the model again.")
+
+
+def _check_configurations(folder: Path, class_name: str) -> Iterator[Problem]:
+    for path in sorted(folder.glob("*.json")):
+        if path.name.endswith(".index.json"):
+            continue
+        content = _read_json_object(path)
+        if content is None:
+            if "config" in path.name:
+                yield Problem(
+                    DAMAGED,
+                    f"{path} cannot be read as a table in JSON.",
+                    "It describes the component.",
+                    "Download or save the model again.",
+                )
+        elif "auto_map" in content or content.get("trust_remote_code"):
+            key = "auto_map" if "auto_map" in content else "trust_remote_code"
+            yield _describe_code(f"{path} asks for classes of its own ({key})")
+    wanted = _name_configuration(class_name)
+    if wanted and not any((folder / name).is_file() for name in wanted):
+        yield _describe_missing(f"{folder} has no {wanted[0]}.", f"{class_name} is built from it.")
+
+
+def _name_configuration(class_name: str) -> tuple[str, ...]:
+    """The files of which one must be there for a component of this class."""
+    if has_weights(class_name):
+        return ("config.json",)
+    if class_name.endswith("Scheduler"):
+        return ("scheduler_config.json",)
+    if "Tokenizer" in class_name:
+        return ("tokenizer_config.json", "tokenizer.json", "vocab.json", "spiece.model")
+    if "Guidance" in class_name:
+        return ()
+    return ("preprocessor_config.json", "processor_config.json")
+
+
+def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
+    _, files = find_weights(folder)
+    indices = sorted(folder.glob("*.safetensors.index*.json"))
+    if not files and not indices:
+        yield _describe_no_weights(folder, source)
+    for path in files:
+        yield from _check_weight_file(path, "the component")
+    for index in indices if not _has_whole_file(files) else []:
+        yield from _check_index(index)
+
+
+def _has_whole_file(files: list[Path]) -> bool:
+    return any("-of-" not in path.name for path in files)
+
+
+def _describe_no_weights(folder: Path, source: Source) -> Problem:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
+    if not pickles:
+        return _describe_missing(
+            f"{folder} has no safetensors weights.",
+            "A component has its weights in model.safetensors, or in "
+            "diffusion_pytorch_model.safetensors.",
+        )
+    refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
+    return Problem(PICKLED, refused.what, refused.expected, refused.remedy)
+
+
+def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
+    try:
+        read_header(path)
+    except (DamagedFileError, OSError) as error:
+        yield Problem(
+            DAMAGED,
+            f"The weights {path} are damaged or cut off: {error}.",
+            f"A safetensors file begins with a header that describes every byte of {owner}.",
+            f"Delete {path.resolve()} and download or save it again.",
+        )
+
+
+def _check_index(index: Path) -> Iterator[Problem]:
+    try:
+        missing = find_missing_shards(index)
+    except (DamagedFileError, OSError) as error:
+        yield Problem(
+            DAMAGED,
+            f"{index} is damaged: {error}.",
+            "It names the file of every tensor.",
+            "Download or save the model again.",
+        )
+        return
+    if missing:
+        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        yield _describe_missing(
+            f"{index.parent} lacks {', '.join(missing[:5])}{rest}.", f"{index.name} names it."
+        )
+
+
+def list_weight_files(source: Source) -> dict[str, list[Path]]:
+    """Component → the safetensors files that it is loaded from; `checkpoint` for a single file."""
+    if source.kind == "file":
+        return {"checkpoint": [source.path]}
+    return {
+        name: find_weights(source.path / name)[1]
+        for name, (_, class_name) in source.components.items()
+        if has_weights(class_name) and (source.path / name).is_dir()
+    }
+
+
+def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
+    """Component → dtype → bytes stored in it, from the headers of the weights alone.
+
+    A single file is one component, `checkpoint`.
+
+    Raises:
+        SourceError: a file is damaged.
+    """
+    stored: dict[str, dict[str, int]] = {}
+    for name, files in list_weight_files(source).items():
+        counts: Counter[str] = Counter()
+        for path in files:
+            refuse(source.name, list(_check_weight_file(path, name)))
+            for tensor in read_header(path).values():
+                counts[tensor.dtype] += tensor.size_bytes
+        stored[name] = dict(counts)
+    return stored
+
+
+def fingerprint(source: Source) -> str:
+    """SHA-256 over the headers, sizes and samples of the values of all weights, as hexadecimal.
+
+    Equal for a copy in another folder; another checkpoint of the same shape differs.
+    Cost: 64 KiB read from each file.
+    """
+    digest = hashlib.sha256()
+    for name, files in sorted(list_weight_files(source).items()):
+        for path in files:
+            label = f"{name}/{path.name if name != 'checkpoint' else ''}\0{path.stat().st_size}\0"
+            digest.update(label.encode())
+            digest.update(read_header_bytes(path))
+            digest.update(read_samples(path))
+    return digest.hexdigest()

@@ -1,0 +1,272 @@
+"""`apply_plan`: a plan put on a pipeline, after a look whether it belongs there; taken off exactly.
+
+**Catches** another checkpoint, other classes, other versions of them, adapters that were loaded
+since, components that are missing or new: every difference in one message.
+**Does not catch** weights that differ only between the sampled values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.environment import Device
+from stopdown.errors import PlanError, ScalingError
+from stopdown.formats import FORMATS
+from stopdown.patches import Patches
+from stopdown.pipelines.components import cast_component_, find_components, find_doors
+from stopdown.pipelines.doors import put_cast
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.planning.loading import Loaded
+from stopdown.planning.plan_files import read_class_versions
+from stopdown.planning.plans import count_folds, sample_weights
+from stopdown.planning.precision import ComponentFacts
+from stopdown.records import ComponentPlan, Decision, Plan
+from stopdown.scaling import Scaling, cast_, fold_scaling
+
+_REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
+
+
+class AppliedPlan:
+    """A plan on a pipeline; `undo` takes it off and restores every bit."""
+
+    def __init__(self, pipe: Any, plan: Plan, patches: Patches) -> None:
+        self.pipe, self.plan, self._patches = pipe, plan, patches
+
+    def undo(self) -> None:
+        """Restore the pipeline to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def apply_plan(
+    pipe: Any, plan: Plan, *, patches: Patches | None = None, cast: bool = True
+) -> AppliedPlan:
+    """Put a plan on a pipeline in place: exponents are folded in, components cast.
+
+    What the authors of a class keep in fp32 (T5's `wo`) is cast as well: the exponents make it fit.
+
+    Args:
+        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device.
+        plan: from `make_plan` or `read_plan`.
+        patches: where the changes are put besides; None makes a stack of its own.
+        cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
+
+    Returns:
+        A handle with `.undo()`, also a context manager. It holds the old weights: drop it to free
+        them when the plan is to stay.
+
+    Raises:
+        PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
+            changed.
+    """
+    _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+    own = Patches()
+    try:
+        for entry in plan.components:
+            apply_component(getattr(pipe, entry.component), entry, own, cast=cast)
+        if cast:
+            put_boundaries(pipe, plan, own)
+    except ScalingError as error:
+        own.undo()
+        raise PlanError(
+            f"The plan for {plan.source} does not fit the pipeline: {error.what}",
+            remedy=_REMEDY,
+        ) from error
+    except BaseException:
+        own.undo()
+        raise
+    if patches is not None:
+        patches.defer(own.undo)
+    return AppliedPlan(pipe, plan, own)
+
+
+def apply_component(
+    module: torch.nn.Module, entry: ComponentPlan, patches: Patches, *, cast: bool = True
+) -> None:
+    """Fold one component's exponents and cast it.
+
+    Raises:
+        ScalingError: a name of the entry is not in the module.
+    """
+    if entry.precision == "as loaded":
+        return
+    dtype = FORMATS[entry.precision].torch_dtype
+    if entry.precision == "fp16":
+        rescaling = fold_scaling(module, read_scaling(entry))
+        patches.defer(rescaling.undo)
+        if cast:
+            cast_(module, dtype, rescaling)
+    elif cast:
+        _cast_plainly(module, dtype, patches)
+
+
+def read_scaling(entry: ComponentPlan) -> Scaling:
+    """A component's exponents as `fold_scaling` takes them."""
+    return Scaling(
+        exponents=entry.exponents,
+        eps=entry.eps,
+        multiplies=entry.multiplies,
+        islands=entry.islands,
+        headroom_bits=float("inf") if entry.headroom_bits is None else entry.headroom_bits,
+        tightest=entry.tightest,
+        certified=entry.certified,
+        pinned=entry.pinned,
+        island_flops=entry.island_flops,
+        kept_buffers=entry.kept_buffers,
+    )
+
+
+def _cast_plainly(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    """As if the component had been loaded in a format; what its authors keep in fp32 stays."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, dtype)
+
+
+def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Cast arguments at the doors where components differ, or where a pipeline would upcast."""
+    dtypes = {
+        entry.component: FORMATS[entry.precision].torch_dtype
+        for entry in plan.components
+        if entry.precision in FORMATS
+    }
+    upcast = {name for name, dtype in dtypes.items() if _drop_upcast(pipe, name, dtype, patches)}
+    is_mixed = len(set(dtypes.values())) > 1
+    for door in find_doors(pipe):
+        name = door.component.partition(".")[0]
+        if name in dtypes and (is_mixed or name in upcast):
+            put_cast(door, dtypes[name], patches)
+
+
+def _drop_upcast(pipe: Any, name: str, dtype: torch.dtype, patches: Patches) -> bool:
+    """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
+    module = getattr(pipe, name)
+    config: Any = getattr(module, "config", None)
+    if dtype != torch.float16 or not getattr(config, "force_upcast", False):
+        return False
+    patches.set_attribute(module, "_internal_dict", type(config)({**config, "force_upcast": False}))
+    return True
+
+
+def _compare_versions(plan: Plan) -> Iterator[str]:
+    installed = read_class_versions()
+    for name in sorted(plan.versions.keys() | installed.keys()):
+        then, now = plan.versions.get(name, "none"), installed.get(name, "none")
+        if then != now:
+            yield f"it was made with {name} {then}, and {now} is installed"
+
+
+def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
+    modules = find_components(pipe)
+    planned = {entry.component: entry for entry in plan.components}
+    for name in modules.keys() - planned.keys():
+        yield f"it has no {name}, and the pipeline has one"
+    for name, entry in planned.items():
+        if name not in modules:
+            yield f"it has a {name}, and the pipeline has none"
+        elif type(modules[name]).__name__ != entry.class_name:
+            found = type(modules[name]).__name__
+            yield f"{name} was a {entry.class_name}, and the pipeline has a {found}"
+        elif sample_weights(modules[name]) != entry.weights:
+            yield f"{name} has other weights than those that were measured, or adapters besides"
+
+
+def check_source(plan: Plan, source: Source) -> None:
+    """Refuse a plan for another checkpoint or version, before anything is loaded.
+
+    Raises:
+        PlanError: with all that differs.
+    """
+    differences = list(_compare_versions(plan))
+    if plan.fingerprint and plan.fingerprint != (found := fingerprint(source)):
+        differences.insert(
+            0,
+            f"it was made for {plan.source} with the fingerprint {plan.fingerprint[:12]}, and that "
+            f"of {source.name} is {found[:12]}",
+        )
+    _refuse(plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json")
+
+
+def _refuse(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:
+    if differences:
+        raise PlanError(
+            f"The plan for {plan.source} does not belong here: {'; '.join(differences)}.",
+            expected="Exponents hold for the weights and the code that they were found for.",
+            remedy=remedy,
+        )
+
+
+def load_planned(
+    source: Source,
+    plan: Plan,
+    name: str,
+    facts: list[ComponentFacts],
+    device: Device,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    config: str | Path | None = None,
+) -> Loaded:
+    """Load a checkpoint in fp32, put its plan on, and move it to a device.
+
+    One component after the other is folded and cast, and its fp32 weights are let go.
+
+    Args:
+        name: of the plan, for the reasons: `plan.json`.
+
+    Raises:
+        PlanError: the plan does not belong to this checkpoint, with all that differs.
+        SourceError: the weights do not fit their model.
+    """
+    check_source(plan, source)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress, config=config)
+    _refuse(plan, list(_compare_components(pipe, plan)))
+    for entry in plan.components:
+        apply_component(getattr(pipe, entry.component), entry, Patches())
+    patches = Patches()
+    put_boundaries(pipe, plan, patches)
+    if device.type != "cpu":
+        pipe.to(device.torch_name)
+    return Loaded(pipe, decide_by_plan(plan, name, facts), patches)
+
+
+def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:
+    """One decision for each call, with the plan's reason."""
+    planned = {entry.component: entry for entry in plan.components}
+    return tuple(
+        Decision(
+            call,
+            planned[fact.name].precision,
+            describe_entry(planned[fact.name], name),
+            fact.stored_mostly,
+            planned[fact.name].islands,
+        )
+        for fact in facts
+        if fact.name in planned
+        for call in fact.calls
+    )
+
+
+def describe_entry(entry: ComponentPlan, name: str) -> str:
+    """A component's entry in one sentence, or the reasons why it is not in fp16."""
+    if entry.precision != "fp16":
+        return f"{entry.precision} by {name}. {' '.join(entry.reasons)}"
+    folds = count_folds(entry).replace(" is scaled", "").replace(" are scaled", "")
+    parts = [folds, f"{len(entry.islands)} island{'s' * (len(entry.islands) != 1)}"]
+    if count := len(entry.multiplies):
+        parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
+    if entry.headroom_bits is not None:
+        parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
+    basis = "certified" if entry.certified else f"calibrated on {entry.calls} calls"
+    return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

@@ -1,0 +1,95 @@
+"""Whether a run has a plan, and which: one that was named, one that was kept, or one made now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from stopdown.environment import Device, Support
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.planning.applying import check_source, load_planned
+from stopdown.planning.loading import Loaded, decide, load_decided
+from stopdown.planning.plan_files import read_cached_plan, read_plan, write_cached_plan
+from stopdown.planning.plans import make_plan
+from stopdown.planning.precision import ComponentFacts, explain_plan
+from stopdown.planning.recording import Progress
+from stopdown.records import Plan
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan, and what reasons call it."""
+
+    plan: Plan
+    name: str
+
+
+def choose_loader(
+    source: Source,
+    precision: str,
+    facts: list[ComponentFacts],
+    supports: Mapping[str, Support],
+    device: Device,
+    *,
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Callable[..., Loaded]:
+    """What loads a source in the precision that was asked for: call it with `progress`, `config`.
+
+    Args:
+        precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
+        request: sizes and prompt of the run, for a plan that has to be made.
+
+    Raises:
+        OptionError: the precision is unknown or does not work here.
+        PlanError: the plan is damaged or belongs to another checkpoint.
+    """
+    chosen = choose_plan(
+        source,
+        precision,
+        facts,
+        supports,
+        device,
+        request=request,
+        config=config,
+        progress=progress,
+    )
+    if chosen is not None:
+        return partial(load_planned, source, chosen.plan, chosen.name, facts, device)
+    return partial(load_decided, source, decide(facts, supports, precision), device)
+
+
+def choose_plan(
+    source: Source,
+    precision: str,
+    facts: list[ComponentFacts],
+    supports: Mapping[str, Support],
+    device: Device,
+    *,
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Chosen | None:
+    """The plan that was named, or that `auto` wants on this device; None when there is none.
+
+    Raises:
+        PlanError: the named plan is damaged or belongs to another checkpoint.
+
+    Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
+    """
+    if precision.strip().endswith(".json"):
+        named = read_plan(precision.strip())
+        check_source(named, source)
+        return Chosen(named, Path(precision.strip()).name)
+    reason = explain_plan(facts, supports) if precision.strip().lower() == "auto" else ""
+    if not reason or device.type == "cpu":
+        return None
+    plan = read_cached_plan(fingerprint(source))
+    if plan is None:
+        plan = make_plan(source, request=request, config=config, progress=progress)
+        write_cached_plan(plan)
+    return Chosen(plan, f"a plan of its own, because {reason}")

@@ -1,0 +1,135 @@
+"""From a source to a pipeline on a device, each component in the precision that was decided for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.environment import Device, Support
+from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.patches import Patches
+from stopdown.pipelines.components import (
+    cast_component_,
+    find_components,
+    find_doors,
+    find_kept_fp32,
+    is_autoencoder,
+)
+from stopdown.pipelines.doors import put_cast
+from stopdown.pipelines.loading import find_class, load_pipeline
+from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
+from stopdown.planning.precision import ComponentFacts, decide_precisions, parse_request
+from stopdown.records import Decision
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline in memory.
+
+    Attributes:
+        pipe: a Diffusers pipeline on its device.
+        decisions: precision of each call, with its reason.
+        patches: what was put on the pipeline while loading: casts at the doors of components that
+            differ, and the second copy of an autoencoder whose directions differ.
+    """
+
+    pipe: Any
+    decisions: tuple[Decision, ...]
+    patches: Patches
+
+
+def gather_facts(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> list[ComponentFacts]:
+    """What is known of each component that has weights, before anything is loaded.
+
+    The weights of a single file count for every component.
+    """
+    stored = read_stored_dtypes(source)
+    return [
+        _gather_component(source, name, stored.get(name, stored.get("checkpoint", {})), configs)
+        for name, (_, class_name) in source.components.items()
+        if has_weights(class_name) and (name in stored or name in configs)
+    ]
+
+
+def _gather_component(
+    source: Source,
+    name: str,
+    stored: Mapping[str, int],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> ComponentFacts:
+    module_class = find_class(*source.components[name])
+    calls = (f"{name}.encode", f"{name}.decode") if is_autoencoder(module_class) else (name,)
+    kept = {precision: find_kept_fp32(module_class, precision) for precision in PRECISIONS}
+    force_upcast = bool(configs.get(name, {}).get("force_upcast", False)) and len(calls) == 2
+    return ComponentFacts(name, calls, stored, kept, force_upcast)
+
+
+def decide(
+    facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
+) -> tuple[Decision, ...]:
+    """One decision for each call, from a `--precision` text.
+
+    Raises:
+        OptionError: the text names an unknown precision or component, or one that does not work.
+    """
+    return decide_precisions(facts, supports, parse_request(precision, facts))
+
+
+def load_decided(
+    source: Source,
+    decisions: tuple[Decision, ...],
+    device: Device,
+    *,
+    progress: Progress | None = None,
+    config: str | Path | None = None,
+) -> Loaded:
+    """Load a pipeline as decided and move it to a device.
+
+    An autoencoder whose two directions differ is loaded in the wider format; the other direction
+    gets a copy of its own, so that nothing is cast to and fro during a run. Where components differ,
+    arguments are cast at their doors.
+
+    Raises:
+        SourceError: the weights do not fit their model.
+    """
+    widest = _widest_by_component(decisions)
+    pipe = load_pipeline(source, torch_dtypes=widest, progress=progress, config=config)
+    decisions = tuple(d for d in decisions if _name_component(d.component) in find_components(pipe))
+    wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
+    patches = Patches()
+    for door in find_doors(pipe):
+        name = _name_component(door.component)
+        if door.component in wanted and wanted[door.component] != widest[name]:
+            narrow = cast_component_(copy.deepcopy(door.owner), wanted[door.component])
+            narrow.to(device.torch_name)
+            patches.set_attribute(door.owner, door.method, getattr(narrow, door.method))
+    if device.type != "cpu":
+        pipe.to(device.torch_name)  # for "cpu" it would only warn about fp16
+    if len(set(wanted.values())) > 1:
+        for door in find_doors(pipe):
+            if door.component in wanted:
+                put_cast(door, wanted[door.component], patches)
+    return Loaded(pipe, decisions, patches)
+
+
+def _name_component(call: str) -> str:
+    """`vae` for `vae.encode`."""
+    return call.removesuffix(".encode").removesuffix(".decode")
+
+
+def _widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, torch.dtype]:
+    widest: dict[str, str] = {}
+    for decision in decisions:
+        name = _name_component(decision.component)
+        before = widest.get(name, decision.precision)
+        widest[name] = max(before, decision.precision, key=lambda p: FORMATS[p].significant_bits)
+        if {before, decision.precision} == {"fp16", "bf16"}:
+            widest[name] = "fp32"  # neither holds the other's values
+    return {name: FORMATS[precision].torch_dtype for name, precision in widest.items()}

@@ -1,0 +1,169 @@
+"""Exponents of one component from the calls that a pipeline made of it, and why it has none.
+
+Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are
+merged. The exponents are folded in, run and taken off again before they are believed: in fp32 the
+outputs must be what they were, bit for bit.
+
+**Catches** a component whose code cannot be captured, whose weights hold NaN or Inf, that is
+quantised, that no exponents bring into range, or that would not be exact.
+**Does not catch** calls with larger values than those measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import CaptureError, ScalingError, StopdownError
+from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.planning.recording import RecordedCall, sign_call
+from stopdown.scaling import Scaling, find_scaling, fold_scaling, measure_call
+from stopdown.scaling.problem import Measured
+from stopdown.scaling.rescaling import measure_again
+
+_MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
+
+
+def scale_component(
+    module: torch.nn.Module, calls: Sequence[RecordedCall], dtype: torch.dtype
+) -> tuple[Scaling, tuple[str, ...]]:
+    """Exponents for a component in fp32, found and tried, and what is to be said about them.
+
+    The module is left as it was. A made-up call that cannot be measured is left out.
+
+    Raises:
+        CaptureError: a call cannot be captured.
+        ScalingError: a weight is NaN or Inf, no exponents keep the calls in range, the whole
+            component would have to stay in fp32, or it would not be exact.
+
+    Cost: a capture (seconds) for each kind of call, a forward in fp32 for each call, and two more
+    for each kind.
+    """
+    check_weights(module)
+    real = group_calls([call for call in calls if not call.made_up])
+    made_up = group_calls([call for call in calls if call.made_up])
+    measured = [_measure(module, group, dtype) for group in real]
+    if not made_up:
+        return _find_exact(module, measured, real), ()
+    try:
+        more = [_measure(module, group, dtype) for group in made_up]
+        return _find_exact(module, [*measured, *more], [*real, *made_up]), (_MADE_UP,)
+    except (CaptureError, ScalingError) as error:
+        note = f"Encoding was not measured: {error.what}"
+        return _find_exact(module, measured, real), (note,)
+
+
+def _find_exact(
+    module: torch.nn.Module, measured: list[Measured], kinds: list[list[RecordedCall]]
+) -> Scaling:
+    scaling = find_scaling(module, measured)
+    if "" in scaling.islands:
+        raise ScalingError("Only the whole component in fp32 would keep its values in range.")
+    _demand_exact(module, scaling, [group[0] for group in kinds])
+    return scaling
+
+
+def check_weights(module: torch.nn.Module) -> None:
+    """Refuse weights that hold NaN or Inf, naming every tensor.
+
+    Raises:
+        ScalingError: with all of them.
+    """
+    found = []
+    for name, tensor in module.state_dict().items():
+        bad = sum(count_non_finite(tensor)) if tensor.is_floating_point() else 0
+        if bad:
+            found.append(f"{name} ({bad} of {tensor.numel()})")
+    if found:
+        raise ScalingError(
+            f"{len(found)} of its tensors hold NaN or Inf: {', '.join(found)}.",
+            remedy="Download or save the model again.",
+        )
+
+
+def find_quantised(module: torch.nn.Module) -> str:
+    """How a module is quantised; "" when it is not."""
+    method = getattr(module, "quantization_method", None)
+    if getattr(module, "is_quantized", False) or method is not None:
+        return str(getattr(method, "value", method) or "a method of its own")
+    packed = {
+        str(p.dtype).removeprefix("torch.")
+        for p in module.parameters()
+        if not p.is_floating_point() or p.element_size() == 1
+    }
+    return ", ".join(sorted(packed))
+
+
+def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
+    """Calls by kind: those of a group give the same graph."""
+    groups: dict[str, list[RecordedCall]] = {}
+    for call in calls:
+        groups.setdefault(sign_call(call), []).append(call)
+    return list(groups.values())
+
+
+def _measure(
+    module: torch.nn.Module, group: Sequence[RecordedCall], dtype: torch.dtype
+) -> Measured:
+    """One capture with the merged ranges of all calls of a kind."""
+    args, kwargs = place_arguments(module, group[0])
+    measured = measure_call(find_call(module, group[0]), args, kwargs, dtype=dtype)
+    for call in group[1:]:
+        measured = measure_again(measured, module, *place_arguments(module, call))
+    return measured
+
+
+def find_call(module: torch.nn.Module, call: RecordedCall) -> Callable[..., Any]:
+    """What is called: the module itself, or its `encode` or `decode`."""
+    return module if call.door.method == "forward" else getattr(module, call.door.method)
+
+
+def place_arguments(
+    module: torch.nn.Module, call: RecordedCall
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A recorded call's arguments on the device of the module."""
+    device = next(itertools.chain(module.parameters(), module.buffers())).device
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(device), (call.args, call.kwargs)
+    )
+    return moved
+
+
+def run_calls(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[torch.Tensor]:
+    """What a module returns for these calls, all tensors of it."""
+    outputs: list[torch.Tensor] = []
+    with torch.no_grad():
+        for call in calls:
+            args, kwargs = place_arguments(module, call)
+            outputs += iterate_tensors(find_call(module, call)(*args, **kwargs))
+    return outputs
+
+
+def _demand_exact(module: torch.nn.Module, scaling: Scaling, calls: Sequence[RecordedCall]) -> None:
+    if not (scaling.exponents or scaling.multiplies or scaling.eps):
+        return  # nothing changes
+    before = run_calls(module, calls)
+    rescaling = fold_scaling(module, scaling)
+    try:
+        after = run_calls(module, calls)
+    finally:
+        rescaling.undo()
+    pairs = list(zip(before, after, strict=True))
+    if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
+        raise ScalingError(
+            "With the exponents in place it was not bit for bit what it was in fp32."
+        )
+
+
+def describe_failure(error: Exception) -> str:
+    """Why a component was not scaled, as a sentence."""
+    if isinstance(error, (CaptureError, ScalingError)):
+        return error.what
+    if isinstance(error, StopdownError):
+        return str(error)
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"Finding its exponents failed with {type(error).__name__}: {first[:300]}"

@@ -1,0 +1,105 @@
+"""Plans as files: sealed when written, checked when read, kept between runs.
+
+**Catches** files that are cut off, that are no plan, of another schema, or edited by hand (the seal
+does not fit).
+**Does not catch** an edit by someone who computes the seal anew; a plan is data, and the worst it can
+hold are exponents that do not fit, which `apply_plan` compares with the weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+from stopdown.environment import cache_folder, read_version
+from stopdown.errors import InputError, PlanError
+from stopdown.media import written_beside
+from stopdown.records import Plan, from_json, to_json
+
+PACKAGES = ("diffusers", "transformers")
+"""The packages whose classes a plan belongs to."""
+
+
+def read_class_versions() -> dict[str, str]:
+    """Versions of the packages that components' classes come from."""
+    return {name: read_version(name) or "" for name in PACKAGES}
+
+
+def seal_plan(plan: Plan) -> Plan:
+    """The plan as it will be read, with the seal that its content gives."""
+    plan = from_json(to_json(plan), Plan)
+    return dataclasses.replace(plan, seal=_compute_seal(plan))
+
+
+def _compute_seal(plan: Plan) -> str:
+    bare = dataclasses.replace(plan, seal="")
+    bare = from_json(to_json(bare), Plan)  # so that 0 and 0.0 are one, as they are when read
+    return hashlib.sha256(to_json(bare).encode()).hexdigest()
+
+
+def write_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan as JSON, whole or not at all.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with written_beside(Path(path)) as part:
+        part.write_text(to_json(plan), encoding="utf-8")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """A plan from a JSON file.
+
+    Raises:
+        PlanError: there is no such file, or it is not a plan as it was written.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(
+            f"The plan {path} cannot be read: {error.strerror}.",
+            remedy=f"Make it: stopdown plan SOURCE -o {path}",
+        ) from error
+    try:
+        plan = from_json(text, Plan)
+    except InputError as error:
+        raise PlanError(
+            f"{path} is not a plan. {error.what}",
+            expected=error.expected,
+            remedy=f"Make it again: stopdown plan SOURCE -o {path}",
+        ) from error
+    if plan.kind != "plan" or plan.seal != _compute_seal(plan):
+        raise PlanError(
+            f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
+            expected="A plan is used as it was made, because each exponent rests on all others.",
+            remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
+        )
+    return plan
+
+
+def find_cached_path(fingerprint: str) -> Path:
+    """Where the plan that is made by itself for a checkpoint is kept, by today's versions."""
+    names = [f"{name}{version}" for name, version in read_class_versions().items()]
+    own = f"stopdown{read_version('stopdown') or ''}"
+    return cache_folder() / "plans" / f"{fingerprint[:32]}-{'-'.join([own, *names])}.json"
+
+
+def write_cached_plan(plan: Plan) -> Path:
+    """Keep a plan for the next run of its checkpoint; its path comes back.
+
+    Raises:
+        OutputError: the cache cannot be written.
+    """
+    path = find_cached_path(plan.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_plan(plan, path)
+    return path
+
+
+def read_cached_plan(fingerprint: str) -> Plan | None:
+    """The plan that was kept for a checkpoint; None when there is none that can be used."""
+    try:
+        return read_plan(find_cached_path(fingerprint))
+    except PlanError:
+        return None

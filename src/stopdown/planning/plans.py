@@ -1,0 +1,349 @@
+"""`make_plan`: how each component of a checkpoint can run in fp16, found by running it in fp32.
+
+The pipeline runs on a few prompts in fp32; the arguments of every component's calls are kept
+(`recording`), and exponents are found for one component after the other (`measuring`). What cannot
+be captured or scaled falls back to bf16 where that is native, else fp32, with the reason.
+
+**Catches** every 16-bit value of the calls that were made.
+**Does not catch** larger values under other prompts, sizes and steps: the plan is calibrated, not
+certified, and a run under it is watched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stopdown.environment import Device, choose_device, probe_formats
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS, name_dtype, parse_precision
+from stopdown.patches import Patches
+from stopdown.pipelines.components import find_components, read_precisions
+from stopdown.pipelines.loading import complete_source, load_pipeline
+from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.sources import (
+    Source,
+    fingerprint,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
+from stopdown.planning.measuring import describe_failure, find_quantised, scale_component
+from stopdown.planning.plan_files import read_class_versions, seal_plan
+from stopdown.planning.precision import ComponentFacts, choose_precision
+from stopdown.planning.recording import Progress, RecordedCall, record_calls
+from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling import Scaling, cast_
+
+PROMPTS = (
+    "a red circle moving left on a grey background",
+    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
+    "behind him, warm golden light, 35mm film.",
+    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
+)
+"""What is measured when no prompt is given: short, long, still and moving."""
+
+SAMPLES = 16
+"""Values of each tensor that tell one checkpoint from another."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A pipeline to measure, and what is known of it."""
+
+    pipe: Any
+    name: str
+    fingerprint: str
+    stored: Mapping[str, Mapping[str, int]]
+    device: Device
+
+
+def make_plan(
+    pipe_or_source: Any,
+    *,
+    precision: str = "fp16",
+    device: str | None = None,
+    prompts: Sequence[str] | None = None,
+    steps: int = 4,
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """How each component of a checkpoint is to run in fp16, with the reasons.
+
+    Args:
+        pipe_or_source: a Diffusers pipeline, which is measured where it is and left as it was; or a
+            Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
+        precision: `fp16`.
+        device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds
+            the pipeline in fp32.
+        prompts: what to measure; None takes `PROMPTS`.
+        steps: denoising steps of each run; the first, middle and last are measured.
+        request: sizes, guidance and picture or video of the runs; None leaves the model's defaults.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+        progress: told of stage, what, done and total.
+
+    Raises:
+        OptionError: the precision is none that needs a plan; an option does not fit the pipeline.
+        SourceError: the model is missing, damaged or refused.
+
+    Cost: one run in fp32 for each prompt, and for each component captures of seconds and about as
+    many forwards again as were kept.
+    """
+    started = time.perf_counter()
+    wanted = _check_precision(precision)
+    if steps < 1:
+        raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
+    given = request or Request()
+    opened = _open(pipe_or_source, device, given, config, progress)
+    requests = _list_requests(opened.pipe, prompts, steps, given)
+    with Patches() as patches:
+        _widen(opened.pipe, patches)
+        recorded = record_calls(opened.pipe, requests, progress)
+        components = _plan_components(opened, recorded, len(requests), wanted, progress)
+    return seal_plan(
+        Plan(
+            source=opened.name,
+            fingerprint=opened.fingerprint,
+            pipeline=type(opened.pipe).__name__,
+            precision=wanted,
+            versions=read_class_versions(),
+            components=components,
+            prompts=tuple(r.prompt for r in requests if r.prompt is not None),
+            steps=steps,
+            device=str(opened.device),
+            elapsed_s=round(time.perf_counter() - started, 3),
+        )
+    )
+
+
+def _check_precision(text: str) -> str:
+    found = parse_precision(text)
+    if found != "fp16":
+        raise OptionError(
+            f"A plan for {found} was asked for.",
+            expected="Only fp16 needs one: bf16 and fp32 hold the values as they are.",
+            remedy=f"Use --precision fp16, or generate with --precision {found} and no plan.",
+        )
+    return found
+
+
+def _open(
+    given: Any,
+    device: str | None,
+    request: Request,
+    config: str | Path | None,
+    progress: Progress | None,
+) -> _Opened:
+    if not isinstance(given, (str, Path, Source)):
+        stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
+        where = choose_device(str(given.device))
+        return _Opened(given, type(given).__name__, "", stored, where)
+    source = given
+    if not isinstance(source, Source):
+        source = resolve_source(source)
+        verify_source(source)
+    source, described = complete_source(source, config=config)
+    chosen = choose_class(source.pipeline_class, request)
+    source = dataclasses.replace(source, pipeline_class=chosen)
+    stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
+
+    def report(what: str, done: int, total: int) -> None:
+        if progress is not None:
+            progress("load", what, done, total)
+
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report, config=described)
+    where = _choose_place(pipe, device)
+    if where.type != "cpu":
+        pipe.to(where.torch_name)
+    return _Opened(pipe, source.name, fingerprint(source), stored, where)
+
+
+def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for tensor in module.parameters():
+        name = name_dtype(tensor.dtype)
+        counts[name] = counts.get(name, 0) + tensor.numel() * tensor.element_size()
+    return counts
+
+
+def _choose_place(pipe: Any, device: str | None) -> Device:
+    """The device asked for, or the best one that holds the pipeline in fp32 with half to spare."""
+    found = choose_device(device or "auto")
+    needed = 1.5 * sum(sum(_count_bytes(m).values()) for m in find_components(pipe).values())
+    if device is None and found.type != "cpu" and needed > found.memory_bytes:
+        return choose_device("cpu")
+    return found
+
+
+def _list_requests(
+    pipe: Any, prompts: Sequence[str] | None, steps: int, given: Request
+) -> list[Request]:
+    """One request for each prompt; a drawn picture or video where the pipeline needs one."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    base = dataclasses.replace(given, steps=steps)
+    if "image" in taken and taken["image"].default is inspect.Parameter.empty:
+        base = dataclasses.replace(
+            base, image=_draw_picture() if base.image is None else base.image
+        )
+    elif "video" in taken and "image" not in taken and base.video is None:
+        base = dataclasses.replace(base, video=np.stack([_draw_picture(i) for i in range(9)]))
+    if "prompt" not in taken:
+        return [dataclasses.replace(base, prompt=None)]
+    texts = list(prompts) if prompts else [given.prompt] if given.prompt else []
+    texts += [text for text in PROMPTS if not prompts]
+    return [
+        dataclasses.replace(base, prompt=text, seed=given.seed + number)
+        for number, text in enumerate(texts)
+    ]
+
+
+def _draw_picture(shift: int = 0) -> np.ndarray[Any, Any]:
+    """A picture `[256, 256, 3]` uint8 with slopes, edges and grain."""
+    rows, columns = np.mgrid[0:256, 0:256]
+    grain = np.random.default_rng(shift).integers(0, 48, (256, 256))
+    edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
+    return np.stack([rows, edges + grain, 255 - columns], axis=-1).astype(np.uint8)
+
+
+def _widen(pipe: Any, patches: Patches) -> None:
+    """Bring what is not quantised to fp32, in evaluation mode and without a progress bar."""
+    bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
+    patches.set_attribute(pipe, "_progress_bar_config", bar)
+    for module in find_components(pipe).values():
+        if not find_quantised(module) and set(read_precisions(module)) - {torch.float32}:
+            patches.defer(cast_(module, torch.float32).undo)
+
+
+def _plan_components(
+    opened: _Opened,
+    recorded: Mapping[str, Sequence[RecordedCall]],
+    prompts: int,
+    precision: str,
+    progress: Progress | None,
+) -> tuple[ComponentPlan, ...]:
+    modules = find_components(opened.pipe)
+    planned = []
+    for number, (name, module) in enumerate(modules.items()):
+        if progress is not None:
+            progress("measure", name, number, len(modules))
+        calls = recorded.get(name, ())
+        entry = _plan_component(opened, name, module, calls, precision)
+        planned.append(dataclasses.replace(entry, prompts=prompts if entry.calls else 0))
+    return tuple(planned)
+
+
+def _plan_component(
+    opened: _Opened,
+    name: str,
+    module: torch.nn.Module,
+    calls: Sequence[RecordedCall],
+    precision: str,
+) -> ComponentPlan:
+    bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
+    if method := find_quantised(module):
+        why = f"Its weights are quantised ({method}); they are left alone."
+        return dataclasses.replace(bare, precision="as loaded", reasons=(why,))
+    if not any(not call.made_up for call in calls):
+        why = "The pipeline did not call it while it was measured."
+        return _fall_back(opened, bare, why)
+    dtype = FORMATS[precision].torch_dtype
+    try:
+        scaling, notes = scale_component(module, calls, dtype)
+    except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
+        return _fall_back(opened, bare, describe_failure(error))
+    return describe_scaling(bare, scaling, precision, len(calls), notes)
+
+
+def _fall_back(opened: _Opened, bare: ComponentPlan, why: str) -> ComponentPlan:
+    """The component in bf16 where its weights are stored so and the device is quick at it."""
+    stored = opened.stored.get(bare.component, opened.stored.get("checkpoint", {}))
+    facts = ComponentFacts(bare.component, (bare.component,), stored)
+    precision, reason = "fp32", "fp32 is always right."
+    if facts.stored_mostly == "bf16":
+        precision, reason = choose_precision(facts, probe_formats(opened.device))
+    return dataclasses.replace(bare, precision=precision, reasons=(why, reason))
+
+
+def describe_scaling(
+    bare: ComponentPlan,
+    scaling: Scaling,
+    precision: str,
+    calls: int,
+    notes: tuple[str, ...] = (),
+) -> ComponentPlan:
+    """A component's entry from its exponents."""
+    finite = math.isfinite(scaling.headroom_bits)
+    entry = dataclasses.replace(
+        bare,
+        precision=precision,
+        exponents=dict(scaling.exponents),
+        eps=dict(scaling.eps),
+        multiplies=dict(scaling.multiplies),
+        islands=scaling.islands,
+        island_flops=scaling.island_flops,
+        headroom_bits=round(scaling.headroom_bits, 3) if finite else None,
+        tightest=scaling.tightest,
+        certified=scaling.certified,
+        calls=calls,
+        pinned=dict(scaling.pinned),
+        kept_buffers=scaling.kept_buffers,
+    )
+    return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *notes))
+
+
+def _list_reasons(entry: ComponentPlan) -> list[str]:
+    reasons = []
+    if entry.headroom_bits is not None:
+        reasons.append(
+            f"In {entry.calls} measured calls every 16-bit value stays {entry.headroom_bits:.1f} bits "
+            f"below the end of fp16; the tightest is {entry.tightest}."
+        )
+    if entry.exponents:
+        reasons.append(f"For that {count_folds(entry)}.")
+    else:
+        reasons.append("No weight had to be scaled.")
+    if entry.islands:
+        share = f"{100 * entry.island_flops:.1f} % of the matmul work"
+        reasons.append(f"{', '.join(entry.islands)} cannot be scaled and stay in fp32: {share}.")
+    if entry.pinned:
+        reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(entry.pinned))}.")
+    return reasons
+
+
+def count_folds(entry: ComponentPlan) -> str:
+    """`41 tensors are scaled by exponents -6..3`."""
+    if not entry.exponents:
+        return "no tensor is scaled"
+    tensors = {name.partition("[")[0] for name in entry.exponents}
+    low, high = min(entry.exponents.values()), max(entry.exponents.values())
+    noun = "tensor is" if len(tensors) == 1 else "tensors are"
+    return f"{len(tensors)} {noun} scaled by exponents {low}..{high}"
+
+
+def sample_weights(module: torch.nn.Module) -> str:
+    """SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
+
+    The same in fp32 and in the format that the checkpoint is stored in.
+    Cost: one host read for each dtype.
+    """
+    digest, taken = hashlib.sha256(), []
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(f"{name}{tuple(tensor.shape)}\0".encode())
+        if tensor.is_floating_point() and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
+            taken.append(flat[places.long().to(flat.device)].float())
+    if taken:
+        digest.update(torch.cat(taken).cpu().numpy().tobytes())
+    return digest.hexdigest()

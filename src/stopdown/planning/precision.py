@@ -1,0 +1,171 @@
+"""Which precision each component runs in: pure decisions from facts, each with its reason.
+
+The facts are the device's formats (native, emulated or missing, with a timed probe), the format the
+checkpoint is stored in, and what the model's authors pinned. No tensor is seen here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from stopdown.environment import Support
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS, parse_precision
+from stopdown.records import Decision
+
+SLOW = 1.5
+"""A 16-bit format that takes this many times as long as fp32 is not chosen for speed."""
+
+
+@dataclass(frozen=True)
+class ComponentFacts:
+    """What is known of a component before it is loaded.
+
+    Attributes:
+        name: `transformer`.
+        calls: what it is called as: `("vae.encode", "vae.decode")`, or its name alone.
+        stored: bytes on disk by format.
+        kept_fp32: parts that its authors keep in fp32, by the precision it is loaded in.
+        force_upcast: its config says that it must run in fp32 when fp16 is asked.
+    """
+
+    name: str
+    calls: tuple[str, ...]
+    stored: Mapping[str, int]
+    kept_fp32: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    force_upcast: bool = False
+
+    @property
+    def stored_mostly(self) -> str | None:
+        """The format that holds most of the bytes, None when nothing is known."""
+        return max(self.stored, key=lambda name: self.stored[name]) if self.stored else None
+
+
+def parse_request(text: str, components: Iterable[ComponentFacts]) -> dict[str, str]:
+    """Precision by call name from a flag: `auto`, `fp16`, or `transformer=bf16,vae.decode=fp32`.
+
+    Calls that are not named are left to `auto` and absent from the result.
+
+    Raises:
+        OptionError: a precision or component is unknown.
+    """
+    targets = {facts.name: facts.calls for facts in components}
+    targets |= {call: (call,) for facts in list(targets.values()) for call in facts}
+    every = [call for name, calls in targets.items() if name in calls for call in calls]
+    if "=" not in text:
+        return dict.fromkeys(every, parse_precision(text)) if not _is_auto(text) else {}
+    chosen: dict[str, str] = {}
+    for entry in text.split(","):
+        name, sign, precision = (part.strip() for part in entry.partition("="))
+        if not sign:
+            raise _incomplete_entry(entry, sorted(targets))
+        if name not in targets:
+            raise _unknown_component(name, sorted(targets))
+        if not _is_auto(precision):
+            chosen |= dict.fromkeys(targets[name], parse_precision(precision))
+    return chosen
+
+
+def _is_auto(text: str) -> bool:
+    return text.strip().lower() == "auto"
+
+
+def _incomplete_entry(entry: str, known: list[str]) -> OptionError:
+    return OptionError(
+        f"The entry {entry.strip()!r} of --precision does not say for which component.",
+        expected=f"Each entry is COMPONENT=PRECISION; the model has {', '.join(known)}.",
+        remedy="Write for example --precision transformer=bf16,vae=fp32. "
+        "Components that are not named are chosen by auto.",
+    )
+
+
+def _unknown_component(name: str, known: list[str]) -> OptionError:
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = near[0] if near else known[0]
+    return OptionError(
+        f"The model has no component {name!r}.",
+        expected=f"It has {', '.join(known)}.",
+        remedy=f"Write for example --precision {hint}=bf16.",
+    )
+
+
+def decide_precisions(
+    components: Iterable[ComponentFacts],
+    supports: Mapping[str, Support],
+    request: Mapping[str, str],
+) -> tuple[Decision, ...]:
+    """One decision for each call of each component.
+
+    Args:
+        components: facts of each component.
+        supports: what the device makes of each format, by name.
+        request: what the user asked for, by call name; everything else is decided here.
+
+    Raises:
+        OptionError: a requested format does not work on the device.
+    """
+    decisions = []
+    for facts in components:
+        for call in facts.calls:
+            if call in request:
+                precision, reason = _accept(call, request[call], supports)
+            else:
+                precision, reason = choose_precision(facts, supports)
+            kept = facts.kept_fp32.get(precision, ())
+            if kept:
+                reason += f" Its authors keep {', '.join(kept)} in fp32."
+            decisions.append(Decision(call, precision, reason, facts.stored_mostly, kept))
+    return tuple(decisions)
+
+
+def _accept(call: str, precision: str, supports: Mapping[str, Support]) -> tuple[str, str]:
+    support = supports.get(precision)
+    if support is not None and not support.works:
+        raise OptionError(
+            f"{call} cannot run in {precision} on this device. {support.reason}",
+            remedy=f"Use --precision {call}=fp32, or leave it to auto.",
+        )
+    return precision, "Asked for."
+
+
+def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:
+    """The precision for a component that nobody asked for, and the reason as whole sentences."""
+    stored = facts.stored_mostly
+    if stored is None:
+        return "fp32", "The format of its weights on disk is unknown; fp32 is always right."
+    if stored not in ("bf16", "fp16"):
+        return "fp32", f"Its weights are stored in {stored}; fp32 holds them exactly."
+    if stored == "fp16" and facts.force_upcast:
+        return "fp32", "Its config says force_upcast: in fp16 its values leave the range."
+    support = supports[stored]
+    if _is_good(support):
+        return stored, f"Its weights are stored in {stored}. {support.reason}"
+    return "fp32", f"Its weights are stored in {stored}. {support.reason} {_why_not_other(stored)}"
+
+
+def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Support]) -> str:
+    """Why a device should run a checkpoint in fp16 by a plan, as half a sentence; "" when not.
+
+    That is so where weights are stored in bf16, the device is not good at bf16, and is at fp16.
+    """
+    stored = [facts.name for facts in components if facts.stored_mostly == "bf16"]
+    if not stored or _is_good(supports["bf16"]) or not _is_good(supports["fp16"]):
+        return ""
+    return (
+        f"{', '.join(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which this "
+        "device lacks or is slow at, and fp16 is native"
+    )
+
+
+def _is_good(support: Support) -> bool:
+    ratio = support.time_ratio
+    return support.works and support.native and ratio is not None and ratio <= SLOW
+
+
+def _why_not_other(stored: str) -> str:
+    if stored == "bf16":
+        largest = FORMATS["fp16"].largest
+        return f"In fp16, which ends at {largest:.0f}, values of bf16-trained models may overflow."
+    return "fp32 holds every fp16 value exactly."

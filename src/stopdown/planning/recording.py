@@ -1,0 +1,164 @@
+"""Which calls a pipeline makes of its components: runs on a few prompts, their arguments kept.
+
+A layer stands at each door and keeps copies of the arguments on the CPU: of the denoiser at the
+first, middle and last step, with every branch of guidance, and of everything else at each call. No
+more than `MOST_CALLS` of a door are kept. A pipeline that decodes and never encodes also gets an
+encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
+
+**Catches** calls of whole components at their doors.
+**Does not catch** other prompts, sizes and numbers of steps than those that were run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.doors import Call, put_door, put_layer
+from stopdown.pipelines.requests import Request, build_arguments
+
+MOST_CALLS = 24
+"""Calls of one door that are kept, spread over the prompts."""
+
+MOST_FRAMES = 9
+"""Frames of a decoded video that are encoded again."""
+
+Progress = Callable[[str, str, int, int], None]
+"""Told of stage, what, done and total."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call that a pipeline made.
+
+    Attributes:
+        door: where.
+        args, kwargs: copies on the CPU, floating tensors as they came.
+        made_up: the pipeline did not make this call; it was derived from another one.
+    """
+
+    door: Door
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made_up: bool = False
+
+
+@dataclass
+class _Recorder:
+    """Stands at every door while a pipeline runs."""
+
+    pipe: Any
+    calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps_done: int = 0
+
+    def stand(self, patches: Patches) -> None:
+        for door in find_doors(self.pipe):
+            put_door(door, functools.partial(self._record, door), patches)
+        scheduler = getattr(self.pipe, "scheduler", None)
+        for method, layer in (("step", self._step), ("set_timesteps", self._begin)):
+            if callable(getattr(scheduler, method, None)):
+                put_layer(scheduler, method, layer, patches)
+
+    def _record(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if door.stage != "denoise" or self.steps_done in self._find_steps():
+            kept = RecordedCall(door, *_copy_to_cpu((args, kwargs)))
+            self.calls.setdefault(door.component, []).append(kept)
+        output = call(*args, **kwargs)
+        if door.component.endswith(".decode") and door.component not in self.decoded:
+            found = next(iterate_tensors(output), None)
+            if found is not None:
+                self.decoded[door.component] = found.detach().cpu()
+        return output
+
+    def _find_steps(self) -> set[int]:
+        """First, middle and last step of this run."""
+        total = getattr(self.pipe, "_num_timesteps", None)
+        if not isinstance(total, int) or total < 1:
+            total = len(getattr(getattr(self.pipe, "scheduler", None), "timesteps", ())) or 1
+        return {0, total // 2, total - 1}
+
+    def _step(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = call(*args, **kwargs)
+        self.steps_done += 1
+        return result
+
+    def _begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.steps_done = 0
+        return call(*args, **kwargs)
+
+
+def record_calls(
+    pipe: Any, requests: Sequence[Request], progress: Progress | None = None
+) -> dict[str, list[RecordedCall]]:
+    """Component to the calls that runs of these requests make of it.
+
+    Args:
+        pipe: in the safest precision at hand; it is run as it is.
+        requests: one run each.
+        progress: told of each run.
+
+    Raises:
+        OptionError: the pipeline needs something that a request does not give, or does not take it.
+
+    Cost: the runs; the arguments of at most `MOST_CALLS` calls of each door in host memory.
+    """
+    recorder = _Recorder(pipe)
+    with Patches() as patches, torch.no_grad():
+        recorder.stand(patches)
+        for number, request in enumerate(requests):
+            if progress is not None:
+                progress(
+                    "observe", f"prompt {number + 1} of {len(requests)}", number, len(requests)
+                )
+            pipe(**build_arguments(pipe, request))
+    found: dict[str, list[RecordedCall]] = {}
+    for door in find_doors(pipe):
+        calls = recorder.calls.get(door.component, []) or _make_up_encode(door, recorder.decoded)
+        found.setdefault(door.component.partition(".")[0], []).extend(_thin_out(calls))
+    return found
+
+
+def _make_up_encode(door: Door, decoded: dict[str, torch.Tensor]) -> list[RecordedCall]:
+    """An encode of what the other direction of an autoencoder gave."""
+    picture = decoded.get(door.component.removesuffix("encode") + "decode")
+    if picture is None or not door.component.endswith(".encode"):
+        return []
+    if picture.dim() == 5:
+        picture = picture[:, :, :MOST_FRAMES]
+    return [RecordedCall(door, (picture.clamp(-1, 1).contiguous(),), {}, made_up=True)]
+
+
+def _thin_out(calls: list[RecordedCall]) -> list[RecordedCall]:
+    """At most `MOST_CALLS`, evenly spread, the first and last among them."""
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [calls[i * (len(calls) - 1) // (MOST_CALLS - 1)] for i in range(MOST_CALLS)]
+
+
+def _copy_to_cpu(tree: Any) -> Any:
+    def copy(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to("cpu", copy=True)
+
+    return pytree.tree_map_only(torch.Tensor, copy, tree)
+
+
+def sign_call(call: RecordedCall) -> str:
+    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))
+    return "|".join([call.door.method, str(spec), *map(_sign, leaves)])
+
+
+def _sign(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__

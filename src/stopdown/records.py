@@ -1,0 +1,256 @@
+"""Plain data that outlives a process: what was decided, what happened, what was found.
+
+All records are frozen dataclasses, go to JSON and come back unchanged, and carry a schema number.
+Nothing here sees a tensor, so a report can be made without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from stopdown.errors import InputError
+
+SCHEMA = 1
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Which precision a call runs in, and why.
+
+    Attributes:
+        component: a component, or one direction of it: `transformer`, `vae.decode`.
+        precision: name of the format: `bf16`.
+        reason: a sentence with the facts that led here.
+        stored: format of most of its weights on disk, None when unknown.
+        kept_fp32: parts that the model's authors keep in fp32 whatever is asked.
+    """
+
+    component: str
+    precision: str
+    reason: str
+    stored: str | None = None
+    kept_fp32: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a user should look at.
+
+    Attributes:
+        kind: short name of the class of finding: `black-frames`.
+        site: `component:dotted.path`, a component, or a file.
+        evidence: what was measured, with numbers.
+        remedy: what to type or do.
+    """
+
+    kind: str
+    site: str
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class CallSummary:
+    """All calls of one component in one run.
+
+    Attributes:
+        component: `transformer`, `vae.decode`.
+        stage: `encode`, `denoise` or `decode`.
+        calls: how often it was called.
+        elapsed_s: seconds in those calls.
+        precisions: formats that its floating parameters really had, most of them first.
+        non_finite: calls whose output held NaN or Inf.
+    """
+
+    component: str
+    stage: str
+    calls: int
+    elapsed_s: float
+    precisions: tuple[str, ...]
+    non_finite: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run really did.
+
+    Attributes:
+        source: the model as it was named.
+        fingerprint: sha256 over its safetensors headers, empty for a pipeline in memory.
+        pipeline: class of the pipeline.
+        request: the options of the run, as given.
+        device: where it ran: `cuda:0 (Tesla V100-SXM2-16GB)`.
+        device_reason: why there.
+        machine: versions and hardware.
+        decisions: precision of each component, with reasons.
+        calls: what each component did.
+        stages_s: seconds by stage: load, encode, denoise, decode, other, write.
+        peak_bytes: highest memory during the run; how it was read stands in `peak_source`.
+        own_s: seconds spent in Stopdown's own code around the calls.
+        findings: what should be looked at.
+        output: path of the result, None when there is none.
+        elapsed_s: seconds in all.
+    """
+
+    source: str
+    fingerprint: str
+    pipeline: str
+    request: dict[str, Any]
+    device: str
+    device_reason: str
+    machine: dict[str, Any]
+    decisions: tuple[Decision, ...]
+    calls: tuple[CallSummary, ...]
+    stages_s: dict[str, float]
+    peak_bytes: int
+    peak_source: str
+    own_s: float
+    findings: tuple[Finding, ...]
+    output: str | None
+    elapsed_s: float
+    kind: str = "run"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """How one component of a checkpoint is to run, and why.
+
+    Attributes:
+        component: name in the pipeline: `transformer`, `vae`.
+        class_name: class of its module.
+        weights: sha256 over names, shapes and samples of its values, equal in fp32 and as stored.
+        precision: `fp16`, `bf16`, `fp32`, or `as loaded` for what is left alone.
+        exponents: parameter or buffer name to exponent; `name[0:64]` for a block of rows.
+        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
+        multiplies: module path to the exponent that its output is multiplied with.
+        islands: paths of the modules that stay in fp32.
+        island_flops: share of the matmul FLOPs that is done in islands.
+        headroom_bits: bits between the largest 16-bit value seen and the end of the range; None
+            where nothing was measured.
+        tightest: the value with the least headroom.
+        certified: True when the ranges are bounds that no input exceeds; False when measured.
+        calls, prompts: how many calls and prompts were measured.
+        pinned: operation without a rule to the places where it stands.
+        kept_buffers: buffers that keep their dtype when the component is cast; None for those that
+            are outside the checkpoint.
+        reasons: whole sentences.
+    """
+
+    component: str
+    class_name: str
+    weights: str
+    precision: str
+    exponents: dict[str, int] = field(default_factory=dict)
+    eps: dict[str, int] = field(default_factory=dict)
+    multiplies: dict[str, int] = field(default_factory=dict)
+    islands: tuple[str, ...] = ()
+    island_flops: float = 0.0
+    headroom_bits: float | None = None
+    tightest: str = ""
+    certified: bool = False
+    calls: int = 0
+    prompts: int = 0
+    pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    kept_buffers: tuple[str, ...] | None = None
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All choices of precision for one checkpoint, as a file that can be kept.
+
+    Attributes:
+        source: the model as it was named; the class of the pipeline when it was made in memory.
+        fingerprint: sha256 over the checkpoint's files, empty for a pipeline in memory.
+        pipeline: class of the pipeline that was measured.
+        precision: what was asked for.
+        versions: of the packages that the classes come from.
+        components: one entry for each component with weights.
+        prompts: what was measured.
+        steps: denoising steps of the measured runs.
+        device: where it was measured.
+        elapsed_s: seconds that it took.
+        seal: sha256 over everything else here; it shows that a file was edited.
+    """
+
+    source: str
+    fingerprint: str
+    pipeline: str
+    precision: str
+    versions: dict[str, str]
+    components: tuple[ComponentPlan, ...]
+    prompts: tuple[str, ...]
+    steps: int
+    device: str
+    elapsed_s: float
+    seal: str = ""
+    kind: str = "plan"
+    schema: int = field(default=SCHEMA)
+
+
+def to_json(record: Any) -> str:
+    """A record as indented JSON text."""
+    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode() + "\n"
+
+
+def from_json(text: str | bytes, kind: type[Record]) -> Record:
+    """A record from JSON text.
+
+    Raises:
+        InputError: the text is not such a record, or has another schema number.
+    """
+    try:
+        raw = msgspec.json.decode(text)
+        _check_header(raw, kind)
+        return msgspec.convert(raw, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(
+            f"The text is not a {kind.__name__}: {error}.",
+            expected="It is JSON as Stopdown writes it.",
+            remedy="It may be cut off or edited; make it again.",
+        ) from error
+
+
+def _check_header(raw: Any, kind: type) -> None:
+    """Refuse another schema, another kind of record, and fields that nobody would read."""
+    if not isinstance(raw, dict):
+        return  # refused by its type
+    fields = {entry.name: entry.default for entry in dataclasses.fields(kind)}
+    fixed = {name: fields[name] for name in ("schema", "kind") if "schema" in fields}
+    for name, value in fixed.items():
+        if raw.get(name, value) != value:
+            raise InputError(
+                f"The {kind.__name__} has {name} {raw[name]!r}.",
+                expected=f"This version of Stopdown reads {name} {value!r} here.",
+                remedy="Make it again with this version.",
+            )
+    unknown = sorted(set(raw) - set(fields))
+    if unknown:
+        raise InputError(
+            f"The {kind.__name__} has fields that are unknown: {', '.join(unknown)}.",
+            expected="A record has the fields that this version of Stopdown writes.",
+            remedy="Make it again with this version.",
+        )
+
+
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """A record from a JSON file.
+
+    Raises:
+        InputError: the file cannot be read, or is not such a record.
+    """
+    try:
+        return from_json(path.read_bytes(), kind)
+    except OSError as error:
+        raise InputError(
+            f"The record {path} cannot be read: {error.strerror}.",
+            remedy="Name a file that exists.",
+        ) from error

@@ -1,0 +1,17 @@
+"""Rescaling: exponents that bring a bf16-trained module into fp16's range without changing it."""
+
+from stopdown.scaling.folding import Rescaling, Scaling, cast_, fold_scaling
+from stopdown.scaling.problem import Measured
+from stopdown.scaling.rescaling import find_scaling, measure_again, measure_call, rescale_
+
+__all__ = [
+    "Measured",
+    "Rescaling",
+    "Scaling",
+    "cast_",
+    "find_scaling",
+    "fold_scaling",
+    "measure_again",
+    "measure_call",
+    "rescale_",
+]

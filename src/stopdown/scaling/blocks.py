@@ -1,0 +1,226 @@
+"""Which values carry several exponents: the parts of a chunked linear, block of rows by block.
+
+`shift, scale, gate = linear(x).chunk(3)` wants three exponents, because `1 + scale` leaves no
+choice while the gate is free. The demand starts at a chunk, split, unbind or slice and travels
+against the data through operations that keep a dimension recognisable, up to the rows of a
+parameter. Where it does not arrive at parameters all the way, the value keeps one exponent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Consecutive blocks of a value along one dimension.
+
+    Attributes:
+        dim: the dimension, counted from 0.
+        bounds: start of every block and the end of the last one.
+    """
+
+    dim: int
+    bounds: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def covered(self, start: int, stop: int) -> range:
+        """The blocks that a range of indices touches."""
+        touched = [
+            i for i in range(len(self)) if self.bounds[i] < stop and start < self.bounds[i + 1]
+        ]
+        return range(touched[0], touched[-1] + 1) if touched else range(0)
+
+
+SPLITS = (
+    "chunk",
+    "split",
+    "split_with_sizes",
+    "unsafe_split",
+    "unsafe_chunk",
+    "unbind",
+    "tensor_split",
+)
+_KEEPERS = ("to", "_to_copy", "clone", "contiguous", "dropout", "detach", "alias", "type_as", "neg")
+_VIEWS = ("view", "reshape", "unflatten", "flatten", "_unsafe_view", "unsqueeze", "squeeze")
+_SWAPS = ("permute", "transpose")
+_SUMS = ("add", "sub")
+_ROWS = ("linear", "conv1d", "conv2d", "conv3d")
+
+
+def operation(node: Node) -> str:
+    """Name of a node's operation without overload: `linear`, `add_`; "" when it is none of ATen."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        return str(schema.name).rpartition("::")[2]
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """A node's arguments by the names of the operation's schema, defaults included."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): arg for i, arg in enumerate(node.args)}
+    bound = {arg.name: arg.default_value for arg in schema.arguments if arg.has_default_value()}
+    bound.update(zip((arg.name for arg in schema.arguments), node.args, strict=False))
+    return {**bound, **node.kwargs}
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Shape of a tensor node, () for anything else; a size that depends on values stands as 0."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    sizes = value.shape if isinstance(value, torch.Tensor) else ()
+    return tuple(map(_whole, sizes))
+
+
+def _whole(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def is_float(node: Any) -> bool:
+    """True when a node holds one floating or complex tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
+    """The values of a graph, parameters included, that carry one exponent for each block."""
+    wanted: dict[Node, Blocks] = {}
+    for node in reversed(graph.nodes):
+        if is_float(node) and (blocks := _combine(node, wanted)):
+            wanted[node] = blocks
+    return _keep_producible(graph, wanted, parameters)
+
+
+def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
+    """Dimension and bounds of the parts that a chunk, split, unbind or slice makes of its input."""
+    given, shape = arguments(node), shape_of(node.args[0])
+    dim = int(given.get("dim", 0)) % max(len(shape), 1)
+    if operation(node) == "slice":
+        start, stop = given["start"] or 0, given["end"]
+        if not isinstance(start, int) or isinstance(stop, Node):
+            return dim, (0, shape[dim])
+        stop = shape[dim] if stop is None else stop
+        return dim, (_clip(start, shape[dim]), _clip(stop, shape[dim]))
+    sizes = [1] * shape[dim]
+    if operation(node) != "unbind":
+        sizes = [_whole(part.shape[dim]) for part in node.meta["val"]]
+    return dim, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
+
+
+def _clip(index: int, size: int) -> int:
+    return min(max(index + size if index < 0 else index, 0), size)
+
+
+def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
+    """What all users of a value demand of it together; None when one of them wants it whole."""
+    demands = [_demand(user, node, wanted) for user in node.users]
+    known = [x for x in demands if x is not None]
+    if not known or len(known) != len(demands) or len({x.dim for x in known}) > 1:
+        return None
+    size = shape_of(node)[known[0].dim]
+    bounds = sorted({0, size}.union(*(x.bounds for x in known)))
+    return Blocks(known[0].dim, tuple(bounds)) if 2 < len(bounds) <= 65 else None
+
+
+def _demand(user: Node, node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
+    name = operation(user)
+    if name in SPLITS or (name == "slice" and arguments(user).get("step", 1) == 1):
+        dim, bounds = split_bounds(user)
+        return Blocks(dim, bounds)
+    if name == "select" and isinstance(user.args[2], int):
+        dim = int(user.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
+        index = user.args[2] % shape_of(node)[dim]
+        return Blocks(dim, (index, index + 1))
+    if user not in wanted:
+        return None
+    return _pull(user, node, wanted[user])
+
+
+def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
+    """Blocks of an operation's output as blocks of one of its inputs; None when they are lost."""
+    name, given = operation(user), arguments(user)
+    if name in _KEEPERS:
+        return blocks
+    if name in _VIEWS:
+        return map_through_view(shape_of(user), shape_of(node), blocks)
+    if name in _SWAPS:
+        return Blocks(_source_dim(user, len(shape_of(node)), blocks.dim), blocks.bounds)
+    if name in _SUMS:
+        dim = blocks.dim - (len(shape_of(user)) - len(shape_of(node)))
+        fits = dim >= 0 and shape_of(node)[dim] == shape_of(user)[blocks.dim]
+        return Blocks(dim, blocks.bounds) if fits else None
+    if name in _ROWS and node in (given.get("weight"), given.get("bias")):
+        rows = len(shape_of(user)) - 1 if name == "linear" else 1
+        return Blocks(0, blocks.bounds) if blocks.dim == rows else None
+    if name in ("mul", "div") and not isinstance(given["other"], Node):
+        return blocks
+    return None
+
+
+def _source_dim(user: Node, rank: int, dim: int) -> int:
+    given = arguments(user)
+    if operation(user) == "permute":
+        return int(given["dims"][dim]) % rank
+    first, second = int(given["dim0"]) % rank, int(given["dim1"]) % rank
+    return {first: second, second: first}.get(dim, dim)
+
+
+def map_through_view(
+    out: tuple[int, ...], source: tuple[int, ...], blocks: Blocks
+) -> Blocks | None:
+    """Blocks of a reshaped value as blocks of what it was before; None when they do not align."""
+    if math.prod(out) != math.prod(source):
+        return None
+    stride = math.prod(out[blocks.dim + 1 :])
+    for dim, size in enumerate(source):
+        inner = math.prod(source[dim + 1 :])
+        bounds = [bound * stride for bound in blocks.bounds]
+        aligned = math.prod(source[:dim]) == math.prod(out[: blocks.dim])
+        if size > 1 and aligned and bounds[-1] == size * inner:
+            fits = all(bound % inner == 0 for bound in bounds)
+            return Blocks(dim, tuple(bound // inner for bound in bounds)) if fits else None
+    return None
+
+
+def _keep_producible(
+    graph: torch.fx.Graph, wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
+) -> dict[Node, Blocks]:
+    """Drop the demands that do not come from parameters, until what is left supports itself."""
+    kept = dict(wanted)
+    while True:
+        lost = [node for node in kept if not _is_producible(node, kept, parameters)]
+        if not lost:
+            return kept
+        for node in lost:
+            del kept[node]
+
+
+def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[str, str]) -> bool:
+    if node.op == "placeholder":
+        return node.name in parameters and all(_takes(user, node, kept) for user in node.users)
+    name, given = operation(node), arguments(node)
+    if name in _ROWS:
+        sources = [given["weight"], given.get("bias")]
+    elif name in (*_KEEPERS, *_VIEWS, *_SWAPS, *_SUMS, "mul", "div"):
+        sources = [given[key] for key in ("self", "input", "other") if key in given]
+    else:
+        return False
+    floats = [x for x in sources if is_float(x)]
+    users = all(_takes(user, node, kept) for user in node.users)
+    return users and all(x in kept and _pull(node, x, kept[node]) == kept[x] for x in floats)
+
+
+def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
+    """True when a user splits a value or carries its blocks on."""
+    if operation(user) in (*SPLITS, "slice", "select"):
+        return True
+    return user in kept and _pull(user, node, kept[user]) == kept[node]

@@ -1,0 +1,92 @@
+"""Unknown exponents and the linear equations between them.
+
+Every value, parameter and eps gets an integer unknown: what is stored is the value times
+`2**unknown`. Most operations only say that two unknowns are equal, so equal ones are merged as they
+come (union-find) and the solver sees few. Unknown 0 is the constant zero: to pin is to merge with
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+ZERO = 0
+"""The unknown that is always 0."""
+
+
+@dataclass
+class System:
+    """Unknowns, merged where they are equal, and equations `sum(factor * unknown) == 0`."""
+
+    keys: dict[Hashable, int] = field(default_factory=dict)
+    equations: list[dict[int, int]] = field(default_factory=list)
+    _parents: list[int] = field(default_factory=lambda: [ZERO])
+
+    def unknown(self, key: Hashable) -> int:
+        """The unknown that stands under a key, made when it is new."""
+        if key not in self.keys:
+            self.keys[key] = len(self._parents)
+            self._parents.append(self.keys[key])
+        return self.keys[key]
+
+    def find(self, unknown: int) -> int:
+        """The representative of everything that is equal to this unknown."""
+        root = unknown
+        while self._parents[root] != root:
+            root = self._parents[root]
+        while self._parents[unknown] != root:
+            self._parents[unknown], unknown = root, self._parents[unknown]
+        return root
+
+    def equate(self, *unknowns: int) -> None:
+        """Make all of them one unknown."""
+        roots = sorted({self.find(x) for x in unknowns})
+        for root in roots[1:]:
+            self._parents[root] = roots[0]
+
+    def pin(self, *unknowns: int) -> None:
+        """Make all of them 0."""
+        self.equate(ZERO, *unknowns)
+
+    def relate(self, *terms: tuple[int, int]) -> None:
+        """Demand that the sum of `factor * unknown` over pairs (unknown, factor) is 0."""
+        row: dict[int, int] = {}
+        for unknown, factor in terms:
+            row[unknown] = row.get(unknown, 0) + factor
+        self.equations.append(row)
+
+    def reduced(self) -> list[dict[int, int]]:
+        """The equations between representatives, without zeros, empty ones and repetitions."""
+        rows: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
+        while self._merge_simple():
+            pass
+        for row in map(self._reduce, self.equations):
+            if row:
+                rows[tuple(sorted(row.items()))] = row
+        return list(rows.values())
+
+    def _reduce(self, row: Mapping[int, int]) -> dict[int, int]:
+        merged: dict[int, int] = {}
+        for unknown, factor in row.items():
+            root = self.find(unknown)
+            if root != ZERO:
+                merged[root] = merged.get(root, 0) + factor
+        return {unknown: factor for unknown, factor in merged.items() if factor}
+
+    def _merge_simple(self) -> bool:
+        """Merge along equations of the forms `a = 0` and `a = b`; True when one was found."""
+        found, rest = False, []
+        for row in self.equations:
+            reduced = self._reduce(row)
+            factors = list(reduced.values())
+            if len(factors) == 1:
+                self.pin(*reduced)
+                found = True
+            elif len(factors) == 2 and sum(factors) == 0:
+                self.equate(*reduced)
+                found = True
+            elif reduced:
+                rest.append(reduced)
+        self.equations = rest
+        return found

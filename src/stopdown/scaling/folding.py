@@ -1,0 +1,235 @@
+"""Putting exponents on a module, and taking them off again: folds, eps, multiplies, casts.
+
+Everything goes through `Patches`, so that `undo` restores every bit, attribute and hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.capture import find_kept_buffers, name_parameters
+from stopdown.errors import ScalingError
+from stopdown.patches import Patches
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
+
+    Attributes:
+        exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
+        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
+        multiplies: module path to the exponent that its output is multiplied with.
+        islands: paths of the modules that stay in fp32; "" is the component itself.
+        headroom_bits: bits between the largest 16-bit value seen and the end of the range.
+        tightest: the value with the least headroom.
+        certified: True when the ranges are bounds; False when they were measured.
+        pinned: operation without a rule to the places where it stands.
+        island_flops: share of the matmul FLOPs that is done in islands.
+        kept_buffers: buffers that keep their dtype when the component is cast; None for those
+            that `find_kept_buffers` names.
+    """
+
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    eps: Mapping[str, int] = field(default_factory=dict)
+    multiplies: Mapping[str, int] = field(default_factory=dict)
+    islands: tuple[str, ...] = ()
+    headroom_bits: float = float("inf")
+    tightest: str = ""
+    certified: bool = False
+    pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    island_flops: float = 0.0
+    kept_buffers: tuple[str, ...] | None = None
+
+
+class Rescaling:
+    """Exponents that are folded into a module; `undo` takes them off and restores every bit."""
+
+    def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
+        self.module, self.scaling, self._patches = module, scaling, patches
+
+    @property
+    def exponents(self) -> Mapping[str, int]:
+        """Parameter or buffer name to exponent; `name[0:64]` for a block of rows."""
+        return self.scaling.exponents
+
+    @property
+    def multiplies(self) -> Mapping[str, int]:
+        """Module path to the exponent that its output is multiplied with."""
+        return self.scaling.multiplies
+
+    @property
+    def islands(self) -> tuple[str, ...]:
+        """Paths of the modules that `cast_` keeps in fp32."""
+        return self.scaling.islands
+
+    @property
+    def headroom_bits(self) -> float:
+        """Bits between the largest 16-bit value seen and the end of the range."""
+        return self.scaling.headroom_bits
+
+    @property
+    def certified(self) -> bool:
+        """True when no input can overflow; False when the ranges were measured."""
+        return self.scaling.certified
+
+    @property
+    def pinned(self) -> Mapping[str, tuple[str, ...]]:
+        """Operations without a rule, kept at exponent 0, and the places where they stand."""
+        return self.scaling.pinned
+
+    def defer(self, patches: Patches) -> None:
+        """Take other changes of the module back before this one is."""
+        self._patches.defer(patches.undo)
+
+    def undo(self) -> None:
+        """Restore the module to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __repr__(self) -> str:
+        return (
+            f"Rescaling({len(self.exponents)} folds, {len(self.multiplies)} multiplies, "
+            f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom)"
+        )
+
+
+def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
+    """Fold exponents into a module in place; no dtype changes.
+
+    Raises:
+        ScalingError: a name of the scaling is not in the module. Nothing was changed.
+    """
+    patches = Patches()
+    try:
+        _fold_parameters(module, scaling.exponents, patches)
+        for place, exponent in scaling.eps.items():
+            _scale_eps(module, place, exponent, patches)
+        for path, exponent in scaling.multiplies.items():
+            _hook_multiply(_find_module(module, path), exponent, patches)
+    except BaseException:
+        patches.undo()
+        raise
+    return Rescaling(module, scaling, patches)
+
+
+def cast_(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    rescaling_or_plan: Rescaling | Scaling | None = None,
+) -> Patches:
+    """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
+
+    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so.
+
+    Returns:
+        The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
+        rescaling. They hold the old values: drop both to free them.
+    """
+    plan = rescaling_or_plan
+    given = plan.scaling if isinstance(plan, Rescaling) else plan
+    islands = given.islands if given is not None else ()
+    named = given.kept_buffers if given is not None else None
+    kept = find_kept_buffers(module) if named is None else frozenset(named)
+    patches = Patches()
+    for name, tensor in name_parameters(module).items():
+        if tensor.is_floating_point() and name not in kept:
+            wanted = torch.float32 if _is_in(name, islands) else dtype
+            _replace_data(tensor, tensor.data.to(wanted), patches)
+    for path in islands:
+        _hook_island(_find_module(module, path), dtype, patches)
+    if isinstance(plan, Rescaling):
+        plan.defer(patches)
+    return patches
+
+
+def split_name(name: str) -> tuple[str, slice]:
+    """A parameter's name and the rows meant by `name[0:64]`; all rows without brackets."""
+    bare, bracket, rows = name.partition("[")
+    if not bracket:
+        return name, slice(None)
+    start, _, stop = rows.rstrip("]").partition(":")
+    return bare, slice(int(start), int(stop))
+
+
+def _fold_parameters(
+    module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
+) -> None:
+    named = name_parameters(module)
+    for name, exponent in exponents.items():
+        bare, rows = split_name(name)
+        if bare not in named:
+            raise ScalingError(
+                f"{type(module).__name__} has no parameter or buffer {bare}.",
+                expected="Exponents belong to the module that they were found for.",
+                remedy="Find them again with rescale_.",
+            )
+        patches.scale_tensor(named[bare], exponent, rows)
+
+
+def _scale_eps(module: torch.nn.Module, place: str, exponent: int, patches: Patches) -> None:
+    path, _, name = place.rpartition(".")
+    owner = _find_module(module, path)
+    patches.set_attribute(owner, name, getattr(owner, name) * 2.0**exponent)
+
+
+def _hook_multiply(module: torch.nn.Module, exponent: int, patches: Patches) -> None:
+    factor = 2.0**exponent
+    handle = module.register_forward_hook(partial(_multiply_output, factor))
+    patches.defer(handle.remove)
+
+
+def _multiply_output(
+    factor: float, module: torch.nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    return output * factor
+
+
+def _hook_island(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    before = module.register_forward_pre_hook(partial(_widen_inputs, dtype), with_kwargs=True)
+    after = module.register_forward_hook(partial(_narrow_output, dtype))
+    patches.defer(before.remove)
+    patches.defer(after.remove)
+
+
+def _widen_inputs(
+    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    return _cast_tree((args, kwargs), dtype, torch.float32)
+
+
+def _narrow_output(dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any) -> Any:
+    return _cast_tree(output, torch.float32, dtype)
+
+
+def _cast_tree(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(target) if value.dtype == source else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
+
+
+def _replace_data(tensor: torch.Tensor, value: torch.Tensor, patches: Patches) -> None:
+    before = tensor.data
+    tensor.data = value
+    patches.defer(lambda: setattr(tensor, "data", before))
+
+
+def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise ScalingError(
+            f"{type(module).__name__} has no module {path}.",
+            expected="Exponents belong to the module that they were found for.",
+            remedy="Find them again with rescale_.",
+        ) from error
+
+
+def _is_in(name: str, islands: tuple[str, ...]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in islands)

@@ -1,0 +1,414 @@
+"""From captured calls and measured ranges to one problem: unknowns, equations, limits, prices.
+
+Several calls of a component (other lengths, other resolutions, encode and decode) give one problem
+together: each has its own values, the parameters and eps are the same unknowns in all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from stopdown.capture import Capture, call_key, module_classes, module_path
+from stopdown.scaling.blocks import (
+    SPLITS,
+    Blocks,
+    arguments,
+    find_blocks,
+    is_float,
+    operation,
+    shape_of,
+    split_bounds,
+)
+from stopdown.scaling.equations import ZERO, System
+from stopdown.scaling.ranges import Range, Ranges, find_saturating, log2_of
+from stopdown.scaling.rules import Site, is_range_clamp, state_equations
+
+CLAMPS_KEPT = ("Sana",)
+"""Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One captured call with the ranges of its values and the blocks that they fall into."""
+
+    capture: Capture
+    blocks: Mapping[Node, Blocks]
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One value or parameter that must stay in range.
+
+    Attributes:
+        unknown: its exponent.
+        range: what was measured.
+        dtype: what it is held in.
+        place: `component:dotted.path (operation)`, or a parameter's name.
+        weight: 0 for a value; for a parameter how much its fold should be avoided.
+        islands: modules inside which it stays, outermost first: in fp32 there, it has no limit.
+    """
+
+    unknown: int
+    range: Range
+    dtype: torch.dtype
+    place: str
+    weight: float = 0.0
+    islands: tuple[str, ...] = ()
+
+
+@dataclass
+class Problem:
+    """What the solver gets.
+
+    Attributes:
+        parameters: (name, first row, one past the last row) to the unknown; rows are 0 and 0 for
+            a parameter that is folded as a whole.
+        eps: (module path, attribute) to the unknown.
+        multiplies: module path to the unknown that multiplies its output.
+        floors: (unknown, smallest allowed exponent).
+        pinned: operation without a rule to the places where it stands.
+        flops: module path to the share of the component's matmul FLOPs done inside it.
+        kept_buffers: buffers that every call was captured with in their own dtype.
+    """
+
+    system: System = field(default_factory=System)
+    limits: list[Limit] = field(default_factory=list)
+    parameters: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    eps: dict[tuple[str, str], int] = field(default_factory=dict)
+    multiplies: dict[str, int] = field(default_factory=dict)
+    floors: list[tuple[int, float]] = field(default_factory=list)
+    pinned: dict[str, list[str]] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=dict)
+    kept_buffers: frozenset[str] = frozenset()
+
+
+def split_values(capture: Capture) -> dict[Node, Blocks]:
+    """The values of a capture that carry several exponents."""
+    return find_blocks(capture.graph.graph, capture.parameters)
+
+
+def find_kept_clamps(capture: Capture) -> frozenset[Node]:
+    """Clamps at the end of fp16's range that are part of what the model computes."""
+    return frozenset(
+        node
+        for node in capture.graph.graph.nodes
+        if is_range_clamp(node) and _is_kept(node, capture)
+    )
+
+
+def _is_kept(node: Node, capture: Capture) -> bool:
+    names = [capture.component, *module_classes(node)]
+    return any(name.startswith(CLAMPS_KEPT) for name in names)
+
+
+def state_problem(
+    module: torch.nn.Module, calls: Sequence[Measured], *, multiplies: bool = False
+) -> Problem:
+    """The problem of scaling a module for the given calls.
+
+    Args:
+        multiplies: allow an explicit multiply at the output of each module.
+    """
+    kept = [call.capture.kept_buffers for call in calls]
+    problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
+    for index, call in enumerate(calls):
+        _Stater(problem, module, call, index, multiplies).state()
+    return problem
+
+
+class _Stater:
+    """States one call's equations and limits; answers what rules ask."""
+
+    def __init__(
+        self, problem: Problem, module: torch.nn.Module, call: Measured, index: int, outer: bool
+    ) -> None:
+        self.problem, self.module, self.call, self.index = problem, module, call, index
+        self.system = problem.system
+        self.graph = call.capture.graph.graph
+        self.exits = find_exits(call) if outer else {}
+
+    def state(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                self._state_placeholder(node)
+            elif node.op == "output":
+                self._pin_outputs(node)
+            elif node.op == "call_function":
+                self._state_operation(node)
+        self._state_limits()
+        self._add_flops()
+
+    def unknown(self, node: Node, block: int | None, user: Node) -> int:
+        """The exponent of a value as its user sees it."""
+        split = self.call.blocks.get(node)
+        if split is None:
+            inner = self.system.unknown(self._key(node, 0))
+            return self._beyond_exit(node, user, inner)
+        if block is not None:
+            return self.system.unknown(self._key(node, block))
+        every = [self.system.unknown(self._key(node, i)) for i in range(len(split))]
+        self.system.equate(*every)
+        return every[0]
+
+    def eps_unknown(self, node: Node, value: float | None) -> int | None:
+        """The exponent of an eps that stands as an attribute of the module at this place."""
+        path = module_path(node)
+        found = find_eps(self.module, path, value)
+        if found is None:
+            return None
+        unknown = self.system.unknown(("eps", *found))
+        self.problem.eps[found] = unknown
+        return unknown
+
+    def least(self, node: Node) -> float:
+        """Smallest positive magnitude seen in a value."""
+        parts = self.call.ranges.get(node.name, ())
+        return min((part.least for part in parts), default=0.0)
+
+    def keeps_clamp(self, node: Node) -> bool:
+        """True when a clamp is part of what the model computes."""
+        return _is_kept(node, self.call.capture)
+
+    def bound_below(self, node: Node, magnitude: float) -> None:
+        """Keep a scaled value above a magnitude that a clamp compares it with."""
+        room = log2_of(magnitude) - log2_of(self.least(node)) + 1
+        self.problem.floors.append((self.unknown(node, None, node), room))
+
+    def _key(self, node: Node, block: int) -> Hashable:
+        name = self.call.capture.parameters.get(node.name)
+        if name is None:
+            return ("value", self.index, node.name, block)
+        split = self.call.blocks.get(node)
+        rows = (0, 0) if split is None else split.bounds[block : block + 2]
+        return ("parameter", name, *rows)
+
+    def _beyond_exit(self, node: Node, user: Node, inner: int) -> int:
+        path = self.exits.get(node)
+        if path is None or user is node or is_inside(module_path(user), path):
+            return inner
+        outer = ("outer", self.index, node.name)
+        if outer not in self.system.keys:
+            factor = self.system.unknown(("multiply", path))
+            self.problem.multiplies[path] = factor
+            self.system.relate((self.system.unknown(outer), -1), (inner, 1), (factor, 1))
+        return self.system.unknown(outer)
+
+    def _state_placeholder(self, node: Node) -> None:
+        if not is_float(node):
+            return
+        name = self.call.capture.parameters.get(node.name)
+        if name is None or name in self.call.capture.kept_buffers:
+            self.system.pin(self.unknown(node, None, node))
+        else:
+            self._state_parameter(node, name)
+
+    def _state_parameter(self, node: Node, name: str) -> None:
+        split = self.call.blocks.get(node)
+        for block in range(len(split) if split else 1):
+            unknown = self.unknown(node, block if split else None, node)
+            rows = split.bounds[block : block + 2] if split else (0, 0)
+            self.problem.parameters[(name, rows[0], rows[1])] = unknown
+        if split is None:
+            return
+        if split.dim != 0:
+            self.unknown(node, None, node)
+
+    def _pin_outputs(self, node: Node) -> None:
+        for source in node.all_input_nodes:
+            if is_float(source):
+                self.system.pin(self.unknown(source, None, node))
+
+    def _state_operation(self, node: Node) -> None:
+        if _is_split(node):
+            return self._state_part(node)
+        split = self.call.blocks.get(node)
+        for block in range(len(split)) if split else (None,):
+            if not state_equations(Site(node, block, self)):
+                place = f"{self.call.capture.component}:{module_path(node)}"
+                self.problem.pinned.setdefault(operation(node) or str(node.target), []).append(
+                    place
+                )
+        return None
+
+    def _state_part(self, node: Node) -> None:
+        """A part of a split value is like the blocks that it covers."""
+        if not is_float(node):
+            return None
+        source, (start, stop), dim = _part(node)
+        if not is_float(source):
+            return self.system.pin(self.unknown(node, None, node))
+        split = self.call.blocks.get(source)
+        if split is None or split.dim != dim:
+            covered = [self.unknown(source, None, node)]
+        else:
+            covered = [self.unknown(source, i, node) for i in split.covered(start, stop)]
+        return self.system.equate(self.unknown(node, None, node), *covered)
+
+    def _state_limits(self) -> None:
+        exempt = self._clamped_inputs() | find_saturating(self.graph, self.call.ranges)
+        for node in self.graph.nodes:
+            parts = self.call.ranges.get(node.name, ())
+            if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
+                continue
+            islands = find_interiors(node)
+            for block, part in enumerate(parts):
+                split = block if node in self.call.blocks else None
+                self._state_limit(node, split, part, islands)
+
+    def _state_limit(
+        self, node: Node, block: int | None, part: Range, islands: tuple[str, ...]
+    ) -> None:
+        place, dtype = self._place(node), node.meta["val"].dtype
+        unknown = self.unknown(node, block, node)
+        weight, within = self._fold_weight(node), islands
+        outer = self.system.keys.get(("outer", self.index, node.name))
+        if outer is not None:
+            self.problem.limits.append(Limit(outer, part, dtype, place, 0.0, islands))
+            within = (*islands, self.exits[node])
+        self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within))
+
+    def _is_parameter(self, node: Node) -> bool:
+        return node.name in self.call.capture.parameters
+
+    def _clamped_inputs(self) -> frozenset[Node]:
+        """What goes into a kept clamp may overflow: the clamp is there for it."""
+        kept = find_kept_clamps(self.call.capture)
+        return frozenset(x for node in kept for x in node.all_input_nodes)
+
+    def _place(self, node: Node) -> str:
+        name = self.call.capture.parameters.get(node.name)
+        return name or f"{self.call.capture.component}:{module_path(node)} ({operation(node)})"
+
+    def _fold_weight(self, node: Node) -> float:
+        if not self._is_parameter(node):
+            return 0.0
+        return 1.0 if len(shape_of(node)) > 1 else 0.1
+
+    def _add_flops(self) -> None:
+        total = sum(map(count_flops, self.graph.nodes)) or 1.0
+        for node in self.graph.nodes:
+            share = count_flops(node) / total
+            for path in _stack_paths(node) if share else ():
+                self.problem.flops[path] = self.problem.flops.get(path, 0.0) + share
+
+
+def _is_split(node: Node) -> bool:
+    if operation(node) in ("slice", "select"):
+        return True
+    parent = node.args[0] if node.args else None
+    return operation(node) == "getitem" and isinstance(parent, Node) and operation(parent) in SPLITS
+
+
+def _part(node: Node) -> tuple[Node, tuple[int, int], int]:
+    """What a slice, select or getitem takes: its source, the indices, the dimension."""
+    source = node.args[0]
+    assert isinstance(source, Node)
+    if operation(node) == "select":
+        dim = int(arguments(node)["dim"]) % len(shape_of(source))
+        size, index = shape_of(source)[dim], arguments(node)["index"]
+        if not isinstance(index, int):
+            return source, (0, size), dim
+        return source, (index % max(size, 1), index % max(size, 1) + 1), dim
+    if operation(node) == "slice":
+        dim, bounds = split_bounds(node)
+        return source, (bounds[0], bounds[1]), dim
+    parent = source.args[0]
+    assert isinstance(parent, Node)
+    dim, bounds = split_bounds(source)
+    index = int(node.args[1])  # type: ignore[arg-type]
+    return parent, (bounds[index], bounds[index + 1]), dim
+
+
+def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
+    """(module path, attribute) of an eps of this value at this place; None when there is none."""
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        return None
+    for name, held in vars(owner).items():
+        if "eps" in name.lower() and type(held) is float and held == value and 0 < held < 0.1:
+            return path, name
+    return None
+
+
+def is_inside(path: str, ancestor: str) -> bool:
+    """True when a dotted path is that of a module or of something inside it."""
+    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
+
+
+def _stack_paths(node: Node) -> tuple[str, ...]:
+    """Paths of the modules that were running when this value was made, outermost first."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [entry[0] for entry in stack.values() if entry[0]]
+    return tuple(path.removeprefix("component").removeprefix(".") for path in paths)
+
+
+def find_interiors(node: Node) -> tuple[str, ...]:
+    """The running modules that a value does not leave, outermost first."""
+    if any(user.op == "output" for user in node.users) or node.op == "placeholder":
+        return ()
+    inside = _stack_paths(node)
+    for user in node.users:
+        shared = set(_stack_paths(user))
+        inside = tuple(path for path in inside if path in shared)
+    return inside
+
+
+def find_exits(call: Measured) -> dict[Node, str]:
+    """Values that are the one tensor that a module returns, in every call of it."""
+    leaving: dict[tuple[str, str], list[Node]] = {}
+    for node in call.capture.graph.graph.nodes:
+        path = module_path(node)
+        if node.op != "call_function" or not path or not is_float(node):
+            continue
+        if any(not is_inside(module_path(user), path) for user in node.users):
+            leaving.setdefault((path, call_key(node)), []).append(node)
+    spoiled = {path for (path, _), nodes in leaving.items() if len(nodes) > 1}
+    return {
+        nodes[0]: path
+        for (path, _), nodes in leaving.items()
+        if path not in spoiled and _may_multiply(nodes[0], path, call)
+    }
+
+
+def _may_multiply(node: Node, path: str, call: Measured) -> bool:
+    mutated = any(operation(user).endswith("_") for user in node.users)
+    return not mutated and node not in call.blocks and path in call.capture.single_outputs
+
+
+def count_flops(node: Node) -> float:
+    """FLOPs of a matrix product or convolution; 0 for anything else."""
+    name, given, size = operation(node), arguments(node), math.prod(shape_of(node))
+    if name == "linear" or name.startswith("conv"):
+        weight = shape_of(given["weight"])
+        return 2.0 * size * math.prod(weight[1:])
+    if name in ("matmul", "bmm", "mm"):
+        return 2.0 * size * shape_of(given["self"])[-1]
+    if name == "addmm":
+        return 2.0 * size * shape_of(given["mat1"])[-1]
+    if name == "baddbmm":
+        return 2.0 * size * shape_of(given["batch1"])[-1]
+    if name == "scaled_dot_product_attention":
+        return 4.0 * math.prod(shape_of(given["query"])) * shape_of(given["key"])[-2]
+    return 0.0
+
+
+__all__ = [
+    "ZERO",
+    "Limit",
+    "Measured",
+    "Problem",
+    "count_flops",
+    "find_eps",
+    "find_exits",
+    "find_interiors",
+    "find_kept_clamps",
+    "split_values",
+    "state_problem",
+]

@@ -1,0 +1,217 @@
+"""How large every value of a captured call gets, measured by running its graph in fp32.
+
+The graph was captured in the dtype to come; it is run here with every 16-bit dtype read as fp32, so
+that nothing overflows and nothing is lost below. Values that hold the sentinels of a mask (the
+smallest fp16 number, or -inf) are measured without them.
+
+**Catches** any value of the graph, block by block where a value carries several exponents;
+weights, inputs and outputs that are NaN or Inf already in fp32.
+**Does not catch** what a fused kernel keeps to itself (attention scores), and inputs larger than
+the ones that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.capture import Capture, flatten_call, module_path, name_parameters
+from stopdown.errors import ScalingError
+from stopdown.numerics import summarise_magnitudes
+from stopdown.scaling.blocks import Blocks, arguments, is_float, operation
+from stopdown.scaling.rules import LARGEST_TAME, is_range_clamp
+
+_HALVES = (torch.float16, torch.bfloat16)
+_TAME_END = 65504.0
+_SATURATING = ("tanh", "sigmoid", "erf")
+_END_OF_MASKS = ("softmax", "_softmax", "scaled_dot_product_attention", "exp", "sigmoid")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Magnitudes of one value, or of one block of it.
+
+    Attributes:
+        amax: largest magnitude.
+        rms: root of the mean square.
+        least: smallest positive magnitude.
+    """
+
+    amax: float
+    rms: float
+    least: float
+
+    def merged(self, other: Range) -> Range:
+        """A range that holds for both; of two typical sizes the smaller one that is not 0."""
+        sizes = [x for x in (self.rms, other.rms) if x > 0]
+        least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
+        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least)
+
+
+Ranges = Mapping[str, tuple[Range, ...]]
+"""Node name to the ranges of its blocks: one where the value is not split."""
+
+
+def measure_ranges(
+    capture: Capture,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    blocks: Mapping[Node, Blocks],
+    kept_clamps: frozenset[Node] = frozenset(),
+) -> dict[str, tuple[Range, ...]]:
+    """The range of every float value and parameter of a captured call, run in fp32.
+
+    Args:
+        kept_clamps: clamps at the end of fp16's range that are part of what the model computes.
+
+    Raises:
+        ScalingError: a weight or a value is NaN or Inf in fp32 already.
+
+    Cost: one forward in fp32, one pass and one host read for each value.
+    """
+    tensors = flatten_call(args, kwargs)
+    if len(tensors) != len(capture.inputs):
+        raise ScalingError(
+            f"{len(tensors)} tensors were given to a call that was captured with "
+            f"{len(capture.inputs)}.",
+            remedy="Capture each kind of call by itself.",
+        )
+    runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
+    runner.blocks, runner.kept_clamps = blocks, kept_clamps
+    with torch.no_grad():
+        runner.run()
+    return runner.ranges
+
+
+def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
+    """Ranges that hold for two calls of one graph."""
+    both = {
+        name: tuple(a.merged(b) for a, b in zip(parts, second[name], strict=True))
+        for name, parts in first.items()
+    }
+    return {**second, **both}
+
+
+def find_masked(graph: torch.fx.Graph) -> frozenset[Node]:
+    """The values that carry a mask's sentinels."""
+    masked: set[Node] = set()
+    for node in graph.nodes:
+        name = operation(node)
+        if name.rstrip("_") in _END_OF_MASKS or is_range_clamp(node) or not is_float(node):
+            continue
+        numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
+        sentinel = any(abs(x) >= LARGEST_TAME and is_float(node) for x in numbers)
+        if (sentinel and name not in ("slice", "arange")) or masked & set(node.all_input_nodes):
+            masked.add(node)
+    return frozenset(masked)
+
+
+def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
+    """The values that may overflow to Inf without harm, because only a saturating function reads
+    them: the cube inside a tanh-approximated GELU, which fp16 loses from 41 on.
+
+    On the way there a number may multiply them, and one value that is itself in range may be added.
+    """
+    harmless: set[Node] = set()
+    for node in reversed(graph.nodes):
+        if node.users and all(_saturates(user, node, harmless, ranges) for user in node.users):
+            harmless.add(node)
+    return frozenset(harmless)
+
+
+def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> bool:
+    name = operation(user)
+    if name in _SATURATING:
+        return True
+    others = [x for x in user.all_input_nodes if x is not node]
+    passes = name in ("mul", "add") and user in harmless
+    if name == "mul":
+        return passes and not others
+    return passes and all(part.amax < _TAME_END for x in others for part in ranges.get(x.name, ()))
+
+
+class _Runner(torch.fx.Interpreter):
+    """Runs a captured graph in fp32 and keeps the ranges of what passes."""
+
+    blocks: Mapping[Node, Blocks]
+    kept_clamps: frozenset[Node]
+
+    def __init__(
+        self, capture: Capture, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(capture.graph)
+        self.capture, self.tensors = capture, tensors
+        self.named = name_parameters(module)
+        self.masked = find_masked(capture.graph.graph)
+        self.ranges: dict[str, tuple[Range, ...]] = {}
+
+    def run_node(self, n: Node) -> Any:
+        result = self._load(n) if n.op == "placeholder" else self._compute(n)
+        if is_float(n) and isinstance(result, torch.Tensor):
+            self.ranges[n.name] = self._measure(n, result)
+        return result
+
+    def _load(self, node: Node) -> torch.Tensor:
+        if node.name in self.capture.parameters:
+            found = self.named[self.capture.parameters[node.name]]
+        elif node.name in self.capture.constants:
+            found = self.capture.constants[node.name]
+        else:
+            found = self.tensors[node.name]
+        return found.detach().float() if found.dtype in _HALVES else found.detach()
+
+    def _compute(self, node: Node) -> Any:
+        if operation(node).startswith("_assert"):
+            return None
+        if is_range_clamp(node) and node not in self.kept_clamps:
+            return self.env[node.args[0]]  # type: ignore[index]
+        if node.op != "call_function":
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        args, kwargs = torch.utils._pytree.tree_map(_widen, (args, kwargs))
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        return result.zero_() if "empty" in operation(node) else result
+
+    def _measure(self, node: Node, value: torch.Tensor) -> tuple[Range, ...]:
+        split = self.blocks.get(node)
+        if split is None:
+            return (self._measure_part(node, value),)
+        parts = value.split([b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)],
+                            dim=split.dim)  # fmt: skip
+        return tuple(self._measure_part(node, part) for part in parts)
+
+    def _measure_part(self, node: Node, value: torch.Tensor) -> Range:
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if node in self.masked:
+            value = value[value > -LARGEST_TAME / 2]
+        amax, rms, least, bad = summarise_magnitudes(value)
+        if bad and (node.op == "placeholder" or any(x.op == "output" for x in node.users)):
+            raise ScalingError(
+                f"{self._name(node)} holds {bad} values that are NaN or Inf in fp32 already.",
+                expected="Exponents can only be found for a model that is right in fp32.",
+                remedy="Check the weights on disk and the arguments of the call.",
+            )
+        return Range(amax, rms, least)
+
+    def _name(self, node: Node) -> str:
+        if node.name in self.capture.parameters:
+            return f"The weight {self.capture.parameters[node.name]}"
+        if node.op == "placeholder":
+            return f"The input {node.name}"
+        return f"{self.capture.component}:{module_path(node)} ({operation(node)})"
+
+
+def _widen(value: Any) -> Any:
+    return torch.float32 if value in _HALVES and isinstance(value, torch.dtype) else value
+
+
+def log2_of(magnitude: float) -> float:
+    """Binary logarithm, -inf for 0."""
+    return math.log2(magnitude) if magnitude > 0 else -math.inf

@@ -1,0 +1,208 @@
+"""From a module and its arguments to folded exponents: capture, measure, solve, fold.
+
+**Catches** overflow and underflow of every 16-bit value in the calls that it is given.
+**Does not catch** larger ranges in other calls (the result is calibrated, not certified), and
+what a fused kernel keeps to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from stopdown.capture import capture_call, owner_of
+from stopdown.errors import ScalingError
+from stopdown.numerics import headroom_bits, iterate_tensors
+from stopdown.scaling.equations import ZERO
+from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
+from stopdown.scaling.problem import (
+    Measured,
+    Problem,
+    find_kept_clamps,
+    split_values,
+    state_problem,
+)
+from stopdown.scaling.ranges import measure_ranges, merge_ranges
+from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""What is called, with which arguments."""
+
+_CHEAP = 200.0
+"""A solution by folding alone that costs less is taken without trying multiplies."""
+
+
+def rescale_(
+    module: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+    calls: Sequence[Call] = (),
+    verify: bool = True,
+) -> Rescaling:
+    """Fold exponents into a module so that these calls run in `dtype` without overflow.
+
+    The module's function stays what it was, to the last bit in fp32; no dtype changes.
+
+    Args:
+        args, kwargs: a call of the module itself.
+        calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
+        dtype: what the module is to run in.
+        verify: run the calls before and after, and compare every bit, when the module is in fp32.
+
+    Raises:
+        CaptureError: the code cannot be traced.
+        ScalingError: no exponents keep it in range; a weight or value is NaN or Inf in fp32; the
+            module would not be what it was. The module was not changed.
+
+    Cost: for each call a capture (seconds), and three forwards in fp32.
+    """
+    given = list(calls)
+    if args or kwargs:
+        given.insert(0, (module, args, kwargs or {}))
+    measured = [measure_call(call, a, k, dtype=dtype) for call, a, k in given]
+    scaling = find_scaling(module, measured)
+    before = _run_all(given) if verify and _is_fp32(module) else None
+    rescaling = fold_scaling(module, scaling)
+    if before is not None:
+        _demand_equal(rescaling, before, _run_all(given))
+    return rescaling
+
+
+def _is_fp32(module: torch.nn.Module) -> bool:
+    floats = [p for p in module.parameters() if p.is_floating_point()]
+    return all(p.dtype == torch.float32 for p in floats)
+
+
+def _run_all(calls: Sequence[Call]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [x for call, args, kwargs in calls for x in iterate_tensors(call(*args, **kwargs))]
+
+
+def _demand_equal(
+    rescaling: Rescaling, before: list[torch.Tensor], after: list[torch.Tensor]
+) -> None:
+    """Undo and raise when a rescaled module is not bit for bit what it was.
+
+    Raises:
+        ScalingError: some output differs.
+    """
+    pairs = list(zip(before, after, strict=True))
+    if all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
+        return
+    rescaling.undo()
+    raise ScalingError(
+        f"{type(rescaling.module).__name__} rescaled in fp32 is not bit for bit what it was.",
+        expected="Exponents must not change what a module computes; nothing was changed.",
+        remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is wrong.",
+    )
+
+
+def measure_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+) -> Measured:
+    """One call captured in `dtype` and its ranges measured in fp32.
+
+    Cost: a capture (seconds) and one forward in fp32.
+    """
+    capture = capture_call(call, args, kwargs, dtype=dtype)
+    blocks, clamps = split_values(capture), find_kept_clamps(capture)
+    ranges = measure_ranges(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
+    return Measured(capture, blocks, ranges)
+
+
+def measure_again(
+    known: Measured, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Measured:
+    """Another call of a kind that is captured already, its ranges merged with those before.
+
+    Cost: one forward in fp32.
+    """
+    clamps = find_kept_clamps(known.capture)
+    ranges = measure_ranges(known.capture, module, args, kwargs, known.blocks, clamps)
+    return replace(known, ranges=merge_ranges(known.ranges, ranges))
+
+
+def find_scaling(module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+    """The cheapest exponents that keep the measured calls in range.
+
+    Raises:
+        ScalingError: there are none.
+    """
+    plain = state_problem(module, calls)
+    wider = state_problem(module, calls, multiplies=True)
+    for bits in HARD_TOPS_BITS:
+        if found := _solve_cheaply(plain, wider, bits):
+            return _describe(*found)
+    for bits in HARD_TOPS_BITS:
+        if solution := solve_problem(wider, hard_top_bits=bits, islands=True):
+            return _describe(wider, solution)
+    raise explain_failure(wider)
+
+
+def _solve_cheaply(plain: Problem, wider: Problem, bits: float) -> tuple[Problem, Solution] | None:
+    """Exponents by folding alone when they are cheap, else with multiplies when that is cheaper."""
+    best = solve_problem(plain, hard_top_bits=bits, islands=False)
+    if best is not None and best.cost < _CHEAP:
+        return plain, best
+    other = solve_problem(wider, hard_top_bits=bits, islands=False)
+    if other is not None and (best is None or other.cost < best.cost):
+        return wider, other
+    return (plain, best) if best is not None else None
+
+
+def _describe(problem: Problem, solution: Solution) -> Scaling:
+    """A solution as plain data, by names instead of unknowns."""
+    at = _Reader(problem, solution).exponent
+    folds = {_row_name(*key): at(unknown) for key, unknown in problem.parameters.items()}
+    eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
+    multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
+    headroom, tightest = _find_tightest(problem, solution)
+    return Scaling(
+        exponents=_without_zeros(folds),
+        eps=_without_zeros(eps),
+        multiplies=_without_zeros(multiplies),
+        islands=solution.islands,
+        headroom_bits=headroom,
+        tightest=tightest,
+        pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
+        island_flops=sum(problem.flops.get(path, 0.0) for path in solution.islands),
+        kept_buffers=tuple(sorted(problem.kept_buffers)),
+    )
+
+
+class _Reader:
+    """Exponents of unknowns in a solution."""
+
+    def __init__(self, problem: Problem, solution: Solution) -> None:
+        self._system, self._exponents = problem.system, solution.exponents
+
+    def exponent(self, unknown: int) -> int:
+        root = self._system.find(unknown)
+        return 0 if root == ZERO else self._exponents[root]
+
+
+def _find_tightest(problem: Problem, solution: Solution) -> tuple[float, str]:
+    at = _Reader(problem, solution).exponent
+    rooms = [
+        (headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place)
+        for x in problem.limits
+        if x.dtype == torch.float16 and not set(x.islands) & set(solution.islands)
+    ]
+    return min(rooms, default=(float("inf"), ""))
+
+
+def _row_name(name: str, start: int, stop: int) -> str:
+    return f"{name}[{start}:{stop}]" if stop else name
+
+
+def _without_zeros(exponents: Mapping[str, int]) -> dict[str, int]:
+    return {name: exponent for name, exponent in exponents.items() if exponent}

@@ -1,0 +1,284 @@
+"""The cheapest exponents that keep everything in range: a small mixed-integer program for HiGHS.
+
+Hard limits keep every 16-bit value finite. Prices do the rest: a fold costs a little for each bit,
+more beyond 3 and much beyond 6 bits, so that a large exponent spreads over all parameters that can
+share it; a typical size below 2^-11, where fp16 begins to lose bits, costs more than any fold, for
+weights and values alike. Explicit multiplies are tried when folding alone does not do, islands
+in fp32 when multiplies do not either, priced by their share of the FLOPs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from stopdown.errors import ScalingError
+from stopdown.formats import find_format
+from stopdown.scaling.equations import ZERO
+from stopdown.scaling.problem import Limit, Problem
+from stopdown.scaling.ranges import log2_of
+
+WIDEST = 48
+"""No exponent of a parameter, value or multiply goes beyond this many bits."""
+
+SOFT_TOP_BITS = 3.0
+"""Headroom that is free of charge: 65504 / 2**3."""
+
+HARD_TOPS_BITS = (1.0, 0.01)
+"""Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
+
+LOW_BITS, LOWEST_BITS = -11.0, -14.0
+"""Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Cost of what the solver may do; only ratios matter."""
+
+    fold: float = 0.5
+    fold_beyond_3: float = 0.5
+    fold_beyond_6: float = 2.0
+    top: float = 2.0
+    low: float = 4.0
+    lowest: float = 20.0
+    multiply: float = 60.0
+    island: float = 500.0
+    island_flops: float = 5000.0
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Exponents and what else was needed.
+
+    Attributes:
+        exponents: representative of an unknown to its exponent.
+        islands: paths of the modules that stay in fp32.
+        cost: what the program minimised.
+    """
+
+    exponents: Mapping[int, int]
+    islands: tuple[str, ...]
+    cost: float
+
+
+def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> Solution | None:
+    """The cheapest exponents, None when there are none.
+
+    Args:
+        hard_top_bits: headroom that every 16-bit value must keep.
+        islands: allow modules to stay in fp32.
+    """
+    program = _Program()
+    representatives = _add_unknowns(program, problem)
+    _add_equations(program, problem)
+    lifts = _add_islands(program, problem) if islands else {}
+    for limit in problem.limits:
+        _add_limit(program, problem, limit, hard_top_bits, lifts)
+    for unknown, floor in problem.floors:
+        program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor))
+    _price_folds(program, problem)
+    _price_sizes(program, problem)
+    result = program.solve()
+    if result is None:
+        return None
+    values, cost = result
+    exponents = {root: round(values[program.column(root)]) for root in representatives}
+    chosen = tuple(path for path, column in lifts.items() if values[column] > 0.5)
+    return Solution(exponents, _outermost(chosen), cost)
+
+
+def explain_failure(problem: Problem) -> ScalingError:
+    """Why there are no exponents: the largest values that nothing may scale."""
+    fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
+    too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
+    worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
+    named = "; ".join(f"{x.place} reaches {x.range.amax:.3g}" for x in worst)
+    return ScalingError(
+        "No exponents keep every value in range" + (f": {named}." if named else "."),
+        expected="Each 16-bit value must stay below the largest value of its dtype.",
+        remedy="Run this component in bf16 or fp32.",
+    )
+
+
+@dataclass
+class _Program:
+    """Rows and columns of a mixed-integer program while it is put together."""
+
+    costs: list[float] = field(default_factory=lambda: [0.0])
+    lows: list[float] = field(default_factory=lambda: [0.0])
+    highs: list[float] = field(default_factory=lambda: [0.0])
+    whole: list[int] = field(default_factory=lambda: [1])
+    columns: dict[int, int] = field(default_factory=lambda: {ZERO: 0})
+    rows: list[tuple[dict[int, float], float, float]] = field(default_factory=list)
+
+    def add(self, low: float, high: float, *, cost: float = 0.0, whole: bool = False) -> int:
+        """A new column."""
+        self.costs.append(cost)
+        self.lows.append(low)
+        self.highs.append(high)
+        self.whole.append(int(whole))
+        return len(self.costs) - 1
+
+    def column(self, root: int) -> int:
+        """The column of an unknown's representative; that of zero is column 0, always 0."""
+        return self.columns[root]
+
+    def demand(
+        self,
+        terms: Mapping[int, float],
+        *,
+        low: float = -math.inf,
+        high: float = math.inf,
+        extra: Mapping[int, float] | None = None,
+    ) -> None:
+        """A row over representatives, and over other columns given as `extra`."""
+        row = {self.columns[root]: factor for root, factor in terms.items()}
+        for column, factor in (extra or {}).items():
+            row[column] = row.get(column, 0.0) + factor
+        self.rows.append((row, low, high))
+
+    def solve(self) -> tuple[np.ndarray, float] | None:
+        """Values of all columns and the cost, None when there is no solution."""
+        entries = [
+            (i, column, factor)
+            for i, (row, _, _) in enumerate(self.rows)
+            for column, factor in row.items()
+        ]
+        rows, columns, factors = zip(*entries, strict=True) if entries else ((), (), ())
+        shape = (len(self.rows), len(self.costs))
+        matrix = csr_array((np.array(factors, float), (rows, columns)), shape=shape)
+        limits = LinearConstraint(matrix, [x[1] for x in self.rows], [x[2] for x in self.rows])
+        options = {"time_limit": 60.0, "mip_rel_gap": 0.02}
+        result = milp(
+            self.costs,
+            integrality=self.whole,
+            bounds=Bounds(self.lows, self.highs),
+            constraints=limits if self.rows else None,
+            options=options,
+        )
+        return (result.x, float(result.fun)) if result.x is not None else None
+
+
+def _add_unknowns(program: _Program, problem: Problem) -> list[int]:
+    problem.system.equations = problem.system.reduced()
+    roots = {problem.system.find(x) for x in problem.system.keys.values()} - {ZERO}
+    widest = {problem.system.find(x) for x in problem.eps.values()}
+    for root in roots:
+        bound = 4 * WIDEST if root in widest else 2 * WIDEST
+        program.columns[root] = program.add(-bound, bound, whole=True)
+    return [ZERO, *roots]
+
+
+def _add_equations(program: _Program, problem: Problem) -> None:
+    for row in problem.system.equations:
+        program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
+
+
+def _add_islands(program: _Program, problem: Problem) -> dict[str, int]:
+    """A column for each module that could stay in fp32."""
+    prices = Prices()
+    paths = {path for limit in problem.limits for path in limit.islands}
+    return {
+        path: program.add(
+            0,
+            1,
+            cost=prices.island + prices.island_flops * problem.flops.get(path, 0.0),
+            whole=True,
+        )
+        for path in sorted(paths)
+    }
+
+
+def _add_limit(
+    program: _Program,
+    problem: Problem,
+    limit: Limit,
+    hard_top_bits: float,
+    lifts: Mapping[str, int],
+) -> None:
+    """`log2(amax) + exponent` stays below the end of the value's dtype."""
+    if limit.range.amax == 0:
+        return
+    root = problem.system.find(limit.unknown)
+    spare = hard_top_bits if _is_half(limit.dtype) else 0.0
+    top = math.log2(_largest(limit.dtype)) - spare - log2_of(limit.range.amax)
+    lifted = {lifts[path]: -4.0 * WIDEST for path in limit.islands if path in lifts}
+    if root != ZERO or top < 0:
+        program.demand({root: 1.0}, high=top, extra=lifted)
+    if root != ZERO and not _is_half(limit.dtype):
+        program.demand({root: 1.0}, low=-100 - min(log2_of(limit.range.rms), 0.0))
+
+
+def _price_folds(program: _Program, problem: Problem) -> None:
+    """Bits of a fold cost, the more the further it goes; a multiply costs by being there."""
+    prices, weights = Prices(), dict[int, float]()
+    for limit in problem.limits:
+        root = problem.system.find(limit.unknown)
+        if limit.weight and root != ZERO:
+            weights[root] = weights.get(root, 0.0) + limit.weight
+    for root, weight in weights.items():
+        for free_bits, price in (
+            (0.0, prices.fold),
+            (3.0, prices.fold_beyond_3),
+            (6.0, prices.fold_beyond_6),
+        ):
+            _price_beyond(program, root, -free_bits, free_bits, price * weight)
+    for unknown in set(map(problem.system.find, problem.multiplies.values())) - {ZERO}:
+        used = program.add(0, 1, cost=prices.multiply, whole=True)
+        program.demand({unknown: 1.0}, high=0, extra={used: -2.0 * WIDEST})
+        program.demand({unknown: 1.0}, low=0, extra={used: 2.0 * WIDEST})
+        _price_beyond(program, unknown, 0.0, 0.0, prices.fold)
+
+
+def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:
+    """Charge `price` for each bit that an unknown is below `low` or above `high`."""
+    if math.isfinite(high):
+        beyond = program.add(0, math.inf, cost=price)
+        program.demand({root: 1.0}, high=high, extra={beyond: -1.0})
+    if math.isfinite(low):
+        beyond = program.add(0, math.inf, cost=price)
+        program.demand({root: 1.0}, low=low, extra={beyond: 1.0})
+
+
+def _price_sizes(program: _Program, problem: Problem) -> None:
+    """Charge for 16-bit values near the top, and for typical sizes where fp16 loses bits."""
+    prices, tops, lows = Prices(), dict[int, float](), dict[int, float]()
+    for limit in problem.limits:
+        root = problem.system.find(limit.unknown)
+        if root == ZERO or not _is_half(limit.dtype) or limit.range.rms == 0:
+            continue
+        tops[root] = max(tops.get(root, -math.inf), log2_of(limit.range.amax))
+        if limit.weight in (0.0, 1.0):
+            lows[root] = min(lows.get(root, math.inf), log2_of(limit.range.rms))
+    for root, size in tops.items():
+        _price_beyond(program, root, -math.inf, 16 - SOFT_TOP_BITS - size, prices.top)
+    for root, size in lows.items():
+        _price_beyond(program, root, LOW_BITS - size, math.inf, prices.low)
+        _price_beyond(program, root, LOWEST_BITS - size, math.inf, prices.lowest)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16
+
+
+def _largest(dtype: torch.dtype) -> float:
+    found = find_format(dtype)
+    return found.largest if found else math.inf
+
+
+def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """The paths that do not lie inside another one of them."""
+    return tuple(
+        sorted(
+            path
+            for path in paths
+            if not any(path != other and (not other or path.startswith(f"{other}."))
+                       for other in paths)
+        )
+    )  # fmt: skip

@@ -1,0 +1,278 @@
+"""Helpers for tests: tiny real pipelines, overflow on demand, injected faults, untouched or not.
+
+`make_pipeline` and `save_pipeline` give pipelines of real Diffusers classes with small random
+weights; `overflow` names a component that then overflows in fp16 only. `inject` makes a component's
+output partly NaN or Inf at one call. `assert_untouched` proves that what was put on a pipeline came
+off again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.tiny import RECIPES, build_pipeline, overflow_
+
+PIPELINE_NAMES = tuple(RECIPES)
+"""What `make_pipeline` and `save_pipeline` can build."""
+
+
+def make_pipeline(
+    name: str,
+    *,
+    overflow: str | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A tiny pipeline of real Diffusers classes with random weights.
+
+    Args:
+        name: one of `PIPELINE_NAMES`.
+        overflow: component (`transformer`, `text_encoder`, `vae`…) that overflows in fp16 only.
+        seed: of the weights.
+        dtype: what the weights are cast to.
+
+    Raises:
+        ValueError: the name is unknown, or there is no rule to make the component overflow.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"no tiny pipeline is called {name!r}; known: {', '.join(RECIPES)}")
+    pipe = build_pipeline(name, seed=seed)
+    if overflow is not None:
+        overflow_(getattr(pipe, overflow))
+    for component in _find_modules(pipe).values():
+        component.to(dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def save_pipeline(
+    name: str,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    overflow: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """The folder that a tiny pipeline was saved to, in the layout of Diffusers."""
+    make_pipeline(name, overflow=overflow, seed=seed, dtype=dtype).save_pretrained(folder)
+    return Path(folder)
+
+
+@contextmanager
+def inject(
+    pipe: Any, component: str, *, step: int, kind: Literal["nan", "inf"] = "nan", site: str = ""
+) -> Iterator[None]:
+    """Make a component's output partly non-finite at one call, inside the `with` block.
+
+    Put it on before a guard: the fault belongs to the component, beneath what watches it.
+
+    Args:
+        component: `text_encoder`, `transformer`, `unet`, `vae.encode`, `vae.decode`…
+        step: index of the call, from 0, counted from here on.
+        kind: every seventh value becomes NaN, or +Inf.
+        site: dotted path of a submodule whose output is spoilt instead; then its calls are counted.
+    """
+    name, _, method = component.partition(".")
+    target = getattr(pipe, name)
+    if site:
+        target, method = target.get_submodule(site), "forward"
+    with Patches() as patches:
+        method = method or "forward"
+        spoilt = _spoil_call(getattr(target, method), step, float(kind))
+        patches.set_attribute(target, method, spoilt)
+        yield
+
+
+def _spoil_call(call: Callable[..., Any], step: int, value: float) -> Callable[..., Any]:
+    calls = 0
+
+    @functools.wraps(call)
+    def spoilt(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        output = call(*args, **kwargs)
+        if calls == step:
+            _spoil_output(output, value)
+        calls += 1
+        return output
+
+    return spoilt
+
+
+def _spoil_output(output: Any, value: float) -> None:
+    tensor = next(
+        tensor
+        for tensor in iterate_tensors(output)
+        if tensor.is_floating_point() and tensor.numel()
+    )
+    mask = torch.arange(tensor.numel(), device=tensor.device) % 7 == 0
+    with torch.no_grad():
+        tensor.masked_fill_(mask.view(tensor.shape), value)
+
+
+@contextmanager
+def assert_untouched(pipe: Any) -> Iterator[None]:
+    """Assert that a pipeline leaves the `with` block as it entered it, also after an exception.
+
+    Raises:
+        AssertionError: something differs; the message lists every difference by path.
+    """
+    before = take_snapshot(pipe)
+    try:
+        yield
+    finally:
+        differences = compare_snapshot(before, pipe)
+        if differences:
+            raise AssertionError("\n".join(["the pipeline was changed:", *differences]))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a pipeline looked like: attributes of every object, and every tensor's bits.
+
+    Attributes:
+        attributes: path → attribute name → value (kept alive, compared by identity).
+        contents: path → copies of the hooks and other containers.
+        tensors: path → tensor object and a clone of it.
+    """
+
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    contents: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+def take_snapshot(pipe: Any) -> Snapshot:
+    """What a pipeline (or a single module) looks like now.
+
+    Cost: a copy of every parameter and buffer.
+    """
+    snapshot = Snapshot()
+    for path, target in _find_objects(pipe):
+        snapshot.attributes[path] = _read_attributes(pipe, target)
+        for name, value in snapshot.attributes[path].items():
+            if isinstance(value, (dict, list, set)):
+                snapshot.contents[f"{path}.{name}"] = type(value)(value)
+        if isinstance(target, torch.nn.Module):
+            for name, tensor in _own_tensors(target):
+                snapshot.tensors[f"{path}.{name}"] = (tensor, tensor.detach().clone())
+    return snapshot
+
+
+def compare_snapshot(before: Snapshot, pipe: Any) -> list[str]:
+    """Every difference between a snapshot and the pipeline as it is now, by path."""
+    after = take_snapshot(pipe)
+    return [
+        *_compare_attributes(before, after),
+        *_compare_contents(before, after),
+        *_compare_tensors(before, after),
+    ]
+
+
+def _find_modules(pipe: Any) -> dict[str, torch.nn.Module]:
+    if isinstance(pipe, torch.nn.Module):
+        return {"module": pipe}
+    found = pipe.components.items()
+    return {name: item for name, item in found if isinstance(item, torch.nn.Module)}
+
+
+def _find_objects(pipe: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(pipe, torch.nn.Module):
+        yield "pipe", pipe
+        for name, component in pipe.components.items():
+            if hasattr(component, "__dict__") and not isinstance(component, torch.nn.Module):
+                yield name, component
+    for name, module in _find_modules(pipe).items():
+        for path, child in module.named_modules():
+            yield f"{name}:{path}" if path else name, child
+
+
+_SCRATCH = ("_conv_idx", "_enc_conv_idx", "_feat_map", "_enc_feat_map")
+"""What the autoencoder of Wan keeps in itself from frame to frame of a run."""
+
+
+def _read_attributes(pipe: Any, target: Any) -> dict[str, Any]:
+    """An object's own attributes; of a pipeline and its schedulers without the notes of a run."""
+    if isinstance(target, torch.nn.Module):
+        own = dict(vars(target))
+        registry = own.get("_diffusers_hook")
+        if registry is not None and not registry.hooks:
+            del own["_diffusers_hook"]  # Diffusers leaves an empty one behind after any run
+        return {name: value for name, value in own.items() if name not in _SCRATCH}
+    is_pipe = target is pipe
+    return {
+        name: value
+        for name, value in vars(target).items()
+        if callable(value) or (is_pipe and not name.startswith("_"))
+    }
+
+
+def _own_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            yield name, tensor
+
+
+def _compare_attributes(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    for path in sorted(before.attributes.keys() | after.attributes.keys()):
+        old, new = before.attributes.get(path, {}), after.attributes.get(path, {})
+        for name in sorted(old.keys() | new.keys()):
+            if name not in new:
+                yield f"{path}.{name} is gone"
+            elif name not in old:
+                yield f"{path}.{name} is new"
+            elif old[name] is not new[name] and not _is_same_plain(old[name], new[name]):
+                yield f"{path}.{name} is another object"
+
+
+def _is_same_plain(old: Any, new: Any) -> bool:
+    plain = (bool, int, float, str, bytes, tuple, type(None), torch.dtype, torch.device)
+    if isinstance(old, plain) and type(old) is type(new):
+        return bool(old == new)
+    # A bound method is made anew at every access.
+    is_bound = getattr(old, "__self__", None) is not None
+    return is_bound and bool(old == new)
+
+
+def _compare_contents(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    for path in sorted(before.contents.keys() & after.contents.keys()):
+        old, new = before.contents[path], after.contents[path]
+        if _identify(old) != _identify(new):
+            yield f"{path} has other contents"
+
+
+def _identify(container: Any) -> Any:
+    """A container's keys and the identity of what is not plain data in it."""
+    if isinstance(container, dict):
+        return [(str(key), _identify(value)) for key, value in container.items()]
+    if isinstance(container, list):
+        return [_identify(value) for value in container]
+    if isinstance(container, (bool, int, float, str, bytes, type(None))):
+        return container
+    if isinstance(container, (set, frozenset, tuple)):
+        return repr(container)
+    return id(container)
+
+
+def _compare_tensors(before: Snapshot, after: Snapshot) -> Iterator[str]:
+    for path in sorted(before.tensors.keys() & after.tensors.keys()):
+        (old, old_values), (new, new_values) = before.tensors[path], after.tensors[path]
+        if old is not new:
+            yield f"{path} is another tensor"
+        if old_values.dtype != new_values.dtype:
+            yield f"{path} is {new_values.dtype} and was {old_values.dtype}"
+        elif old_values.device != new_values.device:
+            yield f"{path} is on {new_values.device} and was on {old_values.device}"
+        elif not torch.equal(_view_bits(old_values), _view_bits(new_values)):
+            yield f"{path} has other values"
+
+
+def _view_bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,276 @@
+"""Models from a Hub on loopback, through the real client, in a process of its own each time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import COMMIT, HubServer
+from safetensors.torch import save_file
+
+from stopdown import testing
+
+CLIENT = """
+import json, sys, time
+time.sleep = lambda seconds: None  # the client waits between its tries
+from stopdown.errors import SourceError
+from stopdown.pipelines.sources import resolve_source, verify_source
+calls = []
+try:
+    source = resolve_source(
+        sys.argv[1], revision=sys.argv[2] or None, progress=lambda *call: calls.append(call)
+    )
+    verify_source(source)
+    answer = {"path": str(source.path), "kind": source.kind, "revision": source.revision,
+              "pipeline_class": source.pipeline_class, "calls": calls}
+except SourceError as error:
+    answer = {"error": str(error)}
+answer["torch"] = "torch" in sys.modules
+print(json.dumps(answer))
+"""
+FORMS = (
+    "SOURCE is a Hub id (owner/name), a Diffusers folder, a .safetensors file or a bundled model."
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CogVideoX as a folder, with what a repository has besides."""
+    folder = testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("repo") / "tiny")
+    (folder / "README.md").write_text("a card")
+    (folder / "tiny.ckpt").write_bytes(b"a pickle")
+    (folder / "whole.safetensors").write_bytes(b"a second copy of everything")
+    (folder / "transformer" / "pytorch_model.bin").write_bytes(b"a pickle")
+    (folder / "transformer" / "modeling.py").write_text("raise SystemExit('was executed')")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(weights, weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    return folder
+
+
+@pytest.fixture
+def hub(saved: Path) -> Iterator[HubServer]:
+    """A Hub that has the model `maker/tiny`."""
+    with HubServer({"maker/tiny": saved}) as server:
+        yield server
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Any:
+    """A function that resolves and verifies a source in a fresh process."""
+
+    def resolve(endpoint: str, source: str, revision: str = "", **settings: str) -> dict[str, Any]:
+        environment = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("HF_")},
+            "HF_ENDPOINT": endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+            **settings,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", CLIENT, source, revision],
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
+
+    return resolve
+
+
+def test_a_model_comes_with_what_it_needs_and_nothing_else(hub: HubServer, client: Any) -> None:
+    """No pickle, no Python, no second precision and no checkpoint beside the folders comes."""
+    answer = client(hub.endpoint, "maker/tiny")
+    assert answer["kind"] == "hub"
+    assert answer["pipeline_class"] == "CogVideoXPipeline"
+    assert answer["revision"] == COMMIT
+    assert hub.downloaded() == {
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "text_encoder/config.json",
+        "text_encoder/model.safetensors",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+        "transformer/config.json",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+    }
+
+
+def test_neither_torch_nor_a_network_is_needed_twice(hub: HubServer, client: Any) -> None:
+    """Torch stays unloaded, and a second run answers from the cache, also with the Hub gone."""
+    first = client(hub.endpoint, "maker/tiny")
+    hub.stop()
+    second = client(hub.endpoint, "maker/tiny")
+    offline = client(hub.endpoint, "maker/tiny", HF_HUB_OFFLINE="1")
+    assert first["path"] == second["path"] == offline["path"]
+    assert not first["torch"]
+
+
+def test_progress_counts_the_bytes(hub: HubServer, client: Any) -> None:
+    """The last report says that all bytes are there, and no report goes beyond the total."""
+    calls = client(hub.endpoint, "maker/tiny")["calls"]
+    assert calls[-1][0] == "downloading"
+    assert calls[-1][1] == calls[-1][2] > 200_000
+    assert all(done <= total for _, done, total in calls)
+
+
+def test_a_file_that_is_cut_off_is_resumed(
+    hub: HubServer, client: Any, saved: Path, tmp_path: Path
+) -> None:
+    """The second request for the file asks for the rest of it only, and the file is whole."""
+    folder, name = tmp_path / "large", "vae/diffusion_pytorch_model.safetensors"
+    shutil.copytree(saved, folder)
+    # The client writes in pieces of 10 MB; of a smaller file nothing would be there to resume.
+    save_file({"padding": torch.arange(6 * 2**20)}, folder / name)
+    hub.repos["maker/large"], size = folder, (folder / name).stat().st_size
+    hub.cut_once.add(name)
+    answer = client(hub.endpoint, "maker/large")
+    [resumed] = [asked for _, path, asked in hub.requests if path.endswith(name) and asked]
+    assert 0 < int(resumed.removeprefix("bytes=").removesuffix("-")) <= size // 2
+    assert (Path(answer["path"]) / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_second_run_fetches_only_what_the_first_lacks(hub: HubServer, client: Any) -> None:
+    """A download that failed half way says so, and the next one completes it."""
+    name = "vae/diffusion_pytorch_model.safetensors"
+    hub.withheld.add(name)
+    message = client(hub.endpoint, "maker/tiny")["error"]
+    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    hub.withheld.clear()
+    hub.requests.clear()
+    assert client(hub.endpoint, "maker/tiny")["kind"] == "hub"
+    assert hub.downloaded() == {name}
+
+
+def test_a_downloaded_model_loads_and_runs(hub: HubServer, client: Any) -> None:
+    """What was downloaded is the pipeline that was saved."""
+    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.sources import resolve_source
+
+    source = resolve_source(Path(client(hub.endpoint, "maker/tiny")["path"]))
+    pipe = load_pipeline(source, torch_dtypes=torch.bfloat16)
+    made = testing.make_pipeline("cogvideox", dtype=torch.bfloat16)
+    for name, tensor in made.transformer.state_dict().items():
+        assert torch.equal(pipe.transformer.state_dict()[name], tensor)
+
+
+def test_a_revision_is_followed(hub: HubServer, client: Any) -> None:
+    """A commit is taken as it is, and an unknown revision is named."""
+    assert client(hub.endpoint, "maker/tiny", COMMIT)["revision"] == COMMIT
+    assert client(hub.endpoint, "maker/tiny", "v9")["error"] == (
+        "The model maker/tiny has no revision 'v9'. A revision is a branch, a tag or a commit. "
+        f"See {hub.endpoint}/maker/tiny/tree/main for those it has."
+    )
+
+
+def test_an_unknown_model_is_one_sentence_of_each_part(hub: HubServer, client: Any) -> None:
+    """A model that the Hub does not have is named, with where was looked and what to do."""
+    assert client(hub.endpoint, "maker/typo")["error"] == (
+        f"The Hub at {hub.endpoint} has no model maker/typo, or it is private. No folder here has "
+        f"this name either. {FORMS} Look at the spelling; for a private model set HF_TOKEN, or "
+        "type: hf auth login"
+    )
+
+
+def test_a_gated_model_says_where_to_agree(hub: HubServer, client: Any) -> None:
+    """A gated model is told apart from one that is absent."""
+    hub.gated.add("maker/tiny")
+    assert client(hub.endpoint, "maker/tiny")["error"] == (
+        "The model maker/tiny is gated: the Hub does not give it to you yet. Its author asks for "
+        f"an agreement first. Agree at {hub.endpoint}/maker/tiny, then set HF_TOKEN to your token, "
+        "or type: hf auth login"
+    )
+
+
+def test_the_token_of_the_environment_is_used(hub: HubServer, client: Any) -> None:
+    """HF_TOKEN opens what is closed without it."""
+    hub.token = "secret"
+    assert "HF_TOKEN" in client(hub.endpoint, "maker/tiny")["error"]
+    assert client(hub.endpoint, "maker/tiny", HF_TOKEN="secret")["kind"] == "hub"
+
+
+def test_a_hub_that_is_down_is_named(hub: HubServer, client: Any) -> None:
+    """A refused connection ends in one message with the address and the cause."""
+    hub.stop()
+    message = client(hub.endpoint, "maker/tiny")["error"]
+    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    assert "refused" in message
+    assert message.endswith(
+        "Look at the connection and run the command again: files that arrived whole are kept."
+    )
+
+
+def test_a_hub_that_fails_is_named(hub: HubServer, client: Any) -> None:
+    """A server error ends in one message with its status."""
+    hub.broken = True
+    message = client(hub.endpoint, "maker/tiny")["error"]
+    assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
+    assert "500" in message
+
+
+def test_offline_without_a_copy_says_so(hub: HubServer, client: Any) -> None:
+    """HF_HUB_OFFLINE and an empty cache: the variable is named."""
+    assert client(hub.endpoint, "maker/tiny", HF_HUB_OFFLINE="1")["error"] == (
+        "The model maker/tiny is not wholly on this computer, and the Hub client is offline. "
+        "HF_HUB_OFFLINE is set, so only what was downloaded before can be used. "
+        "Unset HF_HUB_OFFLINE and run the command again."
+    )
+    assert hub.requests == []
+
+
+def test_a_repository_without_an_index_is_named(
+    hub: HubServer, client: Any, tmp_path: Path
+) -> None:
+    """A repository that is no Diffusers pipeline says what is missing."""
+    hub.repos["maker/other"] = tmp_path
+    assert client(hub.endpoint, "maker/other")["error"] == (
+        "The model maker/other has no model_index.json. A Diffusers pipeline on the Hub has one, "
+        "with a folder for each component. Look for a repository of the same model whose name ends "
+        "with -diffusers."
+    )
+
+
+def test_pickles_on_the_hub_are_refused_before_any_weight_comes(
+    hub: HubServer, client: Any, saved: Path, tmp_path: Path
+) -> None:
+    """Pickle-only weights are refused with how to convert, and only the index was fetched."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(saved, folder)
+    for path in folder.glob("vae/*.safetensors"):
+        path.rename(path.with_suffix(".bin"))
+    hub.repos["maker/pickled"] = folder
+    message = client(hub.endpoint, "maker/pickled")["error"]
+    assert message.startswith(
+        "The weights vae/diffusion_pytorch_model.bin of maker/pickled are stored as pickles. Only "
+        "safetensors are read: loading a pickle can run any program in it."
+    )
+    assert "P.from_pretrained('maker/pickled', use_safetensors=False)" in message
+    assert hub.downloaded() == {"model_index.json"}
+
+
+def test_remote_code_on_the_hub_is_refused_before_any_weight_comes(
+    hub: HubServer, client: Any, saved: Path, tmp_path: Path
+) -> None:
+    """A pipeline class of its own is refused, and nothing but the index was fetched."""
+    folder = tmp_path / "custom"
+    shutil.copytree(saved, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    index["_class_name"] = ["pipeline", "MyPipeline"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    hub.repos["maker/custom"] = folder
+    message = client(hub.endpoint, "maker/custom")["error"]
+    assert "asks for a pipeline class of its own, which is code that comes with" in message
+    assert hub.downloaded() == {"model_index.json"}

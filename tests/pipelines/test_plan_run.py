@@ -1,0 +1,228 @@
+"""Plans on tiny pipelines of real classes that overflow in fp16: made, applied, run, taken off."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from stopdown.errors import NonFiniteError, PlanError
+from stopdown.patches import Patches
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.tiny import overflow_
+from stopdown.planning.applying import apply_plan
+from stopdown.planning.plan_files import read_plan
+from stopdown.planning.plans import make_plan
+from stopdown.records import Plan
+from stopdown.runtime.watch import Watch
+from stopdown.testing import assert_untouched, make_pipeline
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
+
+OVERFLOWING = {
+    "cogvideox": ("text_encoder", "transformer", "vae"),
+    "cogview3plus": ("text_encoder", "transformer", "vae"),
+    "svd": ("unet", "vae"),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "cogvideox": {"frames": 9},
+    "cogview3plus": {},
+    "svd": {"height": 32, "width": 32, "frames": 3},
+}
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny pipeline, several of its components beyond fp16."""
+    pipe = make_pipeline(name)
+    for component in OVERFLOWING[name]:
+        overflow_(getattr(pipe, component))
+    for module in pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            module.to(dtype)
+    return pipe
+
+
+def run(pipe: Any, name: str) -> torch.Tensor:
+    """Pixels in fp64."""
+    sizes = {key.replace("frames", "num_frames"): value for key, value in SIZES[name].items()}
+    if name == "svd":
+        picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        sizes["image"] = PIL.Image.fromarray(picture)
+    else:
+        sizes["prompt"] = "a ball"
+    generator = torch.Generator().manual_seed(0)
+    output = pipe(**sizes, num_inference_steps=2, generator=generator, output_type="np")
+    return torch.from_numpy(np.asarray(output[0], dtype=np.float64))
+
+
+def measure_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((value - reference).norm() / reference.norm())
+
+
+@pytest.fixture(scope="module")
+def plan_of() -> Callable[[str], tuple[Any, Plan]]:
+    """A pipeline in fp32 and its plan, made once for each name."""
+    made: dict[str, tuple[Any, Plan]] = {}
+
+    def find(name: str) -> tuple[Any, Plan]:
+        if name not in made:
+            pipe = build(name)
+            with assert_untouched(pipe):
+                plan = make_plan(
+                    pipe, prompts=["a red train"], steps=2, request=Request(**SIZES[name])
+                )
+            made[name] = pipe, plan
+        return made[name]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["cogvideox", "cogview3plus", pytest.param("svd", marks=pytest.mark.slow)],  # 30 s for svd
+)
+def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(
+    name: str, plan_of: Callable[[str], tuple[Any, Plan]]
+) -> None:
+    """Naive fp16 is NaN; folded, fp32 is bit for bit; cast, fp16 is nearer to it than bf16."""
+    pipe, plan = plan_of(name)
+    assert {entry.precision for entry in plan.components} == {"fp16"}
+    reference = run(pipe, name)
+    assert not bool(run(build(name, torch.float16), name).isfinite().all())
+    with assert_untouched(pipe):
+        with apply_plan(pipe, plan, cast=False):
+            assert torch.equal(run(pipe, name), reference)
+        with apply_plan(pipe, plan), Watch(pipe):
+            low = run(pipe, name)
+    assert torch.equal(run(pipe, name), reference)
+    error = measure_error(low, reference)
+    other = measure_error(run(build(name, torch.bfloat16), name), reference)
+    print(f"{name}: fp16 by plan {error:.5f}, bf16 {other:.5f}, ratio {other / error:.1f}")  # noqa: T201 - the figure, with -s
+    assert bool(low.isfinite().all())
+    assert error <= other / 4
+
+
+def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
+    plan_of: Callable[[str], tuple[Any, Plan]],
+) -> None:
+    """T5's `wo` is fp16 after a plan; without islands every weight is."""
+    pipe, plan = plan_of("cogvideox")
+    assert type(pipe.text_encoder)._keep_in_fp32_modules == ["wo"]
+    with apply_plan(pipe, plan):
+        for entry in plan.components:
+            module = getattr(pipe, entry.component)
+            assert entry.islands == ()
+            assert {p.dtype for p in module.parameters()} == {torch.float16}
+
+
+def test_plans_come_off_with_the_patches_they_were_put_on(
+    plan_of: Callable[[str], tuple[Any, Plan]],
+) -> None:
+    """A stack that is given takes the plan off too; undoing twice is harmless."""
+    pipe, plan = plan_of("cogvideox")
+    with assert_untouched(pipe):
+        patches = Patches()
+        applied = apply_plan(pipe, plan, patches=patches)
+        patches.undo()
+        applied.undo()
+
+
+def test_every_difference_is_in_one_refusal(
+    plan_of: Callable[[str], tuple[Any, Plan]],
+) -> None:
+    """Other weights, classes, versions and components are named together; nothing is changed."""
+    _, plan = plan_of("cogvideox")
+    other = make_pipeline("cogvideox", seed=1)
+    renamed = [
+        dataclasses.replace(entry, class_name="UNet") if entry.component == "vae" else entry
+        for entry in plan.components
+    ]
+    strange = dataclasses.replace(renamed[0], component="vocoder")
+    edited = dataclasses.replace(
+        plan, components=(*renamed, strange), versions={**plan.versions, "diffusers": "0.1"}
+    )
+    with assert_untouched(other), pytest.raises(PlanError) as caught:
+        apply_plan(other, edited)
+    text = str(caught.value)
+    assert "it was made with diffusers 0.1, and 0." in text
+    assert "vae was a UNet, and the pipeline has a AutoencoderKLCogVideoX" in text
+    assert "transformer has other weights than those that were measured" in text
+    assert "it has a vocoder, and the pipeline has none" in text
+    assert "stopdown plan SOURCE" in text
+
+
+def test_a_component_that_cannot_be_scaled_falls_back_with_the_reason() -> None:
+    """A forward that looks at values, and weights that are NaN, stay in fp32; the rest is scaled."""
+    pipe = build("cogview3plus")
+    forward = type(pipe.transformer).forward
+
+    class Looking(type(pipe.transformer)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if hidden_states.sum() > 1e9:
+                raise ValueError
+            return forward(self, hidden_states, *args, **kwargs)
+
+    pipe.transformer.__class__ = Looking
+    pipe.vae.encoder.conv_in.bias.data[0] = float("nan")
+    plan = make_plan(pipe, prompts=["a ball"], steps=1)
+    planned = {entry.component: entry for entry in plan.components}
+    assert {name: entry.precision for name, entry in planned.items()} == {
+        "text_encoder": "fp16",
+        "transformer": "fp32",
+        "vae": "fp32",
+    }
+    assert "Looking cannot be captured as a graph" in planned["transformer"].reasons[0]
+    assert planned["vae"].reasons == (
+        "1 of its tensors hold NaN or Inf: encoder.conv_in.bias (1 of 8).",
+        "fp32 is always right.",
+    )
+    with assert_untouched(pipe), apply_plan(pipe, plan):
+        assert {p.dtype for p in pipe.transformer.parameters()} == {torch.float32}
+        assert {p.dtype for p in pipe.text_encoder.parameters()} == {torch.float16}
+        assert bool(run(pipe, "cogview3plus").isfinite().all())
+
+
+def test_the_command_line_plans_and_generates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`plan` writes a file, `generate --precision plan.json` runs in fp16 by it and says so."""
+    from stopdown.app.cli import main
+    from stopdown.app.commands import find_record_path
+    from stopdown.records import RunRecord, read_record
+
+    source, file, clip = tmp_path / "model", tmp_path / "plan.json", tmp_path / "clip.png"
+    pipe = build("cogview3plus", torch.bfloat16)
+    pipe.save_pretrained(source)
+    with pytest.raises(SystemExit) as left:
+        main(["plan", str(source), "-o", str(file), "--prompt", "a ball", "--steps", "2"])
+    assert left.value.code == 0
+    table = capsys.readouterr().out
+    assert "Calibrated on" in table
+    plan = read_plan(file)
+    assert plan.fingerprint
+    common = ["generate", str(source), "a ball", "--steps", "2", "-o", str(clip)]
+    with pytest.raises(NonFiniteError):
+        _generate(source, clip, "fp16")
+    with pytest.raises(SystemExit) as left:
+        main([*common, "--precision", str(file)])
+    assert left.value.code == 0
+    card = capsys.readouterr().out
+    assert "fp16 rescaled by plan.json" in card
+    record = read_record(find_record_path(clip), RunRecord)
+    assert {d.precision for d in record.decisions} == {"fp16"}
+    assert {call.precisions[0] for call in record.calls} == {"fp16"}
+    islands = {path for entry in plan.components for path in entry.islands}
+    assert {path for d in record.decisions for path in d.kept_fp32} == islands
+    assert "tensors by exponents" in " ".join(d.reason for d in record.decisions)
+
+
+def _generate(source: Path, clip: Path, precision: str) -> None:
+    from stopdown.app.commands import GenerateOptions, generate
+
+    generate(GenerateOptions(str(source), "a ball", output=str(clip), steps=2, precision=precision))

@@ -1,0 +1,202 @@
+"""A single safetensors file: a tiny Stable Diffusion in the layout of its first authors."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from hub_server import HubServer
+from safetensors.torch import load_file, save_file
+
+from stopdown import testing
+from stopdown.errors import SourceError
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.sources import resolve_source, verify_source
+
+CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"
+"""Where Diffusers takes the configuration of such a file from."""
+
+RESNET_NAMES = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+UNET_NAMES = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "down_blocks.0.resnets.0": "input_blocks.1.0",
+    "down_blocks.0.attentions.0": "input_blocks.1.1",
+    "down_blocks.0.downsamplers.0.conv": "input_blocks.2.0.op",
+    "down_blocks.1.resnets.0": "input_blocks.3.0",
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
+    "up_blocks.0.resnets.0": "output_blocks.0.0",
+    "up_blocks.0.resnets.1": "output_blocks.1.0",
+    "up_blocks.0.upsamplers.0.conv": "output_blocks.1.1.conv",
+    "up_blocks.1.resnets.0": "output_blocks.2.0",
+    "up_blocks.1.attentions.0": "output_blocks.2.1",
+    "up_blocks.1.resnets.1": "output_blocks.3.0",
+    "up_blocks.1.attentions.1": "output_blocks.3.1",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+VAE_NAMES = (
+    (r"(en|de)coder\.mid_block\.resnets\.0", r"\1coder.mid.block_1"),
+    (r"(en|de)coder\.mid_block\.resnets\.1", r"\1coder.mid.block_2"),
+    (r"(en|de)coder\.mid_block\.attentions\.0", r"\1coder.mid.attn_1"),
+    (r"group_norm", "norm"),
+    (r"to_([qkv])", r"\1"),
+    (r"to_out\.0", "proj_out"),
+    (r"down_blocks\.(\d)\.resnets\.(\d)", r"down.\1.block.\2"),
+    (r"down_blocks\.(\d)\.downsamplers\.0", r"down.\1.downsample"),
+    (r"up_blocks\.(\d)\.resnets\.(\d)", lambda m: f"up.{3 - int(m[1])}.block.{m[2]}"),
+    (r"up_blocks\.(\d)\.upsamplers\.0", lambda m: f"up.{3 - int(m[1])}.upsample"),
+    (r"conv_shortcut", "nin_shortcut"),
+    (r"conv_norm_out", "norm_out"),
+)
+
+
+def rename_unet(name: str) -> str:
+    """A UNet parameter's name in a single file."""
+    prefix = max((known for known in UNET_NAMES if name.startswith(f"{known}.")), key=len)
+    rest = name.removeprefix(f"{prefix}.")
+    if ".resnets." in prefix:
+        module, _, parameter = rest.partition(".")
+        rest = f"{RESNET_NAMES[module]}.{parameter}"
+    return f"model.diffusion_model.{UNET_NAMES[prefix]}.{rest}"
+
+
+def rename_vae(name: str) -> str:
+    """A VAE parameter's name in a single file."""
+    for pattern, replacement in VAE_NAMES:
+        name = re.sub(pattern, replacement, name)
+    return f"first_stage_model.{name}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Stable Diffusion as a Diffusers folder."""
+    path = tmp_path_factory.mktemp("single") / "sd"
+    return testing.save_pipeline("sd", path, dtype=torch.float16)
+
+
+def save_single_file(path: Path) -> Path:
+    """The tiny Stable Diffusion in fp16, written as a single file."""
+    pipe = testing.make_pipeline("sd", dtype=torch.float16)
+    tensors = {rename_unet(name): tensor for name, tensor in pipe.unet.state_dict().items()}
+    for name, tensor in pipe.vae.state_dict().items():
+        is_projection = re.search(r"attentions.*to_.*weight", name)
+        tensors[rename_vae(name)] = tensor[..., None, None] if is_projection else tensor
+    for name, tensor in pipe.text_encoder.state_dict().items():
+        tensors[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = (
+            tensor
+        )
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same weights as a single file."""
+    return save_single_file(tmp_path_factory.mktemp("single") / "tiny.safetensors")
+
+
+def assert_equal_weights(pipe: Any, dtype: torch.dtype) -> None:
+    made = testing.make_pipeline("sd", dtype=torch.float16)
+    for component in ("unet", "vae", "text_encoder"):
+        loaded = getattr(pipe, component).state_dict()
+        for name, tensor in getattr(made, component).state_dict().items():
+            assert torch.equal(loaded[name], tensor.to(dtype)), f"{component}:{name}"
+
+
+def test_a_single_file_loads_with_a_local_configuration(file: Path, folder: Path) -> None:
+    """Every weight is the one that was saved, and the tokenizer comes from the folder."""
+    source = resolve_source(file)
+    verify_source(source)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, config=folder)
+    assert_equal_weights(pipe, torch.float32)
+    assert pipe.tokenizer("a b").input_ids == testing.make_pipeline("sd").tokenizer("a b").input_ids
+
+
+def test_components_of_a_single_file_have_their_own_precision(file: Path, folder: Path) -> None:
+    """The VAE can stay in fp32 while the rest is in bf16."""
+    dtypes = {"vae": torch.float32, "default": torch.bfloat16}
+    pipe = load_pipeline(resolve_source(file), torch_dtypes=dtypes, config=folder)
+    assert (pipe.vae.dtype, pipe.unet.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Hub on loopback that this process asks, with the configuration of Stable Diffusion."""
+    with HubServer({CONFIGURATION: folder}) as server:
+        # Read from the environment when the client is imported, which has happened by now.
+        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        yield server
+
+
+def test_the_configuration_comes_from_the_hub_without_weights(hub: HubServer, file: Path) -> None:
+    """The kind of checkpoint is read from its names; only configurations are downloaded."""
+    pipe = load_pipeline(resolve_source(file), torch_dtypes=torch.float16)
+    assert_equal_weights(pipe, torch.float16)
+    assert not any(name.endswith(".safetensors") for name in hub.downloaded())
+
+
+def test_a_configuration_that_cannot_be_read_is_one_message(hub: HubServer, file: Path) -> None:
+    """Without a connection the message says what is missing and what to give instead."""
+    hub.stop()
+    with pytest.raises(SourceError) as caught:
+        load_pipeline(resolve_source(file), torch_dtypes=torch.float16)
+    message = str(caught.value)
+    assert message.startswith(
+        f"The configuration of {file} could not be read from {CONFIGURATION}. A single file holds "
+        f"weights only. The model {CONFIGURATION} could not be downloaded from {hub.endpoint}: "
+    )
+    assert message.endswith(
+        "Connect to the Hub, or give a Diffusers folder of the same kind of model as "
+        "configuration (its weights are not read)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "found"),
+    [
+        ("cond_stage_model.", "Failed to load CLIPTextModel. Weights for this component appear"),
+        ("model.diffusion_model.out.2.", "tensors of the model are missing from them"),
+        ("first_stage_model.decoder.conv_out.", "tensors of the model are missing from them"),
+        ("cond_stage_model.transformer.text_model.final", "they lack "),
+    ],
+)
+def test_a_single_file_that_lacks_weights_is_refused(
+    file: Path, folder: Path, tmp_path: Path, lost: str, found: str
+) -> None:
+    """A file without its text encoder, or without one layer, does not load half."""
+    tensors = load_file(file)
+    part = tmp_path / "part.safetensors"
+    save_file({name: tensors[name] for name in tensors if not name.startswith(lost)}, part)
+    with pytest.raises(SourceError) as caught:
+        load_pipeline(resolve_source(part), torch_dtypes=torch.float16, config=folder)
+    assert str(caught.value).startswith(f"The weights in {part} do not fit their model: ")
+    assert found in str(caught.value)
+
+
+def test_the_configuration_needs_no_weights(file: Path, folder: Path, tmp_path: Path) -> None:
+    """A configuration folder from which the weights were removed is enough."""
+    bare = Path(shutil.copytree(folder, tmp_path / "bare"))
+    for path in bare.rglob("*.safetensors"):
+        path.unlink()
+    load_pipeline(resolve_source(file), torch_dtypes=torch.float16, config=bare)

@@ -1,0 +1,641 @@
+"""Tiny models of the classes that rescaling is for, with inputs, and ways to make them overflow.
+
+Weights are random; `scale_weights` scales those that a pattern names by a power of two until some
+value goes beyond fp16. The patterns follow where models are known to overflow: the residual stream,
+the last linear of a branch, the product in a gated feed-forward, the projection of encoder
+features, feature maps of a VAE, attention values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+WAYS = {
+    "residual": r"to_out\.0|to_add_out|ff\w*\.net\.2|mlp\.net\.2|feed_forward\.linear_2|\.w2\."
+    r"|linear_fc2|\.o\.|\.wo\.|conv2|fc2|o_proj|down_proj|out_proj|\.\d+\.proj_out|conv_point",
+    "last linear": r"ff\w*\.net\.2|\.w2\.|linear_fc2|\.wo\.|fc2|down_proj|conv2|conv_point"
+    r"|\.\d+\.proj_out|mlp\.net\.2|feed_forward\.linear_2",
+    "gated product": r"net\.0\.proj|\.wi|\.w1\.|\.w3\.|gate_proj|up_proj|linear_fc1|\.fc1"
+    r"|linear_1\.w|linear_3|conv_inverted|proj_mlp",
+    "encoder projection": r"patch_embed|context_embedder|caption_projection|text_proj|x_embedder"
+    r"|txt_in|img_in|conv_in|shared|embed_tokens|cap_embedder|text_embedder|condition_embedder"
+    r"|patch_embedding|token_embedding|all_x_embedder",
+    "attention values": r"to_v\.|\.v\.|v_proj|\.qkv|to_kv",
+    "feature maps": r"conv1|conv2|conv_shortcut|conv_in|upsamplers|downsamplers",
+}
+"""Name of a way to overflow to the weights that it scales."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tiny model and its calls.
+
+    Attributes:
+        build: makes the model.
+        calls: the calls that it is rescaled for, given the model.
+        ways: the ways of `WAYS` that its architecture has.
+    """
+
+    build: Callable[[], nn.Module]
+    calls: Callable[[Any], list[Call]]
+    ways: tuple[str, ...] = ("residual", "last linear", "encoder projection", "attention values")
+
+
+def make_example(name: str, seed: int = 0) -> tuple[nn.Module, list[Call]]:
+    """A model of the table with random weights, and its calls."""
+    torch.manual_seed(seed)
+    module = EXAMPLES[name].build().eval().requires_grad_(False)
+    randomise(module)
+    return module, EXAMPLES[name].calls(module)
+
+
+def randomise(module: nn.Module) -> None:
+    """Weights of unit gain, norms near 1, small biases: no layer is left at zero."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1:
+            fan = parameter[0].numel()
+            parameter.data.normal_(0, fan**-0.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_(0, 0.02)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+
+
+def scale_weights(module: nn.Module, pattern: str, exponent: int) -> int:
+    """Multiply the matching weight matrices by `2**exponent`; how many they are comes back."""
+    found = [p for n, p in module.named_parameters() if p.dim() > 1 and re.search(pattern, n)]
+    for parameter in {id(p): p for p in found}.values():
+        parameter.data.mul_(2.0**exponent)
+    return len(found)
+
+
+def run_calls(calls: list[Call], dtype: torch.dtype) -> list[torch.Tensor]:
+    """The outputs of all calls, with floating inputs in `dtype`."""
+    from stopdown.numerics import iterate_tensors
+
+    outputs: list[torch.Tensor] = []
+    with torch.no_grad():
+        for call, args, kwargs in calls:
+            found = call(*cast_tree(args, dtype), **cast_tree(dict(kwargs), dtype))
+            outputs += [x for x in iterate_tensors(found) if x.is_floating_point()]
+    return outputs
+
+
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+    """Floating tensors of a nested value in another dtype; rotary tables and timesteps stay."""
+    return torch.utils._pytree.tree_map_only(
+        torch.Tensor,
+        lambda x: x.to(dtype) if x.dtype == torch.float32 and x.dim() > 1 else x,
+        value,
+    )
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+def _diffusers(name: str, **config: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import diffusers
+
+        return getattr(diffusers, name)(**config)
+
+    return build
+
+
+def _transformers(name: str, config_name: str, **config: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, name)(getattr(transformers, config_name)(**config))
+
+    return build
+
+
+def _forward(**kwargs: Any) -> Callable[[nn.Module], list[Call]]:
+    """One call of the module's forward with these arguments, made afresh by functions."""
+
+    def calls(module: nn.Module) -> list[Call]:
+        made = {k: v() if callable(v) else v for k, v in kwargs.items()}
+        return [(module, (), {**made, "return_dict": False})]
+
+    return calls
+
+
+def _tokens(length: int = 7, vocabulary: int = 64) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randint(1, vocabulary, (1, length))
+
+
+def _mask(length: int = 7) -> Callable[[], torch.Tensor]:
+    return lambda: torch.tensor([[1] * (length - 2) + [0] * 2])
+
+
+def _encode_and_decode(sample: tuple[int, ...], latents: tuple[int, ...], **more: Any) -> Any:
+    def calls(module: Any) -> list[Call]:
+        return [
+            (module.encode, (_random(*sample),), {}),
+            (module.decode, (_random(*latents),), more),
+        ]
+
+    return calls
+
+
+_STEP = {"timestep": lambda: torch.tensor([500])}
+_COGVIDEOX: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "in_channels": 4,
+    "out_channels": 4,
+    "time_embed_dim": 8,
+    "text_embed_dim": 16,
+    "num_layers": 2,
+    "sample_width": 8,
+    "sample_height": 8,
+    "sample_frames": 5,
+    "max_text_seq_length": 4,
+}
+_COGVIDEOX_CALL = {
+    "hidden_states": lambda: _random(1, 2, 4, 8, 8),
+    "encoder_hidden_states": lambda: _random(1, 4, 16),
+    **_STEP,
+}
+_ROTARY = {"image_rotary_emb": lambda: (_random(32, 16).cos(), _random(32, 16).sin())}
+_COGVIEW: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_layers": 2,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "text_embed_dim": 16,
+    "time_embed_dim": 8,
+    "condition_dim": 4,
+    "sample_size": 8,
+}
+_COGVIEW_CALL = {
+    "hidden_states": lambda: _random(1, 4, 8, 8),
+    "encoder_hidden_states": lambda: _random(1, 6, 16),
+    **_STEP,
+    "original_size": lambda: torch.tensor([[64.0, 64.0]]),
+    "target_size": lambda: torch.tensor([[64.0, 64.0]]),
+    "crop_coords": lambda: torch.tensor([[0.0, 0.0]]),
+}
+_UNET: dict[str, Any] = {
+    "block_out_channels": (16, 32),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+    "cross_attention_dim": 16,
+    "attention_head_dim": 8,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}
+_UNET_CALL = {
+    "sample": lambda: _random(1, 4, 8, 8),
+    "timestep": lambda: torch.tensor(500),
+    "encoder_hidden_states": lambda: _random(1, 5, 16),
+}
+_T5: dict[str, Any] = {
+    "d_model": 32,
+    "d_ff": 48,
+    "d_kv": 16,
+    "num_heads": 2,
+    "num_layers": 2,
+    "vocab_size": 64,
+}
+_LLAMA: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TEXT_CALL = {
+    "input_ids": _tokens(),
+    "attention_mask": _mask(),
+    "use_cache": False,
+}
+_CLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+_TEXT_WAYS = ("residual", "last linear", "gated product", "encoder projection", "attention values")
+_MAP_WAYS = ("residual", "feature maps", "attention values")
+
+EXAMPLES: dict[str, Example] = {
+    "CogVideoX rotary": Example(
+        _diffusers(
+            "CogVideoXTransformer3DModel", **_COGVIDEOX, use_rotary_positional_embeddings=True
+        ),
+        _forward(**_COGVIDEOX_CALL, **_ROTARY),
+    ),
+    "CogVideoX learned": Example(
+        _diffusers(
+            "CogVideoXTransformer3DModel",
+            **_COGVIDEOX,
+            use_rotary_positional_embeddings=True,
+            use_learned_positional_embeddings=True,
+        ),
+        _forward(**_COGVIDEOX_CALL, **_ROTARY),
+    ),
+    "CogVideoX sinusoidal": Example(
+        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL)
+    ),
+    "CogVideoX image to video": Example(
+        _diffusers(
+            "CogVideoXTransformer3DModel",
+            **{**_COGVIDEOX, "in_channels": 8},
+            use_rotary_positional_embeddings=True,
+        ),
+        _forward(
+            **{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 2, 8, 8, 8)}, **_ROTARY
+        ),
+    ),
+    "CogView3-Plus": Example(
+        _diffusers("CogView3PlusTransformer2DModel", **_COGVIEW, pos_embed_max_size=8),
+        _forward(**_COGVIEW_CALL),
+    ),
+    "CogView4": Example(
+        _diffusers(
+            "CogView4Transformer2DModel", **_COGVIEW, pos_embed_max_size=8, rope_axes_dim=(8, 8)
+        ),
+        _forward(**_COGVIEW_CALL),
+    ),
+    "SVD UNet": Example(
+        _diffusers(
+            "UNetSpatioTemporalConditionModel",
+            block_out_channels=(32, 64),
+            layers_per_block=1,
+            down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+            up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+            cross_attention_dim=16,
+            num_attention_heads=(2, 2),
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=24,
+        ),
+        _forward(
+            sample=lambda: _random(1, 2, 8, 8, 8),
+            timestep=lambda: torch.tensor(1.5),
+            encoder_hidden_states=lambda: _random(1, 1, 16),
+            added_time_ids=lambda: torch.tensor([[6.0, 127.0, 0.02]]),
+        ),
+        ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
+    ),
+    "SVD VAE": Example(
+        _diffusers(
+            "AutoencoderKLTemporalDecoder",
+            block_out_channels=(32, 32),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+        ),
+        _encode_and_decode((2, 3, 16, 16), (2, 4, 8, 8), num_frames=2),
+        _MAP_WAYS,
+    ),
+    "CogVideoX VAE": Example(
+        _diffusers(
+            "AutoencoderKLCogVideoX",
+            down_block_types=("CogVideoXDownBlock3D",) * 2,
+            up_block_types=("CogVideoXUpBlock3D",) * 2,
+            block_out_channels=(8, 8),
+            latent_channels=4,
+            layers_per_block=1,
+            norm_num_groups=2,
+            temporal_compression_ratio=4,
+        ),
+        _encode_and_decode((1, 3, 5, 8, 8), (1, 4, 2, 4, 4)),
+        ("residual", "feature maps", "encoder projection"),
+    ),
+    "SD VAE": Example(
+        _diffusers(
+            "AutoencoderKL",
+            block_out_channels=(16, 16),
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            norm_num_groups=4,
+        ),
+        _encode_and_decode((1, 3, 16, 16), (1, 4, 8, 8)),
+        _MAP_WAYS,
+    ),
+    "SD UNet": Example(
+        _diffusers("UNet2DConditionModel", **_UNET),
+        _forward(**_UNET_CALL),
+        ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
+    ),
+    "SDXL UNet": Example(
+        _diffusers(
+            "UNet2DConditionModel",
+            **{**_UNET, "attention_head_dim": (2, 4)},
+            use_linear_projection=True,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=64,
+            transformer_layers_per_block=(1, 2),
+        ),
+        _forward(
+            **_UNET_CALL,
+            added_cond_kwargs=lambda: {
+                "text_embeds": _random(1, 16),
+                "time_ids": torch.tensor([[64.0, 64, 0, 0, 64, 64]]),
+            },
+        ),
+        ("residual", "last linear", "encoder projection", "attention values", "feature maps"),
+    ),
+    "SD3": Example(
+        _diffusers(
+            "SD3Transformer2DModel",
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pooled_projection_dim=16,
+            pos_embed_max_size=8,
+            qk_norm="rms_norm",
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 8, 8),
+            encoder_hidden_states=lambda: _random(1, 5, 16),
+            pooled_projections=lambda: _random(1, 16),
+            **_STEP,
+        ),
+    ),
+    "Flux": Example(
+        _diffusers(
+            "FluxTransformer2DModel",
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            pooled_projection_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 16, 16),
+            encoder_hidden_states=lambda: _random(1, 5, 16),
+            pooled_projections=lambda: _random(1, 16),
+            timestep=lambda: torch.tensor([0.5]),
+            img_ids=lambda: torch.arange(48).reshape(16, 3).float(),
+            txt_ids=lambda: torch.zeros(5, 3),
+        ),
+    ),
+    "HunyuanVideo": Example(
+        _diffusers(
+            "HunyuanVideoTransformer3DModel",
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=16,
+            pooled_projection_dim=8,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 2, 8, 8),
+            **_STEP,
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            encoder_attention_mask=_mask(),
+            pooled_projections=lambda: _random(1, 8),
+            guidance=lambda: torch.tensor([6000.0]),
+        ),
+    ),
+    "Wan": Example(
+        _diffusers(
+            "WanTransformer3DModel",
+            num_attention_heads=2,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            text_dim=16,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=2,
+            rope_max_seq_len=32,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 2, 8, 8),
+            **_STEP,
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+        ),
+    ),
+    "LTX": Example(
+        _diffusers(
+            "LTXVideoTransformer3DModel",
+            in_channels=8,
+            out_channels=8,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            num_layers=2,
+            caption_channels=16,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 16, 8),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP,
+            encoder_attention_mask=_mask(),
+            num_frames=1,
+            height=4,
+            width=4,
+        ),
+    ),
+    "Mochi": Example(
+        _diffusers(
+            "MochiTransformer3DModel",
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            pooled_projection_dim=16,
+            in_channels=4,
+            text_embed_dim=16,
+            time_embed_dim=8,
+            max_sequence_length=7,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 2, 8, 8),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP,
+            encoder_attention_mask=_mask(),
+        ),
+    ),
+    "Qwen-Image": Example(
+        _diffusers(
+            "QwenImageTransformer2DModel",
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            axes_dims_rope=(4, 6, 6),
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 16, 16),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            encoder_hidden_states_mask=_mask(),
+            timestep=lambda: torch.tensor([0.5]),
+            img_shapes=[[(1, 4, 4)]],
+        ),
+    ),
+    "Z-Image": Example(
+        _diffusers(
+            "ZImageTransformer2DModel",
+            in_channels=4,
+            dim=32,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=16,
+            axes_dims=[4, 6, 6],
+            axes_lens=[64, 32, 32],
+        ),
+        _forward(
+            x=lambda: [_random(4, 1, 8, 8)],
+            t=lambda: torch.tensor([0.5]),
+            cap_feats=lambda: [_random(7, 16)],
+        ),
+        _TEXT_WAYS,
+    ),
+    "Lumina 2": Example(
+        _diffusers(
+            "Lumina2Transformer2DModel",
+            sample_size=8,
+            in_channels=4,
+            hidden_size=32,
+            num_layers=2,
+            num_refiner_layers=1,
+            num_attention_heads=2,
+            num_kv_heads=1,
+            multiple_of=16,
+            axes_dim_rope=(4, 6, 6),
+            axes_lens=(32, 32, 32),
+            cap_feat_dim=16,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 8, 8),
+            timestep=lambda: torch.tensor([0.5]),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            encoder_attention_mask=lambda: torch.ones(1, 7, dtype=torch.int64),
+        ),
+    ),
+    "PixArt": Example(
+        _diffusers(
+            "PixArtTransformer2DModel",
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            cross_attention_dim=32,
+            sample_size=8,
+            caption_channels=16,
+            use_additional_conditions=False,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 8, 8),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP,
+            encoder_attention_mask=_mask(),
+            added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None},
+        ),
+    ),
+    "AuraFlow": Example(
+        _diffusers(
+            "AuraFlowTransformer2DModel",
+            sample_size=8,
+            num_mmdit_layers=1,
+            num_single_dit_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=16,
+            caption_projection_dim=32,
+            pos_embed_max_size=16,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 8, 8),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            timestep=lambda: torch.tensor([0.5]),
+        ),
+    ),
+    "Sana": Example(
+        _diffusers(
+            "SanaTransformer2DModel",
+            in_channels=4,
+            out_channels=4,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=16,
+            cross_attention_dim=32,
+            caption_channels=16,
+            sample_size=8,
+        ),
+        _forward(
+            hidden_states=lambda: _random(1, 4, 8, 8),
+            encoder_hidden_states=lambda: _random(1, 7, 16),
+            **_STEP,
+        ),
+        ("residual", "encoder projection", "gated product"),
+    ),
+    "T5": Example(_transformers("T5EncoderModel", "T5Config", **_T5), _forward(
+        input_ids=_tokens(), attention_mask=_mask()), _TEXT_WAYS),
+    "T5 gated": Example(
+        _transformers("T5EncoderModel", "T5Config", **_T5, feed_forward_proj="gated-gelu"),
+        _forward(input_ids=_tokens(), attention_mask=_mask()),
+        _TEXT_WAYS,
+    ),
+    "UMT5": Example(
+        _transformers("UMT5EncoderModel", "UMT5Config", **_T5, feed_forward_proj="gated-gelu"),
+        _forward(input_ids=_tokens(), attention_mask=_mask()),
+        _TEXT_WAYS,
+    ),
+    "CLIP text": Example(
+        _transformers("CLIPTextModel", "CLIPTextConfig", **_CLIP, vocab_size=64,
+                      max_position_embeddings=16, eos_token_id=2),
+        _forward(input_ids=_tokens()),
+    ),
+    "CLIP vision": Example(
+        _transformers("CLIPVisionModelWithProjection", "CLIPVisionConfig", **_CLIP, image_size=16,
+                      patch_size=8, projection_dim=16),
+        _forward(pixel_values=lambda: _random(1, 3, 16, 16)),
+    ),
+    "Llama": Example(
+        _transformers("LlamaModel", "LlamaConfig", **_LLAMA), _forward(**_TEXT_CALL), _TEXT_WAYS
+    ),
+    "Qwen2.5-VL text": Example(
+        _transformers("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", **_LLAMA,
+                      rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3],
+                                       "rope_theta": 10000.0}),
+        _forward(**_TEXT_CALL),
+        _TEXT_WAYS,
+    ),
+    "Gemma 2": Example(
+        _transformers("Gemma2Model", "Gemma2Config", **_LLAMA, head_dim=16), _forward(**_TEXT_CALL),
+        _TEXT_WAYS,
+    ),
+    "Gemma 3": Example(
+        _transformers("Gemma3TextModel", "Gemma3TextConfig", **_LLAMA, head_dim=16),
+        _forward(**_TEXT_CALL),
+        _TEXT_WAYS,
+    ),
+}  # fmt: skip
+"""Class, as users call it, to its tiny model."""

@@ -1,0 +1,420 @@
+"""The command line as a user meets it: exit codes, one message for a mistake, and clean streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from stopdown import __version__
+from stopdown.app import cli
+from stopdown.media import read_video, write_media
+
+SaveTiny = Callable[..., Path]
+NOISE = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder that commands run in."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A command in this process: its exit code, and what it wrote to stdout and stderr."""
+
+    def run_cli(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()  # what making the model wrote
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run_cli
+
+
+@pytest.fixture
+def refuse(run: Any, here: Path) -> Callable[..., str]:
+    """A command that is refused: its one line, without traceback, and nothing is written."""
+
+    def run_refused(*arguments: object, code: int = 2) -> str:
+        before = sorted(here.rglob("*"))
+        found, out, err = run("generate", *arguments)
+        assert (found, out) == (code, ""), err
+        assert err.startswith("stopdown: ")
+        assert err.count("\n") == 1
+        assert sorted(here.rglob("*")) == before
+        return err.removeprefix("stopdown: ").rstrip("\n")
+
+    return run_refused
+
+
+def run_process(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own, as it is installed."""
+    command = [sys.executable, "-m", "stopdown.app.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
+    """Neither torch nor diffusers nor numpy is in the process that shows them."""
+    script = (
+        "import sys; from stopdown.app import cli\n"
+        "try: cli.main(sys.argv[1:])\n"
+        "except SystemExit as left: assert not left.code\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'av'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("generate" if "--help" in arguments else __version__) in done.stdout
+
+
+def test_every_option_has_a_help_text(run: Any) -> None:
+    """`generate --help` explains each flag of issue and README."""
+    code, out, _ = run("generate", "--help")
+    flags = "output negative image video precision device steps seed frames height width guidance"
+    for flag in [*flags.split(), "fps", "revision", "config", "strict", "json"]:
+        assert re.search(rf"--{flag}\b.*\n?.*[a-z]{{3}}", out), flag
+    assert code == 0
+
+
+def test_version(run: Any) -> None:
+    """One line with the name."""
+    assert run("--version") == (0, f"stopdown {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["paint"], "No such command 'paint'"),
+        (["generate"], "Missing argument 'SOURCE'"),
+        (["generate", "shapes", "--colour", "red"], "No such option: --colour"),
+        (["generate", "shapes", "a", "--steps", "many"], "Invalid value for '--steps'"),
+    ],
+)
+def test_usage_errors_exit_with_2(run: Any, arguments: list[str], message: str) -> None:
+    """What Typer itself refuses is a short message on stderr, too."""
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_without_arguments_there_is_help(run: Any) -> None:
+    """`stopdown` alone shows what there is."""
+    code, out, err = run()
+    assert code == 2
+    assert "generate" in out + err
+
+
+# ---------------------------------------------------------------------------------------------
+# A clean run
+
+
+def test_a_run_prints_a_card(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """Exit 0: the card on stdout, nothing on stderr, the clip and its record in the folder."""
+    code, out, err = run("generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4")
+    assert (code, err) == (0, "")
+    for text in (
+        "CogVideoXPipeline on cpu",
+        "text_encoder",
+        "transformer",
+        "vae.decode",
+        "NaN/Inf",
+    ):
+        assert text in out
+    assert out.endswith("Written: clip.mp4\n")
+    assert sorted(path.name for path in here.iterdir()) == ["clip.mp4", "clip.mp4.json"]
+    assert len(read_video(here / "clip.mp4")) == 9
+
+
+def test_a_process_of_its_own_keeps_its_streams_clean(save_tiny: SaveTiny, here: Path) -> None:
+    """With --json stdout is one JSON record and stderr is empty, whatever the libraries remark.
+
+    Stable Video Diffusion in fp16 makes most remarks: its image processor, its autoencoder that
+    goes to fp32 and back.
+    """
+    write_media(here / "in.png", NOISE[:1])
+    options = ("--height", 32, "--width", 32, "--frames", 2, "--steps", 1, "--precision", "fp16")
+    done = run_process(
+        "generate", save_tiny("svd"), "--image", "in.png", *options, "--json", cwd=here
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == json.loads((here / "stopdown.mp4.json").read_text())
+
+
+def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
+    """One message on stderr, no file, no record."""
+    source = save_tiny("cogvideox", overflow="transformer")
+    message = refuse(source, "a", *SIZES, "--precision", "fp16", code=1)
+    assert re.fullmatch(
+        r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. Its inputs were finite "
+        r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Asked for\.\" Use "
+        r"`--precision transformer=bf16`, or fp32 where bf16 is slow or missing\.",
+        message,
+    )
+
+
+def paint_black(source: Path, folder: Path) -> Path:
+    """A copy whose decoder paints everything black."""
+    shutil.copytree(source, folder)
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["decoder.conv_out.conv.weight"].zero_()
+    tensors["decoder.conv_out.conv.bias"].fill_(-2)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--strict"], 1)])
+def test_findings_exit_with_1_when_strict(
+    run: Any, save_tiny: SaveTiny, here: Path, tmp_path: Path, flags: list[str], code: int
+) -> None:
+    """A black clip is written and named on the card; only --strict makes it a failure."""
+    source = paint_black(save_tiny("cogvideox"), tmp_path / "black")
+    found, out, err = run("generate", source, "a", *SIZES, *flags)
+    assert (found, err) == (code, "")
+    assert "black-frames: All 9 frames" in out
+    assert (here / "stopdown.mp4").is_file()
+
+
+# ---------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.fixture
+def damaged(save_tiny: SaveTiny, tmp_path: Path) -> Path:
+    """A copy of a model to damage."""
+    return Path(shutil.copytree(save_tiny("cogvideox"), tmp_path / "damaged"))
+
+
+def test_an_unknown_model(refuse: Any) -> None:
+    """A name that nothing has."""
+    message = refuse("nonesuch", "a")
+    assert message.startswith("The model 'nonesuch' is unknown. SOURCE is a Hub id (owner/name), ")
+
+
+def test_a_missing_file(refuse: Any) -> None:
+    """A path that is not there."""
+    assert refuse("./model.safetensors", "a").startswith(
+        "There is no file or folder ./model.safetensors. "
+    )
+
+
+def test_missing_weights(refuse: Any, damaged: Path) -> None:
+    """A component without its safetensors."""
+    (damaged / TRANSFORMER).unlink()
+    assert refuse(damaged, "a").startswith(
+        f"{damaged / 'transformer'} has no safetensors weights. "
+    )
+
+
+def test_weights_that_were_cut_off(refuse: Any, damaged: Path) -> None:
+    """A file that is shorter than its header says."""
+    os.truncate(damaged / TRANSFORMER, 5000)
+    message = refuse(damaged, "a")
+    assert message.startswith(f"The weights {damaged / TRANSFORMER} are damaged or cut off: ")
+    assert message.endswith("and download or save it again.")
+
+
+def test_weights_of_another_model(refuse: Any, damaged: Path) -> None:
+    """Whole files whose tensors do not fit are found while loading."""
+    tensors = load_file(damaged / TRANSFORMER)
+    tensors.pop("proj_out.weight")
+    save_file(tensors, damaged / TRANSFORMER, metadata={"format": "pt"})
+    message = refuse(damaged, "a", *SIZES)
+    assert message.startswith(f"The weights in {damaged / 'transformer'} do not fit their model: ")
+
+
+def test_pickles(refuse: Any, damaged: Path) -> None:
+    """Weights that could run a program are refused, with how to convert them."""
+    path = damaged / TRANSFORMER
+    path.rename(path.with_suffix(".bin"))
+    message = refuse(damaged, "a")
+    assert "are stored as pickles. Only safetensors are read" in message
+    assert "use_safetensors=False" in message
+
+
+def test_remote_code(refuse: Any, damaged: Path) -> None:
+    """A config that asks for the model's own classes is refused."""
+    path = damaged / "transformer" / "config.json"
+    content = {**json.loads(path.read_text()), "auto_map": {"AutoModel": "evil.Model"}}
+    path.write_text(json.dumps(content))
+    message = refuse(damaged, "a")
+    assert message.startswith(f"{path} asks for classes of its own (auto_map), which is code")
+    assert "Nothing that comes with a model is executed." in message
+
+
+def test_remote_code_in_the_configs_of_a_single_file(
+    refuse: Any, damaged: Path, tmp_path: Path
+) -> None:
+    """The folder given with --config is held to the same rules."""
+    index = damaged / "model_index.json"
+    content = {**json.loads(index.read_text()), "_class_name": ["evil", "Pipeline"]}
+    index.write_text(json.dumps(content))
+    file = tmp_path / "single.safetensors"
+    shutil.copy(damaged / TRANSFORMER, file)
+    message = refuse(file, "a", "--config", damaged)
+    assert message.startswith(f"{index} asks for a pipeline class of its own, which is code")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--height", "100"], "The model cannot make --height 100. It takes a multiple of 16 "),
+        (["--width", "-8"], "--width -8 is less than 1. Use --width 1 or more."),
+        (["--frames", "10"], "The model cannot make --frames 10. It takes a multiple of 8 plus 1 "),
+        (["--steps", "0"], "--steps 0 is less than 1. Use --steps 1 or more."),
+        (
+            ["--seed", "-1"],
+            "--seed -1 is not a seed. A seed is a whole number from 0 to 2**63 - 1. Use --seed 0.",
+        ),
+        (["--guidance", "nan"], "--guidance nan is not a number. Use --guidance 6."),
+        (["--fps", "0"], "--fps 0.0 is not above 0. Use --fps 8."),
+        (["--device", "tpu"], "The device 'tpu' is unknown. This machine, with this build of "),
+        (["--device", "cuda:99"], "There is no device cuda:99 here. This machine, with this "),
+        (["--precision", "fp8"], "The precision 'fp8' is unknown. Known are fp32, bf16, fp16, "),
+        (["--precision", "unet=bf16"], "The model has no component 'unet'. It has text_encoder, "),
+        (["-o", "nowhere/clip.mp4"], "The output nowhere/clip.mp4 cannot be written: there is "),
+        (["-o", "clip.avi"], "The output clip.avi ends in .avi, which is not a format "),
+        (["-o", "clip.png", "--frames", "9"], "The output clip.png is a single picture, and "),
+        (["--image", "none.png"], "The file none.png cannot be read: there is no such file. "),
+        (["--image", "a.png", "--video", "a.mp4"], "--image and --video were both given. "),
+    ],
+)
+def test_impossible_options(
+    refuse: Any, save_tiny: SaveTiny, flags: list[str], message: str
+) -> None:
+    """Sizes name the nearest that work, devices and precisions those there are."""
+    code = 1 if "nowhere/clip.mp4" in flags else 2
+    found = refuse(save_tiny("cogvideox"), "a", *flags, code=code)
+    assert found.startswith(message)
+    if "cannot make" in found:
+        assert re.search(r"The nearest that work are \d+ and \d+: use --\w+ \d+\.$", found)
+
+
+def test_a_model_that_needs_an_image(refuse: Any, save_tiny: SaveTiny) -> None:
+    """Stable Video Diffusion says that it starts from a picture."""
+    assert refuse(save_tiny("svd"), "--steps", 1) == (
+        "StableVideoDiffusionPipeline needs --image FILE, and there is none. Add --image FILE to "
+        "the command."
+    )
+
+
+def test_a_file_that_is_no_picture(refuse: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """The message says what pictures are."""
+    (here / "in.png").write_text("not a picture")
+    message = refuse(save_tiny("svd"), "--image", "in.png")
+    assert message.startswith("The file in.png cannot be read as a picture: ")
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder where nobody may write")
+def test_a_place_where_nobody_may_write(refuse: Any, save_tiny: SaveTiny) -> None:
+    """The output is tried before the model is loaded."""
+    message = refuse(save_tiny("cogvideox"), "a", "-o", "/proc/clip.mp4", code=1)
+    assert message.startswith("The output /proc/clip.mp4 could not be written: ")
+
+
+def test_a_disk_without_room(refuse: Any, save_tiny: SaveTiny) -> None:
+    """A limit on the size of files is met before the model is loaded, and nothing stays."""
+    resource = pytest.importorskip("resource")
+    source = save_tiny("cogvideox")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        message = refuse(source, "a", "-o", "clip.mp4", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert message == (
+        "The output clip.mp4 could not be written: the file grew larger than this system allows. "
+        "Nothing half-written was left behind. Raise the limit (ulimit -f), or write fewer or "
+        "smaller frames."
+    )
+
+
+def test_an_error_as_json(run: Any) -> None:
+    """With --json the error is on stdout as one object, and on stderr as the sentence."""
+    code, out, err = run("generate", "nonesuch", "a", "--json")
+    content = json.loads(out)
+    assert (code, content["error"]) == (2, "SourceError")
+    assert err == f"stopdown: {content['message']}\n"
+
+
+# ---------------------------------------------------------------------------------------------
+# Ctrl-C
+
+
+def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
+    """In the middle of denoising: exit 1, one line, nothing left; until then there was a display."""
+    pty = pytest.importorskip("pty")
+    screen, terminal = pty.openpty()
+    command = [sys.executable, "-m", "stopdown.app.cli", "generate", str(save_tiny("cogvideox"))]
+    process = subprocess.Popen(
+        [*command, "a", *SIZES, "--steps", "1000", "-o", "clip.mp4"],
+        cwd=here,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        stderr=terminal,
+        stdout=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    os.close(terminal)
+    try:
+        shown = read_until(screen, "Denoising")
+        process.send_signal(signal.SIGINT)
+        shown += read_until(screen, None)
+        printed, _ = process.communicate()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)
+    assert (process.returncode, printed) == (1, b"")
+    assert "Loading" in shown
+    assert shown.rstrip().endswith("stopdown: Stopped by Ctrl-C; nothing was written.")
+    assert "Traceback" not in shown
+    assert list(here.iterdir()) == []
+
+
+def read_until(screen: int, text: str | None) -> str:
+    """What a terminal shows until a text appears, or to its end."""
+    shown = ""
+    while text is None or text not in shown:
+        try:
+            found = os.read(screen, 4096)
+        except OSError:  # Linux says so when the last program has left the terminal
+            break
+        if not found:
+            break
+        shown += found.decode(errors="replace")
+    return shown
+
+
+def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same line and code where nobody watches, as an object with --json."""
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stopdown.app.commands.generate", interrupt)
+    code, out, err = run("generate", "shapes", "a")
+    assert (code, out, err) == (1, "", "stopdown: Stopped by Ctrl-C; nothing was written.\n")
+    code, out, _ = run("generate", "shapes", "a", "--json")
+    assert (code, json.loads(out)["error"]) == (1, "KeyboardInterrupt")

@@ -1,0 +1,293 @@
+"""The levels of the package, read from its imports.
+
+Each checker is a plain function over sources, so that planted violations can show it awake.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
+
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("formats", "records"),
+    ("environment", "numerics", "patches", "media", "diagnosis"),
+    ("capture",),  # a row of its own: it walks nested values with `numerics.iterate_tensors`
+    ("pipelines", "scaling"),
+    ("consistency", "calibration", "runtime", "planning", "comparison"),
+    ("report", "testing"),
+    ("__init__",),  # the public names; the command line is their first user
+    ("app",),
+    ("__main__",),
+)
+"""Modules and subpackages from the ground up; a module imports only from rows above its own."""
+
+LIGHT = ("errors", "formats", "records", "environment", "media", "diagnosis", "report", "app")
+"""What is loaded before a model is: imports nothing heavy when it is imported itself."""
+
+HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL")
+
+TENSORLESS = ("errors", "records", "report", "runtime.policy")
+"""What never sees a tensor: no torch, not even inside a function."""
+
+Sources = dict[str, ast.Module]
+
+
+def read_sources() -> Sources:
+    """Every module of the package by its dotted name below `stopdown`, parsed."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return found
+
+
+SOURCES = read_sources()
+
+
+def iterate_imports(tree: ast.AST) -> Iterator[str]:
+    """Absolute dotted names of what a tree imports, also inside functions and by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif _is_import_call(node):
+            yield str(node.args[0].value)
+
+
+def _is_import_call(node: ast.AST) -> bool:
+    """Whether this is `import_module` or `__import__` of a name written out."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return False
+    called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    return called in ("import_module", "__import__") and isinstance(node.args[0], ast.Constant)
+
+
+def iterate_imports_when_loaded(tree: ast.AST) -> Iterator[str]:
+    """As `iterate_imports`, without what functions and type checkers import."""
+    for node in ast.iter_child_nodes(tree):
+        is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if is_for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from iterate_imports(node)
+        else:
+            yield from iterate_imports_when_loaded(node)
+
+
+def find_level(unit: str) -> int:
+    """The row of a module in the table."""
+    rows = [row for row, units in enumerate(LEVELS) if unit in units]
+    assert rows, f"{unit} is in no row of the table of levels"
+    return rows[0]
+
+
+def list_upward_imports(sources: Sources) -> list[str]:
+    """Imports between modules of the package that do not point down."""
+    found = []
+    for name, tree in sources.items():
+        unit = name.split(".")[0]
+        for target in iterate_imports(tree):
+            if target.startswith("."):
+                found.append(f"{name} imports {target}: write absolute imports")
+            root, _, rest = target.partition(".")
+            other = (rest.split(".")[0] or "__init__") if root == "stopdown" else unit
+            if other != unit and find_level(other) >= find_level(unit):
+                found.append(f"{name} imports {other}")
+    return found
+
+
+def list_imports_of(package: str, sources: Sources, allowed: tuple[str, ...] = ()) -> list[str]:
+    """Modules outside `allowed` that import a package anywhere."""
+    return [
+        name
+        for name, tree in sources.items()
+        if name.split(".")[0] not in allowed
+        and any(target.split(".")[0] == package for target in iterate_imports(tree))
+    ]
+
+
+def list_environment_readers(sources: Sources) -> list[str]:
+    """Modules other than `environment` that read or write environment variables."""
+    words = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    found = []
+    for name, tree in sources.items():
+        used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        used |= {target.split(".")[-1] for target in iterate_imports(tree)}
+        if used & words and name != "environment":
+            found.append(name)
+    return found
+
+
+def list_hookers(sources: Sources) -> list[str]:
+    """Modules other than `patches` that register a hook whose handle they do not hand to it."""
+    found = []
+    for name, tree in sources.items():
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        names = [getattr(call.func, "attr", "") for call in calls]
+        hooks = [word for word in names if word.startswith("register_") and word.endswith("hook")]
+        if hooks and name != "patches" and names.count("defer") < len(hooks):
+            found.append(name)
+    return found
+
+
+def list_heavy_loads(sources: Sources) -> list[str]:
+    """Light modules that load something heavy when they are imported."""
+    return [
+        f"{name} loads {target}"
+        for name, tree in sources.items()
+        if name.split(".")[0] in LIGHT
+        for target in iterate_imports_when_loaded(tree)
+        if target.split(".")[0] in HEAVY
+    ]
+
+
+def parse(**sources: str) -> Sources:
+    return {name.replace("__dot__", "."): ast.parse(text) for name, text in sources.items()}
+
+
+# The package as it is
+
+
+def test_every_module_has_a_level() -> None:
+    """A new module or subpackage must be given its row."""
+    assert {name.split(".")[0] for name in SOURCES} <= {unit for row in LEVELS for unit in row}
+
+
+def test_imports_point_down() -> None:
+    """No module imports from its own row or from one below it, not even inside a function."""
+    assert list_upward_imports(SOURCES) == []
+
+
+def test_only_pipelines_imports_diffusers() -> None:
+    """Diffusers is met at one border."""
+    assert list_imports_of("diffusers", SOURCES, ("pipelines",)) == []
+
+
+def test_only_environment_reads_environment_variables() -> None:
+    """Whoever looks for a variable's effect reads one file."""
+    assert list_environment_readers(SOURCES) == []
+
+
+def test_hooks_come_off() -> None:
+    """A hook is registered only where the undo stack takes it off again."""
+    assert list_hookers(SOURCES) == []
+
+
+def test_light_modules_stay_light() -> None:
+    """What the command line loads before it knows its work imports nothing heavy."""
+    assert list_heavy_loads(SOURCES) == []
+
+
+@pytest.mark.parametrize("name", TENSORLESS)
+def test_records_never_see_a_tensor(name: str) -> None:
+    """A record or report is made, and a decision is tested, without torch."""
+    chosen = {key: tree for key, tree in SOURCES.items() if key == name or key.startswith(name)}
+    assert list_imports_of("torch", chosen) == []
+
+
+def test_light_dependencies_are_known() -> None:
+    """Modules of the first two rows import the standard library, and one serialiser."""
+    known = {*sys.stdlib_module_names, "stopdown", "msgspec"}
+    for name in (*LEVELS[0], *LEVELS[1]):
+        if name in SOURCES:
+            roots = {t.split(".")[0] for t in iterate_imports_when_loaded(SOURCES[name])}
+            assert roots <= known, name
+
+
+# The checkers are awake
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import stopdown.media",
+        "from stopdown import media",
+        "from stopdown.media import read_video",
+        "def f():\n    from stopdown.media import read_video",
+        "if TYPE_CHECKING:\n    from stopdown.media import Frames",
+        "import importlib\nimportlib.import_module('stopdown.media')",
+    ],
+)
+def test_an_upward_import_is_found(text: str) -> None:
+    """A module that imports its neighbour or a higher one is found in every spelling."""
+    assert list_upward_imports(parse(numerics=text)) == ["numerics imports media"]
+    assert list_upward_imports(parse(records=text)) == ["records imports media"]
+    assert list_upward_imports(parse(pipelines__dot__loading=text)) == []
+
+
+def test_an_import_of_the_public_list_is_found() -> None:
+    """Below the command line nobody goes through the public names."""
+    assert list_upward_imports(parse(media="import stopdown")) == ["media imports __init__"]
+    assert list_upward_imports(parse(app="import stopdown")) == []
+
+
+def test_a_relative_import_is_found() -> None:
+    """Relative imports would hide from the checker, so they are refused."""
+    found = list_upward_imports(parse(media="from .errors import OutputError"))
+    assert found == ["media imports .errors.OutputError: write absolute imports"]
+
+
+def test_a_module_without_a_level_is_found() -> None:
+    """An import from a module that nobody placed fails with its name."""
+    with pytest.raises(AssertionError, match="helpers is in no row"):
+        list_upward_imports(parse(media="from stopdown.helpers import help_me"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import diffusers.utils",
+        "def f():\n    from diffusers import DiffusionPipeline",
+        "__import__('diffusers')",
+    ],
+)
+def test_an_import_of_diffusers_is_found(text: str) -> None:
+    """Diffusers outside pipelines is found in every spelling."""
+    assert list_imports_of("diffusers", parse(runtime__dot__watch=text), ("pipelines",)) == [
+        "runtime.watch"
+    ]
+    assert list_imports_of("diffusers", parse(pipelines__dot__tiny=text), ("pipelines",)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import os\nos.environ['A']",
+        "import os\nos.getenv('A')",
+        "from os import environ",
+        "from os import getenv as read",
+    ],
+)
+def test_a_reader_of_variables_is_found(text: str) -> None:
+    """Environment variables outside environment are found in every spelling."""
+    assert list_environment_readers(parse(media=text)) == ["media"]
+    assert list_environment_readers(parse(environment=text)) == []
+
+
+def test_a_hook_that_stays_is_found() -> None:
+    """A hook without an entry on the undo stack is found; one with an entry is not."""
+    stays = "handle = module.register_forward_hook(look)"
+    comes_off = f"{stays}\npatches.defer(handle.remove)"
+    assert list_hookers(parse(calibration=stays)) == ["calibration"]
+    assert list_hookers(parse(calibration=comes_off)) == []
+
+
+def test_a_heavy_load_is_found() -> None:
+    """A heavy import at the head of a light module is found; one inside a function is not."""
+    assert list_heavy_loads(parse(media="import numpy as np")) == ["media loads numpy"]
+    assert list_heavy_loads(parse(media="class A:\n    import torch")) == ["media loads torch"]
+    assert list_heavy_loads(parse(media="try:\n    import av\nfinally: pass")) == ["media loads av"]
+    assert list_heavy_loads(parse(media="def f():\n    import numpy")) == []
+    assert list_heavy_loads(parse(media="class A:\n    def f(self):\n        import av")) == []
+    assert list_heavy_loads(parse(media="if TYPE_CHECKING:\n    import torch")) == []
+    assert list_heavy_loads(parse(numerics="import torch")) == []

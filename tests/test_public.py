@@ -1,0 +1,104 @@
+"""The list of public names, and what importing it loads."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import stopdown
+from stopdown import errors
+
+HEAVY = {"torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL"}
+
+
+def run_fresh(code: str) -> Any:
+    """What a fresh process prints as JSON, warnings being errors."""
+    command = [sys.executable, "-W", "error", "-c", f"import json, sys\n{code}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_importing_loads_nothing_heavy() -> None:
+    """`import stopdown` loads neither torch nor diffusers, and few modules in all."""
+    loaded = run_fresh(
+        "before = set(sys.modules)\nimport stopdown\n"
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
+    assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
+    assert len(loaded) < 200
+
+
+def test_importing_prints_and_changes_nothing() -> None:
+    """Nothing happens at import: no output, no new environment variable, no warning filter."""
+    code = (
+        "import os, warnings\nbefore = dict(os.environ), list(warnings.filters)\nimport stopdown\n"
+        "print(json.dumps(before == (dict(os.environ), list(warnings.filters))))"
+    )
+    assert run_fresh(code) is True
+
+
+def test_listing_the_names_loads_nothing_heavy() -> None:
+    """Tab completion in a shell costs nothing: dir() names all and imports none."""
+    loaded, names = run_fresh(
+        "import stopdown\nnames = dir(stopdown)\nprint(json.dumps([sorted(sys.modules), names]))"
+    )
+    assert HEAVY.isdisjoint(name.split(".")[0] for name in loaded)
+    assert set(stopdown.__all__) <= set(names)
+
+
+def test_names_are_sorted_and_once() -> None:
+    """The list is in the order of `sorted`, and holds nothing twice."""
+    assert list(stopdown.__all__) == sorted(stopdown.__all__)
+    assert len(set(stopdown.__all__)) == len(stopdown.__all__)
+
+
+def test_names_are_complete() -> None:
+    """Every public name of the package that is not a submodule is in the list."""
+    for name in stopdown.__all__:
+        getattr(stopdown, name)
+    public = {
+        name
+        for name, value in vars(stopdown).items()
+        if not name.startswith("_")
+        and not inspect.ismodule(value)
+        and getattr(value, "__module__", "stopdown").startswith("stopdown")
+    }
+    assert public - {"TYPE_CHECKING"} <= set(stopdown.__all__)
+    raised = {name for name in vars(errors) if name.endswith(("Error", "Warning"))}
+    assert raised <= set(stopdown.__all__)
+
+
+@pytest.mark.parametrize("name", stopdown.__all__)
+def test_a_name_can_be_imported_again_and_again(name: str) -> None:
+    """Each name is the same object at the first and the second access, and has a docstring."""
+    first = getattr(stopdown, name)
+    assert getattr(stopdown, name) is first
+    assert not inspect.ismodule(first)
+    if name != "__version__":
+        assert inspect.getdoc(first)
+
+
+def test_no_name_is_a_submodule() -> None:
+    """A lazy function that shares its name with a submodule would turn into the module."""
+    submodules = {module.name for module in pkgutil.iter_modules(stopdown.__path__)}
+    assert submodules.isdisjoint(stopdown.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """A misspelt name fails as in any module, and names the module."""
+    with pytest.raises(AttributeError, match="stopdown"):
+        _ = stopdown.genrate
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """`stopdown.__version__` is the installed version."""
+    import importlib.metadata
+
+    assert stopdown.__version__ == importlib.metadata.version("stopdown")

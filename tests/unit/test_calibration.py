@@ -1,0 +1,70 @@
+"""Tests of calibration: ranges merged over calls, and nothing left on the module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from stopdown.calibration import Calibration, calibrating
+from stopdown.scaling import fold_scaling
+
+
+class Stream(nn.Module):
+    """A linear into a norm, with a second method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(4, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(x))
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x * 2)
+
+
+def _make() -> Stream:
+    torch.manual_seed(0)
+    return Stream().eval().requires_grad_(False)
+
+
+def test_ranges_are_those_of_the_largest_call() -> None:
+    """Two calls of one kind share a capture, and the larger one decides."""
+    module = _make()
+    calibration = Calibration(module)
+    calibration.observe(module, (torch.ones(1, 4),))
+    small = calibration.find_scaling()
+    calibration.observe(module, (torch.full((1, 4), 6e4),))
+    large = calibration.find_scaling()
+    assert len(calibration.measured) == 1
+    assert calibration.calls == 2
+    assert small.exponents == {}
+    assert large.exponents["embed.weight"] < 0
+
+
+def test_other_lengths_meet_in_the_parameters() -> None:
+    """Two lengths are two graphs and one set of exponents."""
+    module = _make()
+    calibration = Calibration(module)
+    for length in (1, 3):
+        calibration.observe(module, (torch.full((length, 4), 6e4),))
+    scaling = calibration.find_scaling()
+    assert len(calibration.measured) == 2
+    assert set(scaling.exponents) == {"embed.weight", "embed.bias"}
+    x = torch.randn(5, 4)
+    reference = module(x)
+    rescaling = fold_scaling(module, scaling)
+    assert torch.equal(module(x), reference)
+    rescaling.undo()
+
+
+def test_watching_a_run_changes_nothing() -> None:
+    """Calls made inside the block answer as before and are counted; the methods are then bare."""
+    module, x = _make(), torch.randn(2, 4)
+    reference = module(x), module.decode(x)
+    with calibrating(module, ("forward", "decode")) as calibration:
+        assert torch.equal(module(x), reference[0])
+        assert torch.equal(module.decode(x), reference[1])
+    assert calibration.calls == 2
+    assert "forward" not in vars(module)
+    assert "decode" not in vars(module)

@@ -1,0 +1,147 @@
+"""Tests of captures: a component call as a flat graph with dtypes, paths and names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.capture import (
+    build_fake,
+    capture_call,
+    find_kept_buffers,
+    flatten_call,
+    module_path,
+)
+from stopdown.errors import CaptureError
+from stopdown.scaling.blocks import operation
+
+
+class Attention(nn.Module):
+    """A call with a keyword, a nested argument, a flag and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.register_buffer("frequencies", torch.ones(4), persistent=False)
+
+    def forward(self, x: torch.Tensor, *, tables: Any = None, scaled: bool = False) -> Any:
+        x = self.second(self.first(x))
+        if scaled:
+            x = x * self.frequencies.to(x.dtype)
+        return {"sample": x + tables[0].to(x.dtype)}
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+class Autocast(nn.Module):
+    """A region under autocast and one without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            y = x.float().exp()
+        with torch.no_grad():
+            z = self.linear(x)
+        return y + z
+
+
+class Branching(nn.Module):
+    """A branch that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.linear(x).sum() > 0:
+            return x
+        return -x
+
+
+def _call() -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (torch.randn(3, 4),), {"tables": (torch.ones(4), None), "scaled": True}
+
+
+def test_every_value_shows_the_dtype_it_will_have() -> None:
+    """A module in fp32 captured in fp16 shows fp16 values; the module itself is not touched."""
+    module = Attention()
+    args, kwargs = _call()
+    capture = capture_call(module, args, kwargs, dtype=torch.float16)
+    linears = [n for n in capture.graph.graph.nodes if operation(n) == "linear"]
+    assert [n.meta["val"].dtype for n in linears] == [torch.float16] * 2
+    assert [module_path(n) for n in linears] == ["first", "second"]
+    assert module.first.weight.dtype == torch.float32
+
+
+def test_tied_weights_have_one_name() -> None:
+    """Two placeholders of one tensor stand under the tensor's first name."""
+    args, kwargs = _call()
+    capture = capture_call(Attention(), args, kwargs, dtype=torch.float16)
+    weights = [name for name in capture.parameters.values() if name.endswith("weight")]
+    assert weights == ["first.weight"] * 2
+
+
+def test_buffers_outside_the_checkpoint_keep_their_dtype() -> None:
+    """Tables that the code computes for itself stay fp32 beside fp16 weights."""
+    module = Attention()
+    assert find_kept_buffers(module) == {"frequencies"}
+    args, kwargs = _call()
+    capture = capture_call(module, args, kwargs, dtype=torch.float16)
+    name = next(k for k, v in capture.parameters.items() if v == "frequencies")
+    node = next(n for n in capture.graph.graph.nodes if n.name == name)
+    assert node.meta["val"].dtype == torch.float32
+
+
+def test_bound_methods_are_calls() -> None:
+    """A method of a module is captured like its forward."""
+    capture = capture_call(Attention().encode, (torch.randn(3, 4),), dtype=torch.float16)
+    assert [operation(n) for n in capture.graph.graph.nodes if n.op == "call_function"] == [
+        "linear"
+    ]
+
+
+def test_inputs_are_named_in_the_order_of_the_call() -> None:
+    """The tensors of a call, nested ones included, are as many as the graph's inputs."""
+    args, kwargs = _call()
+    capture = capture_call(Attention(), args, kwargs, dtype=torch.float16)
+    assert len(capture.inputs) == len(flatten_call(args, kwargs)) == 2
+
+
+def test_regions_are_walked_into() -> None:
+    """What stands under autocast or no_grad is part of the flat graph."""
+    capture = capture_call(Autocast(), (torch.randn(2, 4),), dtype=torch.float16)
+    names = [operation(n) for n in capture.graph.graph.nodes if n.op == "call_function"]
+    assert {"exp", "linear", "add"} <= set(names)
+    assert not any("wrap" in name for name in names)
+
+
+def test_a_branch_on_values_is_named_with_its_line() -> None:
+    """Control flow that depends on data is refused, with the file and line of the code."""
+    with pytest.raises(CaptureError) as caught:
+        capture_call(Branching(), (torch.randn(2, 2),), dtype=torch.float16)
+    assert "Branching cannot be captured as a graph" in str(caught.value)
+    assert "test_capture.py" in str(caught.value)
+    assert "if self.linear(x).sum() > 0:" in str(caught.value)
+
+
+def test_a_class_without_weights_in_memory_is_captured() -> None:
+    """A module built from fake tensors in the target dtype gives the same kind of graph."""
+    module = build_fake(lambda: nn.Linear(1 << 16, 1 << 14), torch.float16)
+    capture = capture_call(module, (torch.empty(1, 1 << 16).half(),), dtype=torch.float16)
+    node = next(n for n in capture.graph.graph.nodes if operation(n) == "linear")
+    assert tuple(node.meta["val"].shape) == (1, 1 << 14)
+    assert node.meta["val"].dtype == torch.float16
+
+
+def test_what_is_no_module_is_refused() -> None:
+    """A plain function has no parameters to scale."""
+    with pytest.raises(CaptureError, match="is neither a module nor a bound method of one"):
+        capture_call(torch.sin, (torch.ones(1),), dtype=torch.float16)

@@ -1,0 +1,498 @@
+"""Devices, formats, settings and memory: judged as tables, then tried on this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stopdown import environment
+from stopdown.environment import (
+    Device,
+    Timing,
+    Verdict,
+    cache_folder,
+    choose_device,
+    describe_machine,
+    judge_cpu,
+    judge_cuda,
+    judge_mps,
+    judge_rocm,
+    list_devices,
+    normalise_cpu_flags,
+    peak_memory,
+    probe_formats,
+    read_cpu_flags,
+    read_settings,
+    select_device,
+    weigh_support,
+)
+from stopdown.errors import OptionError
+
+CPU = Device("cpu", 0, "a CPU", None, 2**34)
+MPS = Device("mps", 0, "Apple M2", None, 2**34)
+V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
+T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
+
+
+# Settings
+
+
+def test_the_cache_has_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """STOPDOWN_CACHE names the folder; without it the system's cache holds one of ours."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path / "here"))
+    assert cache_folder() == tmp_path / "here"
+    assert not (tmp_path / "here").exists()
+    monkeypatch.setenv("STOPDOWN_CACHE", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert cache_folder() == tmp_path / "stopdown"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_folder() == Path.home() / "Library" / "Caches" / "stopdown"
+
+
+def test_a_cache_that_is_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """STOPDOWN_CACHE that names a file is an error with the variable's name and a way on."""
+    path = tmp_path / "file"
+    path.write_text("")
+    monkeypatch.setenv("STOPDOWN_CACHE", str(path))
+    with pytest.raises(OptionError) as caught:
+        read_settings()
+    assert str(caught.value) == (
+        f"The environment variable STOPDOWN_CACHE is {path}, which is a file. "
+        "It names the folder in which Stopdown keeps its files. "
+        "Set it to a folder, or remove it: unset STOPDOWN_CACHE"
+    )
+
+
+def test_variables_that_change_numbers_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables of PyTorch's libraries that change numbers are kept, others are not."""
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
+    numerics = read_settings().numerics
+    assert numerics["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert not {"HF_TOKEN", "ONEDNN_DEFAULT_FPMATH_MODE"} & set(numerics)
+
+
+# The machine
+
+
+def test_the_machine_is_described_for_json() -> None:
+    """Versions, platform, CPU and threads are facts that survive JSON."""
+    machine = describe_machine()
+    assert json.loads(json.dumps(machine)) == machine
+    assert machine["versions"]["torch"] == torch.__version__
+    assert machine["python"] == ".".join(str(part) for part in sys.version_info[:3])
+    assert machine["cpu"]
+    assert machine["threads"] >= 1
+    assert machine["memory_bytes"] > 2**28
+
+
+def test_describing_the_machine_imports_nothing_heavy() -> None:
+    """Versions come from metadata: a fresh process loads neither torch nor diffusers."""
+    code = (
+        "import sys; from stopdown.environment import describe_machine; "
+        "machine = describe_machine(); "
+        "print(sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)), "
+        "machine['torch_threads'])"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[] None\n"
+
+
+def test_a_missing_package_has_no_version() -> None:
+    """A package that is not installed is None, not an error."""
+    assert environment.read_version("a-package-that-is-not-there") is None
+
+
+# Devices
+
+
+def test_the_cpu_is_always_there() -> None:
+    """The last device is the CPU, with a name and its memory."""
+    cpu = list_devices()[-1]
+    assert (cpu.type, cpu.torch_name, cpu.capability) == ("cpu", "cpu", None)
+    assert cpu.name
+    assert cpu.memory_bytes > 2**28
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "chosen", "reason"),
+    [
+        (
+            "auto",
+            [V100, T4, CPU],
+            V100,
+            "cuda:0 (Tesla V100) comes first; also here: cuda:1, cpu.",
+        ),
+        ("auto", [MPS, CPU], MPS, "mps (Apple M2) comes first; also here: cpu."),
+        (
+            "auto",
+            [CPU],
+            CPU,
+            "cpu (a CPU) is the only device that this build of PyTorch finds here.",
+        ),
+        ("cuda", [V100, T4, CPU], V100, "cuda:0 was asked for."),
+        ("CUDA:1", [V100, T4, CPU], T4, "cuda:1 was asked for."),
+        ("cpu", [V100, T4, CPU], CPU, "cpu was asked for."),
+        ("mps", [MPS, CPU], MPS, "mps was asked for."),
+    ],
+)
+def test_a_device_is_chosen_with_its_reason(
+    name: str, devices: list[Device], chosen: Device, reason: str
+) -> None:
+    """cuda comes before mps and mps before cpu, unless one is named; the reason says which."""
+    found = select_device(name, devices)
+    assert found.reason == reason
+    assert (found.type, found.index, found.name) == (chosen.type, chosen.index, chosen.name)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "message"),
+    [
+        (
+            "mps",
+            [V100, CPU],
+            "There is no device mps here. This machine, with this build of PyTorch, has: "
+            "cuda:0 (Tesla V100), cpu (a CPU). Use --device cuda:0, or --device auto.",
+        ),
+        (
+            "cuda:3",
+            [V100, CPU],
+            "There is no device cuda:3 here. This machine, with this build of PyTorch, has: "
+            "cuda:0 (Tesla V100), cpu (a CPU). Use --device cuda:0, or --device auto.",
+        ),
+        (
+            "gpu",
+            [CPU],
+            "The device 'gpu' is unknown. This machine, with this build of PyTorch, has: "
+            "cpu (a CPU). Use --device cpu, or --device auto.",
+        ),
+    ],
+)
+def test_an_absent_device_is_refused_with_what_is_here(
+    name: str, devices: list[Device], message: str
+) -> None:
+    """An absent and an unknown device are errors of usage that list the devices here."""
+    with pytest.raises(OptionError) as caught:
+        select_device(name, devices)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 2
+
+
+def test_this_machine_chooses_a_device() -> None:
+    """`auto` takes the first device of this machine, and the CPU can be asked for by name."""
+    first = list_devices()[0]
+    assert (choose_device().type, choose_device().index) == (first.type, first.index)
+    assert choose_device("cpu").reason == "cpu was asked for."
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a V100 and a T4, as torch would describe it."""
+    cards = [
+        SimpleNamespace(name="Tesla V100", major=7, minor=0, total_memory=2**34),
+        SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=2**34),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_cuda_devices_are_described_by_torch() -> None:
+    """Name, capability and memory come from torch, and the judgement from the capability."""
+    assert list_devices()[:2] == [V100, T4]
+    assert choose_device().torch_name == "cuda:0"
+    assert not environment.judge_device(V100)["bf16"].native
+    assert environment.judge_device(V100)["fp16"].native
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_emulated_bf16_is_not_called_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a V100, where torch says that bf16 is supported, the answer is that it is emulated."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
+    seconds = {"fp32": 1.0, "bf16": 1.6, "fp16": 0.15}
+    monkeypatch.setattr(
+        environment, "_time_format", lambda _, name: Timing(seconds[name], seconds[name])
+    )
+    environment._probe_once.cache_clear()
+    formats = probe_formats(choose_device())
+    environment._probe_once.cache_clear()
+    assert (formats["bf16"].native, formats["bf16"].time_ratio) == (False, 1.6)
+    assert (formats["fp16"].native, formats["fp16"].time_ratio) == (True, 0.15)
+    assert formats["fp16"].reason == (
+        "Compute capability 7.0 has fp16 arithmetic at full rate. Measured here, a matmul takes "
+        "0.15 and a convolution 0.15 times the time of fp32: it is faster."
+    )
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_the_peak_of_cuda_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On cuda the counter of the right device is reset at the start and read at the end."""
+    calls = []
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda index: calls.append(("reset", index))
+    )
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: 1000 + index)
+    with peak_memory(T4) as peak:
+        assert calls == [("reset", 1)]
+    assert peak.peak_bytes == 1001
+
+
+# Formats: what the makers say
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "fp16", "bf16"),
+    [
+        ((3, 7), "Tesla K80", False, False),
+        ((5, 2), "GeForce GTX 980", False, False),
+        ((5, 3), "Jetson Nano", True, False),
+        ((6, 0), "Tesla P100", True, False),
+        ((6, 1), "GeForce GTX 1080", False, False),
+        ((6, 2), "Jetson TX2", True, False),
+        ((7, 0), "Tesla V100-SXM2-32GB", True, False),
+        ((7, 5), "Tesla T4", True, False),
+        ((7, 5), "NVIDIA GeForce RTX 2060", True, False),
+        ((7, 5), "NVIDIA GeForce GTX 1660 Ti", False, False),
+        ((8, 0), "NVIDIA A100", True, True),
+        ((8, 6), "NVIDIA GeForce RTX 3090", True, True),
+        ((8, 9), "NVIDIA GeForce RTX 4090", True, True),
+        ((9, 0), "NVIDIA H100", True, True),
+        ((10, 0), "NVIDIA B200", True, True),
+        ((12, 0), "NVIDIA GeForce RTX 5090", True, True),
+    ],
+)
+def test_cuda_devices_are_judged_by_capability(
+    capability: tuple[int, int], name: str, fp16: bool, bf16: bool
+) -> None:
+    """fp16 is native from 7.0 and on a few before, bf16 from 8.0; every verdict has a reason."""
+    verdicts = judge_cuda(capability, name)
+    natives = {key: verdict.native for key, verdict in verdicts.items()}
+    assert natives == {"fp32": True, "bf16": bf16, "fp16": fp16}
+    assert all(verdict.reason.endswith(".") for verdict in verdicts.values())
+
+
+def test_reasons_of_cuda_say_what_to_expect() -> None:
+    """Emulated bf16, fp16 at 1/64 of the rate and the NaN of the GTX 16 series are said so."""
+    assert judge_cuda((7, 0))["bf16"].reason == (
+        "Compute capability 7.0 has no bf16 arithmetic (the first that has is 8.0); torch emulates "
+        "it in fp32, and says that it is supported all the same."
+    )
+    assert "at 1/64 of the rate of fp32" in judge_cuda((6, 1))["fp16"].reason
+    assert "give NaN for some shapes" in judge_cuda((7, 5), "GeForce GTX 1650")["fp16"].reason
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fp16", "bf16"),
+    [
+        ("gfx803", False, False),
+        ("gfx906", True, False),
+        ("gfx908:sramecc+:xnack-", True, True),
+        ("gfx90a", True, True),
+        ("gfx942", True, True),
+        ("gfx1031", True, False),
+        ("gfx1100", True, True),
+        ("gfx1201", True, True),
+    ],
+)
+def test_amd_devices_are_judged_by_architecture(architecture: str, fp16: bool, bf16: bool) -> None:
+    """CDNA has bf16 from gfx908, RDNA from gfx11; packed fp16 is older."""
+    verdicts = judge_rocm(architecture)
+    assert (verdicts["fp16"].native, verdicts["bf16"].native) == (fp16, bf16)
+    assert ("has no bf16" in verdicts["bf16"].reason) is not bf16
+
+
+@pytest.mark.parametrize(
+    ("chip", "macos", "bf16", "words"),
+    [
+        ("Apple M1", (13, 6), False, "macOS 13.6 has no bf16 on MPS"),
+        ("Apple M3", (13, 6), False, "macOS 13.6 has no bf16 on MPS"),
+        ("Apple M1 Max", (14, 5), False, "it is emulated"),
+        ("Apple M2 Pro", (15, 0), False, "it is emulated"),
+        ("Apple M3", (14, 0), True, "Apple M3 has bf16 arithmetic"),
+        ("Apple M4 Max", (15, 2), True, "Apple M4 Max has bf16 arithmetic"),
+        ("Intel(R) Core(TM) i7", (14, 0), False, "it is emulated"),
+    ],
+)
+def test_apple_devices_are_judged_by_chip_and_system(
+    chip: str, macos: tuple[int, ...], bf16: bool, words: str
+) -> None:
+    """bf16 wants macOS 14 and is emulated before M3; fp16 is native on all."""
+    verdicts = judge_mps(chip, macos)
+    assert (verdicts["fp16"].native, verdicts["bf16"].native) == (True, bf16)
+    assert words in verdicts["bf16"].reason
+
+
+@pytest.mark.parametrize(
+    ("flags", "fp16", "bf16"),
+    [
+        ("sse2 avx2 f16c avx512f avx512_vnni", False, False),
+        ("avx512f avx512_bf16", False, True),
+        ("avx512f avx512_bf16 avx512_fp16 amx_tile amx_bf16", True, True),
+        ("avx512f amx_bf16 amx_fp16", True, True),
+        ("fp asimd fphp asimdhp", True, False),
+        ("fp asimd fphp asimdhp bf16 sve svebf16", True, True),
+        ("hw.optional.arm.FEAT_FP16", True, False),
+        ("", False, False),
+    ],
+)
+def test_cpus_are_judged_by_their_flags(flags: str, fp16: bool, bf16: bool) -> None:
+    """AMX, AVX-512 and Arm flags make a format native; f16c, which only converts, does not."""
+    verdicts = judge_cpu(normalise_cpu_flags(flags.split()))
+    assert (verdicts["fp16"].native, verdicts["bf16"].native) == (fp16, bf16)
+    assert ("The CPU has no fp16" in verdicts["fp16"].reason) is not fp16
+
+
+def test_flags_of_this_cpu_are_of_the_known_spelling() -> None:
+    """What is read from this machine is in the spelling that the table judges."""
+    assert read_cpu_flags() <= environment._KNOWN_FLAGS
+
+
+# Formats: what a timed probe says
+
+
+def test_measurements_join_the_verdict() -> None:
+    """The ratio is the geometric mean of both operations, and the reason says what it means."""
+    reference = Timing(0.001, 0.002)
+    support = weigh_support("bf16", Verdict(False, "Emulated."), Timing(0.004, 0.002), reference)
+    assert asdict(support) == {
+        "native": False,
+        "works": True,
+        "time_ratio": 2.0,
+        "reason": "Emulated. Measured here, a matmul takes 4 and a convolution 1 times the time of "
+        "fp32: it saves memory and is slower.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.5, "it is faster"), (1.1, "it saves memory and no time"), (40.0, "and is slower")],
+)
+def test_speed_is_said_in_words(seconds: float, words: str) -> None:
+    """A ratio below 0.8 is faster, one above 1.25 slower."""
+    timing = Timing(seconds, seconds)
+    support = weigh_support("fp16", Verdict(True, "Native."), timing, Timing(1.0, 1.0))
+    assert words in support.reason
+
+
+def test_what_fails_when_tried_does_not_work() -> None:
+    """A failed probe outweighs the verdict, and its message is in the reason."""
+    failed = Timing(failure="no kernel image is available.")
+    support = weigh_support("fp16", Verdict(True, "Native."), failed, Timing(1.0, 1.0))
+    assert (support.native, support.works, support.time_ratio) == (False, False, None)
+    assert support.reason == "Native. It was tried and failed: no kernel image is available."
+
+
+def test_the_probe_answers_for_this_cpu() -> None:
+    """On this CPU all three formats run, with ratios, reasons and an answer fit for JSON."""
+    formats = probe_formats(choose_device("cpu"))
+    assert list(formats) == ["fp32", "bf16", "fp16"]
+    assert formats["fp32"].time_ratio == 1.0
+    for name in ("bf16", "fp16"):
+        support = formats[name]
+        assert support.works
+        assert support.time_ratio is not None
+        assert math.isfinite(support.time_ratio)
+        assert support.native == judge_cpu(read_cpu_flags())[name].native
+        assert "Measured here" in support.reason
+    json.dumps({name: asdict(support) for name, support in formats.items()})
+
+
+def test_the_probe_runs_once_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call measures nothing, and a caller's changes do not reach the next."""
+    first = probe_formats(choose_device("cpu"))
+    monkeypatch.setattr(environment, "_time_format", lambda *_: pytest.fail("measured again"))
+    first.clear()
+    assert list(probe_formats(choose_device("cpu"))) == ["fp32", "bf16", "fp16"]
+
+
+def test_the_probe_leaves_the_process_as_it_was() -> None:
+    """No random numbers are drawn, and ambient autocast does not change what is measured."""
+    environment._probe_once.cache_clear()
+    before = torch.get_rng_state()
+    seen = []
+    original = environment._make_operations
+
+    def watch(device: Device, dtype: torch.dtype) -> object:
+        operations = original(device, dtype)
+        seen.append((dtype, operations[0]().dtype))
+        return operations
+
+    with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", dtype=torch.bfloat16):
+        patch.setattr(environment, "_make_operations", watch)
+        probe_formats(choose_device("cpu"))
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(seen) == 3
+    assert all(asked is given for asked, given in seen)
+
+
+def test_a_slow_format_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operation that uses up its share after the first run is not repeated."""
+    calls = []
+
+    def crawl() -> torch.Tensor:
+        calls.append(time.sleep(environment._SHARE_S))
+        return torch.ones(1)
+
+    assert environment._time_median(CPU, crawl) >= environment._SHARE_S
+    assert len(calls) == 2
+
+
+def test_a_probe_that_gives_nan_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device whose arithmetic gives NaN for a harmless sum is found by the probe."""
+    broken = (lambda: torch.tensor([math.nan]), lambda: torch.ones(1))
+    monkeypatch.setattr(environment, "_make_operations", lambda *_: broken)
+    assert environment._time_format(CPU, "fp16").failure == (
+        "a sum of products of 0.125 was not finite."
+    )
+
+
+def test_a_format_that_raises_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A format for which the backend has no kernel is reported, not raised."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'\nmore")
+
+    monkeypatch.setattr(environment, "_make_operations", refuse)
+    assert environment._time_format(CPU, "fp16").failure == (
+        "\"slow_conv2d_cpu\" not implemented for 'Half'."
+    )
+
+
+# Memory
+
+
+def test_the_peak_of_a_block_is_measured() -> None:
+    """Memory that lives only inside the block is seen, and the method is said."""
+    with peak_memory(choose_device("cpu")) as peak:
+        block = torch.ones(2**25)
+        time.sleep(5 * environment._SAMPLE_S)
+        del block
+    assert 2**26 < peak.peak_bytes < 2**30
+    assert peak.method == "growth of resident memory (RSS), read every 20 ms"
+
+
+def test_the_peak_is_there_after_an_error() -> None:
+    """An error passes through, and the sampling thread has ended."""
+    import threading
+
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), peak_memory(CPU) as peak:
+        _ = 1 / 0
+    assert peak.peak_bytes >= 0
+    assert threading.active_count() == before

@@ -1,0 +1,81 @@
+"""Formats as data, held against torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS, PRECISIONS, Format, find_format, name_dtype, parse_precision
+
+
+@pytest.mark.parametrize("entry", FORMATS.values(), ids=list(FORMATS))
+def test_figures_are_those_of_torch(entry: Format) -> None:
+    """Largest, smallest and precision of each format are what torch says of its dtype."""
+    info = torch.finfo(entry.torch_dtype)
+    assert entry.largest == info.max
+    assert entry.smallest_normal == info.smallest_normal
+    assert 2.0 ** (1 - entry.significant_bits) == info.eps
+    assert entry.size_bytes * 8 == info.bits
+    assert entry.smallest == pytest.approx(
+        entry.smallest_normal * 2.0 ** (1 - entry.significant_bits), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("entry", FORMATS.values(), ids=list(FORMATS))
+def test_a_format_is_found_by_each_of_its_names(entry: Format) -> None:
+    """The torch dtype, its name, the name in safetensors and our own lead to one format."""
+    for key in (entry.torch_dtype, entry.torch_name, entry.safetensors_name, entry.name):
+        assert find_format(key) is entry
+    assert name_dtype(entry.torch_dtype) == entry.name
+
+
+def test_integers_are_no_format() -> None:
+    """An integer dtype has no format and keeps torch's name."""
+    assert find_format(torch.int64) is None
+    assert find_format("I64") is None
+    assert name_dtype(torch.int64) == "int64"
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("fp16", "fp16"),
+        ("FP16 ", "fp16"),
+        ("half", "fp16"),
+        ("float16", "fp16"),
+        ("bfloat16", "bf16"),
+        ("float32", "fp32"),
+        ("full", "fp32"),
+    ],
+)
+def test_a_precision_is_read_from_its_common_names(text: str, name: str) -> None:
+    """Common aliases lead to the three precisions."""
+    assert parse_precision(text) == name
+    assert name in PRECISIONS
+
+
+@pytest.mark.parametrize("text", ["fp8", "int8", "fp64", "", "auto"])
+def test_an_unknown_precision_is_refused(text: str) -> None:
+    """What a component cannot run in is an error of usage that shows both ways to write one."""
+    with pytest.raises(OptionError) as caught:
+        parse_precision(text)
+    assert str(caught.value) == (
+        f"The precision {text!r} is unknown. Known are fp32, bf16, fp16, and auto. "
+        "Write for example --precision fp16, or --precision transformer=bf16,vae=fp32."
+    )
+
+
+def test_formats_are_known_without_torch() -> None:
+    """Reading figures and names loads no torch."""
+    code = (
+        "import sys; from stopdown.formats import FORMATS, find_format; "
+        "print(FORMATS['fp16'].largest, find_format('BF16').name, 'torch' in sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "65504.0 bf16 False\n"

@@ -1,0 +1,75 @@
+"""Tests of the pure tensor functions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from stopdown.numerics import (
+    all_finite,
+    count_non_finite,
+    headroom_bits,
+    iterate_tensors,
+    measure_amax,
+    relative_l2,
+    summarise_magnitudes,
+)
+
+
+def test_amax_leaves_out_what_is_not_finite() -> None:
+    """The largest finite magnitude comes back, whatever NaN and Inf stand beside it."""
+    assert measure_amax(torch.tensor([1.0, -3.0, math.inf, math.nan])) == 3.0
+    assert measure_amax(torch.empty(0)) == 0.0
+
+
+def test_summary_counts_what_is_not_finite() -> None:
+    """Largest, typical and smallest positive magnitude come from the finite values alone."""
+    amax, rms, least, bad = summarise_magnitudes(torch.tensor([0.0, -4.0, 3.0, math.nan]))
+    assert (amax, least, bad) == (4.0, 3.0, 1)
+    assert rms == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3), torch.empty(0)])
+def test_summary_of_nothing_is_zero(tensor: torch.Tensor) -> None:
+    """Zeros and empty tensors have no magnitude, and no smallest one either."""
+    assert summarise_magnitudes(tensor) == (0.0, 0.0, 0.0, 0)
+
+
+def test_nan_and_inf_are_counted_apart() -> None:
+    """NaN and both infinities have counts of their own."""
+    assert count_non_finite(torch.tensor([math.nan, math.inf, -math.inf, 1.0])) == (1, 2)
+
+
+def test_finiteness_does_not_overflow_by_itself() -> None:
+    """Large fp16 values whose sum overflows are finite; one Inf among them is seen."""
+    large = torch.full((64,), 60000.0, dtype=torch.float16)
+    assert bool(all_finite([large]))
+    assert not bool(all_finite([large, torch.tensor([math.inf])]))
+    assert all_finite([torch.ones(2, dtype=torch.int64)]) is None
+
+
+def test_headroom_is_negative_beyond_the_end() -> None:
+    """One bit below the end is one bit of headroom; one bit beyond is minus one."""
+    assert headroom_bits(32752.0, torch.float16) == pytest.approx(1.0)
+    assert headroom_bits(131008.0, torch.float16) == pytest.approx(-1.0)
+    assert headroom_bits(0.0, torch.float16) == math.inf
+    with pytest.raises(ValueError, match="is not a floating dtype"):
+        headroom_bits(1.0, torch.int64)
+
+
+def test_relative_error_is_that_of_norms() -> None:
+    """The error of a vector is the norm of the difference over the norm of the reference."""
+    assert relative_l2(torch.tensor([3.0, 5.0]), torch.tensor([3.0, 4.0])) == pytest.approx(0.2)
+
+
+def test_tensors_are_found_in_nested_objects() -> None:
+    """Mappings, sequences and objects with attributes are walked into; modules are not."""
+
+    class Output:
+        def __init__(self) -> None:
+            self.sample, self.extra = torch.ones(1), [torch.ones(2), {"a": torch.ones(3)}]
+
+    found = list(iterate_tensors((Output(), torch.nn.Linear(2, 2), None)))
+    assert [x.numel() for x in found] == [1, 2, 3]

@@ -1,0 +1,296 @@
+"""Plans as files, the choice of a plan, and what is recorded of a run; without a pipeline's run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown import environment
+from stopdown.environment import Device, Support
+from stopdown.errors import OptionError, PlanError, ScalingError
+from stopdown.pipelines.components import Door
+from stopdown.pipelines.sources import Source
+from stopdown.planning import applying, choosing, measuring, plan_files, plans
+from stopdown.planning.precision import ComponentFacts, explain_plan
+from stopdown.planning.recording import MOST_CALLS, RecordedCall, _thin_out, sign_call
+from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling import Scaling
+
+ENTRY = ComponentPlan(
+    component="transformer",
+    class_name="Linear",
+    weights="aa",
+    precision="fp16",
+    exponents={"weight": -6, "bias[0:2]": 3, "bias[2:4]": 2},
+    headroom_bits=3.25,
+    tightest="Linear: (linear)",
+    calls=4,
+    prompts=2,
+    pinned={"special_bessel_j0": ("Linear:",)},
+    reasons=("A reason.",),
+)
+PLAN = plan_files.seal_plan(
+    Plan(
+        source="owner/name",
+        fingerprint="f" * 64,
+        pipeline="CogVideoXPipeline",
+        precision="fp16",
+        versions=plan_files.read_class_versions(),
+        components=(ENTRY,),
+        prompts=("a ball",),
+        steps=4,
+        device="cpu",
+        elapsed_s=1.5,
+    )
+)
+GOOD, MISSING = Support(True, True, 0.2, "Native."), Support(False, True, 4.0, "Emulated.")
+
+
+def test_a_plan_survives_its_file(tmp_path: Path) -> None:
+    """What is read is what was written, exponents, tuples and all."""
+    path = tmp_path / "plan.json"
+    for island_flops in (0.5, 0):
+        entry = dataclasses.replace(ENTRY, island_flops=island_flops, headroom_bits=3)
+        plan = plan_files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
+        plan_files.write_plan(plan, path)
+        assert plan_files.read_plan(path) == plan
+
+
+def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
+    """No file: the command that makes it stands in the message."""
+    with pytest.raises(PlanError, match=r"No such file.*Make it: stopdown plan SOURCE -o"):
+        plan_files.read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -3])
+def test_a_truncated_plan_is_refused(tmp_path: Path, length: int) -> None:
+    """A file that was cut off anywhere is no plan."""
+    path = tmp_path / "plan.json"
+    plan_files.write_plan(PLAN, path)
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(PlanError, match=r"plan.json is not a plan\. .*Make it again"):
+        plan_files.read_plan(path)
+
+
+@pytest.mark.parametrize("change", ["exponent", "nested field", "seal"])
+def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
+    """One exponent changed, a field slipped in or another seal: the seal does not fit."""
+    path = tmp_path / "plan.json"
+    plan_files.write_plan(PLAN, path)
+    content = json.loads(path.read_text())
+    if change == "exponent":
+        content["components"][0]["exponents"]["weight"] = -5
+    elif change == "nested field":
+        content["components"][0]["islands"] = ["norm"]
+    else:
+        content["seal"] = "0" * 64
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
+        plan_files.read_plan(path)
+
+
+def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
+    """A later version's plan says which schema this version reads."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**json.loads(_as_json(PLAN)), "schema": 99}))
+    with pytest.raises(PlanError, match="The Plan has schema 99"):
+        plan_files.read_plan(path)
+
+
+def _as_json(plan: Plan) -> str:
+    from stopdown.records import to_json
+
+    return to_json(plan)
+
+
+def test_a_plan_for_another_checkpoint_or_version_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both fingerprints and both versions stand in one message."""
+    source = Source("other/model", Path("nowhere"), "folder")
+    monkeypatch.setattr(applying, "fingerprint", lambda source: "e" * 64)
+    old = dataclasses.replace(PLAN, versions={**PLAN.versions, "transformers": "4.0"})
+    with pytest.raises(PlanError) as caught:
+        applying.check_source(old, source)
+    text = str(caught.value)
+    assert (
+        "made for owner/name with the fingerprint ffffffffffff, and that of other/model is ee"
+        in text
+    )
+    assert "it was made with transformers 4.0, and 5." in text
+    assert text.endswith("Make its plan: stopdown plan other/model -o plan.json")
+
+
+def test_only_fp16_needs_a_plan() -> None:
+    """A plan for bf16 is refused with what to type instead, before anything is loaded."""
+    with pytest.raises(OptionError, match="Only fp16 needs one"):
+        plans.make_plan("nowhere", precision="bf16")
+    with pytest.raises(OptionError, match="--steps 0 is less than 1"):
+        plans.make_plan("nowhere", steps=0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "bf16", "fp16", "wanted"),
+    [
+        ("bf16", MISSING, GOOD, True),
+        ("bf16", GOOD, GOOD, False),
+        ("bf16", MISSING, MISSING, False),
+        ("fp16", MISSING, GOOD, False),
+        ("fp32", MISSING, GOOD, False),
+    ],
+)
+def test_auto_wants_a_plan_only_where_bf16_is_missing_and_fp16_is_not(
+    stored: str, bf16: Support, fp16: Support, wanted: bool
+) -> None:
+    """A table of plain cases: storage of the weights against what the device is good at."""
+    facts = [ComponentFacts("transformer", ("transformer",), {stored: 10})]
+    reason = explain_plan(facts, {"bf16": bf16, "fp16": fp16, "fp32": GOOD})
+    assert bool(reason) is wanted
+    if wanted:
+        assert reason.startswith("transformer is stored in bf16, which this device lacks")
+
+
+def test_auto_makes_a_plan_once_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run of a checkpoint reads the plan of the first; on a CPU there is none."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    made: list[Any] = []
+
+    def make(source: Source, **_: Any) -> Plan:
+        made.append(source)
+        return PLAN
+
+    monkeypatch.setattr(choosing, "make_plan", make)
+    monkeypatch.setattr(choosing, "fingerprint", lambda source: PLAN.fingerprint)
+    source = Source("owner/name", tmp_path, "folder")
+    facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
+    supports = {"bf16": MISSING, "fp16": GOOD, "fp32": GOOD}
+    card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
+    for _ in range(2):
+        chosen = choosing.choose_plan(source, "auto", facts, supports, card)
+        assert chosen is not None
+        assert chosen.plan == PLAN
+    assert len(made) == 1
+    assert plan_files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
+    decisions = applying.decide_by_plan(chosen.plan, chosen.name, facts)
+    assert decisions[0].reason.startswith(
+        "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
+    )
+    processor = Device("cpu", 0, "processor", None, 16 << 30)
+    assert choosing.choose_plan(source, "auto", facts, supports, processor) is None
+    assert choosing.choose_plan(source, "fp16", facts, supports, card) is None
+
+
+def test_a_cached_plan_that_was_edited_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged file in the cache is no error."""
+    monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
+    path = plan_files.write_cached_plan(PLAN)
+    path.write_text("{")
+    assert plan_files.read_cached_plan(PLAN.fingerprint) is None
+    assert path.is_relative_to(environment.cache_folder())
+
+
+def test_a_decision_says_what_the_plan_did() -> None:
+    """Tensors, exponents, islands and headroom in one sentence; each direction has its own."""
+    facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
+    (decision,) = applying.decide_by_plan(PLAN, "plan.json", facts)
+    assert decision.reason == (
+        "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 islands, 3.2 bits of headroom "
+        "(calibrated on 4 calls)."
+    )
+    assert decision.stored == "bf16"
+
+
+def test_a_component_in_fp32_says_why() -> None:
+    """The reasons of the plan are those of the run."""
+    entry = dataclasses.replace(ENTRY, precision="fp32", reasons=("It cannot be captured.",))
+    assert applying.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
+
+
+def test_reasons_name_islands_and_pinned_operations() -> None:
+    """What stays in fp32 and what was kept for want of a rule stand in the plan as sentences."""
+    scaling = Scaling(
+        exponents={"a": -2}, islands=("norm",), island_flops=0.125, headroom_bits=2.0,
+        tightest="X:y (add)", pinned={"bessel": ("X:",)},
+    )  # fmt: skip
+    bare = ComponentPlan("vae", "X", "", "fp32")
+    entry = plans.describe_scaling(bare, scaling, "fp16", 3)
+    assert entry.reasons == (
+        "In 3 measured calls every 16-bit value stays 2.0 bits below the end of fp16; the tightest "
+        "is X:y (add).",
+        "For that 1 tensor is scaled by exponents -2..-2.",
+        "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
+        "Kept as they are for want of a rule: bessel.",
+    )
+    assert applying.read_scaling(entry) == scaling
+
+
+def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> None:
+    """bf16 values give one digest in bf16, fp32 and fp16; one changed value gives another."""
+    module = nn.Linear(5, 3).bfloat16()
+    digest = plans.sample_weights(module)
+    assert plans.sample_weights(module.float()) == digest
+    assert plans.sample_weights(module.half()) == digest
+    module.weight.data[0, 0] += 1
+    assert plans.sample_weights(module) != digest
+
+
+def test_quantised_weights_are_named() -> None:
+    """Integers and one-byte floats among the parameters mean a quantised module."""
+    module = nn.Linear(2, 2)
+    assert measuring.find_quantised(module) == ""
+    module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    assert measuring.find_quantised(module) == "int8"
+
+
+def test_every_tensor_with_nan_is_named() -> None:
+    """All of them in one message, with their counts."""
+    module = nn.Linear(2, 2)
+    module.weight.data[0, 0], module.bias.data[:] = float("nan"), float("inf")
+    with pytest.raises(ScalingError, match=r"weight \(1 of 4\), bias \(2 of 2\)"):
+        measuring.check_weights(module)
+
+
+def _call(*args: Any, **kwargs: Any) -> RecordedCall:
+    return RecordedCall(Door("vae.decode", nn.Linear(1, 1), "decode", "decode"), args, kwargs)
+
+
+def test_calls_of_one_kind_share_a_capture() -> None:
+    """Other values are the same kind; another shape, flag or keyword is another."""
+    first = _call(torch.zeros(2, 3), return_dict=False)
+    assert sign_call(first) == sign_call(_call(torch.ones(2, 3), return_dict=False))
+    for other in (
+        _call(torch.zeros(2, 4), return_dict=False),
+        _call(torch.zeros(2, 3), return_dict=True),
+        _call(torch.zeros(2, 3)),
+    ):
+        assert sign_call(first) != sign_call(other)
+    assert len(measuring.group_calls([first, first, _call(torch.zeros(1))])) == 2
+
+
+def test_few_calls_of_many_are_kept() -> None:
+    """The first and the last stay, whatever their number."""
+    calls = [_call(i) for i in range(100)]
+    kept = _thin_out(calls)
+    assert len(kept) == MOST_CALLS
+    assert (kept[0].args, kept[-1].args) == ((0,), (99,))
+    assert _thin_out(calls[:5]) == calls[:5]
+
+
+def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
+    """No fingerprint of files, the formats of its weights counted in bytes."""
+    module = nn.Linear(4, 4).bfloat16()
+    pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
+    opened = plans._open(pipe, None, plans.Request(), None, None)
+    assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
+    assert opened.stored == {"transformer": {"bf16": 40}}

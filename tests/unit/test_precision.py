@@ -1,0 +1,233 @@
+"""Tests of the choice of precision: a table of plain cases, without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from stopdown.environment import Support, Timing, judge_cpu, judge_cuda, weigh_support
+from stopdown.errors import OptionError
+from stopdown.planning.precision import (
+    ComponentFacts,
+    choose_precision,
+    decide_precisions,
+    parse_request,
+)
+from stopdown.records import Decision
+
+FP32 = Support(True, True, 1.0, "fp32 is native on every device.")
+
+
+def make_supports(bf16: Support, fp16: Support) -> dict[str, Support]:
+    return {"fp32": FP32, "bf16": bf16, "fp16": fp16}
+
+
+def weigh_cuda(capability: tuple[int, int], **ratios: float) -> dict[str, Support]:
+    """What the probe says of a card with these times over those of fp32."""
+    verdicts = judge_cuda(capability)
+    base = Timing(1.0, 1.0)
+    return {
+        name: weigh_support(name, verdicts[name], Timing(ratio, ratio), base)
+        for name, ratio in {"fp32": 1.0, **ratios}.items()
+    }
+
+
+V100 = weigh_cuda((7, 0), bf16=4.0, fp16=0.25)
+A100 = weigh_cuda((8, 0), bf16=0.2, fp16=0.2)
+P40 = weigh_cuda((6, 1), bf16=3.0, fp16=1.1)
+PLAIN_CPU = {
+    name: weigh_support(name, verdict, Timing(ratio, ratio), Timing(1.0, 1.0))
+    for (name, verdict), ratio in zip(judge_cpu([]).items(), (1.0, 2.0, 8.0), strict=True)
+}
+SLOW_CPU = make_supports(
+    Support(True, True, 3.0, "bf16 is native and slow."), Support(False, True, 9.0, "No fp16.")
+)
+BROKEN = make_supports(
+    Support(False, False, None, "It was tried and failed: not implemented for 'BFloat16'."),
+    Support(True, True, 0.5, "fp16 is native."),
+)
+
+
+def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFacts:
+    return ComponentFacts("unet", ("unet",), {stored: 100} if stored else {}, {}, force_upcast)
+
+
+@pytest.mark.parametrize(
+    ("supports", "stored", "force_upcast", "chosen", "reason"),
+    [
+        (A100, "bf16", False, "bf16", "Its weights are stored in bf16. Compute capability 8.0 has"),
+        (A100, "fp16", False, "fp16", "Its weights are stored in fp16. Compute capability 8.0 has"),
+        (A100, "fp32", False, "fp32", "Its weights are stored in fp32; fp32 holds them exactly."),
+        (A100, "fp8-e4m3", False, "fp32", "Its weights are stored in fp8-e4m3; fp32 holds them"),
+        (A100, None, False, "fp32", "The format of its weights on disk is unknown; fp32 is always"),
+        (V100, "fp16", False, "fp16", "Its weights are stored in fp16. Compute capability 7.0 has"),
+        (V100, "bf16", False, "fp32", "Its weights are stored in bf16. Compute capability 7.0 has"),
+        (P40, "fp16", False, "fp32", "Its weights are stored in fp16. Compute capability 6.1"),
+        (PLAIN_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. The CPU has no bf16"),
+        (PLAIN_CPU, "fp16", False, "fp32", "Its weights are stored in fp16. The CPU has no fp16"),
+        (SLOW_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. bf16 is native and"),
+        (BROKEN, "bf16", False, "fp32", "Its weights are stored in bf16. It was tried and failed"),
+        (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),
+        (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),
+        (A100, "bf16", True, "bf16", "Its weights are stored in bf16. Compute capability 8.0 has"),
+    ],
+)
+def test_the_choice_follows_from_facts(
+    supports: Mapping[str, Support],
+    stored: str | None,
+    force_upcast: bool,
+    chosen: str,
+    reason: str,
+) -> None:
+    """Native formats, the stored format and force_upcast decide, and the reason says which."""
+    precision, sentence = choose_precision(make_facts(stored, force_upcast=force_upcast), supports)
+    assert precision == chosen
+    assert sentence.startswith(reason)
+    assert sentence.endswith(".")
+
+
+def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
+    """On a V100 the whole reason: what is stored, what is missing, and what fp16 would risk."""
+    _, reason = choose_precision(make_facts("bf16"), V100)
+    assert reason == (
+        "Its weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
+        "that has is 8.0); torch emulates it in fp32, and says that it is supported all the same. "
+        "Measured here, a matmul takes 4 and a convolution 4 times the time of fp32: it saves "
+        "memory and is slower. In fp16, which ends at 65504, values of bf16-trained models may "
+        "overflow."
+    )
+
+
+def test_most_of_the_bytes_decide_what_is_stored() -> None:
+    """A checkpoint with a few fp32 tensors counts as bf16."""
+    facts = ComponentFacts("vae", ("vae",), {"fp32": 10, "bf16": 90})
+    assert facts.stored_mostly == "bf16"
+    assert ComponentFacts("vae", ("vae",), {}).stored_mostly is None
+
+
+T5 = ComponentFacts("text_encoder", ("text_encoder",), {"bf16": 9}, {"fp16": ("wo",), "bf16": ()})
+TRANSFORMER = ComponentFacts("transformer", ("transformer",), {"bf16": 9})
+VAE = ComponentFacts("vae", ("vae.encode", "vae.decode"), {"fp16": 9}, {}, True)
+MODEL = (T5, TRANSFORMER, VAE)
+
+
+def test_each_call_gets_one_decision() -> None:
+    """An autoencoder has two calls; what was asked for wins, and the rest is chosen."""
+    request = {"text_encoder": "fp16", "vae.encode": "fp16"}
+    decisions = decide_precisions(MODEL, A100, request)
+    asked = "Asked for."
+    assert decisions[0] == Decision(
+        "text_encoder", "fp16", f"{asked} Its authors keep wo in fp32.", "bf16", ("wo",)
+    )
+    assert [(d.component, d.precision) for d in decisions] == [
+        ("text_encoder", "fp16"),
+        ("transformer", "bf16"),
+        ("vae.encode", "fp16"),
+        ("vae.decode", "fp32"),
+    ]
+    assert decisions[2].reason == asked
+    assert decisions[3].reason.startswith("Its config says force_upcast")
+
+
+@pytest.mark.parametrize(("precision", "kept"), [("fp16", ("wo",)), ("bf16", ()), ("fp32", ())])
+def test_what_is_kept_in_fp32_depends_on_the_precision(
+    precision: str, kept: tuple[str, ...]
+) -> None:
+    """Transformers keeps T5's wo in fp32 when it loads fp16, and not when it loads bf16."""
+    (decision,) = decide_precisions([T5], A100, {"text_encoder": precision})
+    assert decision.kept_fp32 == kept
+    assert ("wo" in decision.reason) == bool(kept)
+
+
+def test_a_precision_that_does_not_work_is_refused() -> None:
+    """The message says what was tried, and what to type."""
+    with pytest.raises(OptionError) as caught:
+        decide_precisions([TRANSFORMER], BROKEN, {"transformer": "bf16"})
+    assert str(caught.value) == (
+        "transformer cannot run in bf16 on this device. It was tried and failed: not implemented "
+        "for 'BFloat16'. Use --precision transformer=fp32, or leave it to auto."
+    )
+
+
+def test_a_slow_precision_that_was_asked_for_is_given() -> None:
+    """A user who asks for emulated bf16 gets it."""
+    (decision,) = decide_precisions([TRANSFORMER], V100, {"transformer": "bf16"})
+    assert (decision.precision, decision.reason) == ("bf16", "Asked for.")
+
+
+@pytest.mark.parametrize(
+    ("text", "request_"),
+    [
+        ("auto", {}),
+        (" AUTO ", {}),
+        (
+            "fp16",
+            {
+                "text_encoder": "fp16",
+                "transformer": "fp16",
+                "vae.encode": "fp16",
+                "vae.decode": "fp16",
+            },
+        ),
+        ("transformer=bf16", {"transformer": "bf16"}),
+        ("vae=fp32", {"vae.encode": "fp32", "vae.decode": "fp32"}),
+        ("vae=half, vae.decode=float32", {"vae.encode": "fp16", "vae.decode": "fp32"}),
+        ("transformer=auto,vae.encode=bf16", {"vae.encode": "bf16"}),
+    ],
+)
+def test_a_request_is_read(text: str, request_: dict[str, str]) -> None:
+    """Names, aliases, components and directions of an autoencoder; auto leaves a call open."""
+    assert parse_request(text, MODEL) == request_
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "transfomer=bf16",
+            "The model has no component 'transfomer'. It has text_encoder, transformer, vae, "
+            "vae.decode, vae.encode. Write for example --precision transformer=bf16.",
+        ),
+        (
+            "text_encoder_2=bf16",
+            "The model has no component 'text_encoder_2'. It has text_encoder, transformer, vae, "
+            "vae.decode, vae.encode. Write for example --precision text_encoder=bf16.",
+        ),
+        (
+            "fp64",
+            "The precision 'fp64' is unknown. Known are fp32, bf16, fp16, and auto. Write for "
+            "example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+        ),
+        (
+            "vae=int8",
+            "The precision 'int8' is unknown. Known are fp32, bf16, fp16, and auto. Write for "
+            "example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+        ),
+        (
+            "transformer=fp16,bf16",
+            "The entry 'bf16' of --precision does not say for which component. Each entry is "
+            "COMPONENT=PRECISION; the model has text_encoder, transformer, vae, vae.decode, "
+            "vae.encode. Write for example --precision transformer=bf16,vae=fp32. Components that "
+            "are not named are chosen by auto.",
+        ),
+    ],
+)
+def test_a_request_that_cannot_be_read_is_explained(text: str, message: str) -> None:
+    """An unknown component is answered with the nearest, an unknown precision with those there are."""
+    with pytest.raises(OptionError) as caught:
+        parse_request(text, MODEL)
+    assert str(caught.value) == message
+
+
+def test_deciding_needs_no_torch() -> None:
+    """The decisions are made in a process that never loads torch."""
+    script = (
+        "import sys; from stopdown.planning import precision\n"
+        "facts = precision.ComponentFacts('vae', ('vae',), {'fp32': 1})\n"
+        "precision.decide_precisions([facts], {}, precision.parse_request('auto', [facts]))\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

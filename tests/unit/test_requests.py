@@ -1,0 +1,173 @@
+"""Tests of requests: from options to the arguments of a pipeline's call, and back to frames."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stopdown import testing
+from stopdown.errors import OptionError
+from stopdown.pipelines.requests import (
+    Request,
+    build_arguments,
+    choose_class,
+    find_frames,
+    read_frames,
+)
+
+PICTURE = np.full((24, 40, 3), 128, np.uint8)
+CLIP = np.full((9, 24, 40, 3), 128, np.uint8)
+
+make_pipeline = functools.cache(testing.make_pipeline)
+
+
+def test_the_class_follows_the_request() -> None:
+    """A checkpoint that also serves another class gets it when a video or picture is given."""
+    assert choose_class("CogVideoXPipeline", Request(prompt="a")) == "CogVideoXPipeline"
+    assert choose_class("CogVideoXPipeline", Request(video=CLIP)) == "CogVideoXVideoToVideoPipeline"
+    assert choose_class("WanPipeline", Request(video=CLIP)) == "WanVideoToVideoPipeline"
+    assert choose_class("FluxPipeline", Request(image=PICTURE)) == "FluxImg2ImgPipeline"
+    name = "StableVideoDiffusionPipeline"
+    assert choose_class(name, Request(image=PICTURE)) == name
+
+
+def test_a_text_to_video_call() -> None:
+    """Every option has its argument, the seed its generator, and the output is numpy."""
+    request = Request("a ball", "a cube", None, None, 9, 32, 48, 5, 6.5, seed=3)
+    arguments = build_arguments(make_pipeline("cogvideox"), request)
+    generator = arguments.pop("generator")
+    assert generator.initial_seed() == 3
+    assert generator.device == torch.device("cpu")
+    assert arguments == {
+        "prompt": "a ball",
+        "negative_prompt": "a cube",
+        "num_inference_steps": 5,
+        "num_frames": 9,
+        "height": 32,
+        "width": 48,
+        "guidance_scale": 6.5,
+        "output_type": "np",
+        "max_sequence_length": 226,
+    }
+
+
+def test_an_image_to_video_call_without_prompt() -> None:
+    """Stable Video Diffusion names its guidance otherwise, and gets the picture at the size."""
+    request = Request(image=PICTURE, height=32, width=64, guidance=2.0)
+    arguments = build_arguments(make_pipeline("svd"), request)
+    assert arguments["image"].size == (64, 32)
+    assert (arguments["max_guidance_scale"], "prompt" in arguments) == (2.0, False)
+
+
+def test_what_was_not_asked_for_is_left_to_the_pipeline() -> None:
+    """None gives no argument; the picture keeps its size."""
+    arguments = build_arguments(make_pipeline("cogvideox-image"), Request("a", image=PICTURE))
+    names = {"prompt", "image", "generator", "output_type", "max_sequence_length"}
+    assert set(arguments) == names
+    assert arguments["image"].size == (40, 24)
+
+
+def test_a_video_brings_its_own_frames() -> None:
+    """The pipeline gets pictures, and no number of frames, which it would not take."""
+    arguments = build_arguments(
+        make_pipeline("cogvideox-video"), Request("a", video=CLIP, frames=9)
+    )
+    assert [frame.size for frame in arguments["video"]] == [(40, 24)] * 9
+    assert "num_frames" not in arguments
+
+
+def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
+    """Pipelines that take the size from the picture get it resized."""
+    import diffusers
+
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(
+        **make_pipeline("sd").components, requires_safety_checker=False
+    )
+    arguments = build_arguments(pipe, Request("a", image=PICTURE, height=32))
+    assert arguments["image"].size == (40, 32)
+    assert "height" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "request_", "message"),
+    [
+        (
+            "cogvideox",
+            Request(),
+            "CogVideoXPipeline needs a PROMPT, and there is none. Write it after SOURCE: stopdown "
+            'generate SOURCE "a red circle".',
+        ),
+        (
+            "svd",
+            Request(),
+            "StableVideoDiffusionPipeline needs --image FILE, and there is none. Add --image FILE "
+            "to the command.",
+        ),
+        (
+            "svd",
+            Request(prompt="a ball", image=PICTURE),
+            "StableVideoDiffusionPipeline does not take PROMPT. It takes --image, --steps, "
+            "--frames, --height, --width, --guidance. Leave PROMPT away, or use a model that takes "
+            "it.",
+        ),
+        (
+            "cogvideox-image",
+            Request(prompt="a ball"),
+            "CogVideoXImageToVideoPipeline needs --image FILE, and there is none. Add --image FILE "
+            "to the command.",
+        ),
+        (
+            "cogvideox-video",
+            Request(prompt="a ball"),
+            "CogVideoXVideoToVideoPipeline needs --video FILE, and there is none. Add --video FILE "
+            "to the command.",
+        ),
+        (
+            "sd",
+            Request(prompt="a ball", frames=9),
+            "StableDiffusionPipeline does not take --frames. It takes PROMPT, --negative, --steps, "
+            "--height, --width, --guidance. Leave --frames away, or use a model that takes it.",
+        ),
+        (
+            "cogvideox",
+            Request(prompt="a ball", image=PICTURE),
+            "CogVideoXPipeline does not take --image. It takes PROMPT, --negative, --steps, "
+            "--frames, --height, --width, --guidance. Leave --image away, or use a model that "
+            "takes it.",
+        ),
+    ],
+)
+def test_what_a_pipeline_does_not_take_or_lacks(name: str, request_: Request, message: str) -> None:
+    """The message names the flag, and what the pipeline takes."""
+    with pytest.raises(OptionError) as caught:
+        build_arguments(make_pipeline(name), request_)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "frames"),
+    [
+        ("cogvideox", {}, 9),
+        ("cogvideox", {"num_frames": 5}, 5),
+        ("cogvideox-video", {"video": [None] * 7}, 7),
+        ("svd", {}, 3),
+        ("wan", {}, 81),
+        ("sd", {}, 1),
+        ("cogview3plus", {}, 1),
+    ],
+)
+def test_frames_are_known_before_the_run(name: str, arguments: Any, frames: int) -> None:
+    """Asked for, from the video, from the model's config or the pipeline's default."""
+    assert find_frames(make_pipeline(name), arguments) == frames
+
+
+def test_frames_are_read_from_videos_and_pictures() -> None:
+    """Both kinds of output give `[T, H, W, 3]`."""
+    clip, picture = np.zeros((1, 5, 8, 8, 3)), np.zeros((1, 8, 8, 3))
+    assert read_frames(SimpleNamespace(frames=clip)).shape == (5, 8, 8, 3)
+    assert read_frames(SimpleNamespace(images=picture)).shape == (1, 8, 8, 3)

@@ -1,0 +1,320 @@
+"""Property tests of rescaling over generated networks, and the rules that need care."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from stopdown.errors import ScalingError
+from stopdown.scaling import cast_, rescale_
+
+WIDTH = 16
+
+
+class Branch(nn.Module):
+    """One residual branch: a norm, something in the middle, a linear back into the stream."""
+
+    def __init__(self, norm: str, body: str) -> None:
+        super().__init__()
+        self.kind = body
+        self.norm = _make_norm(norm)
+        self.wide = nn.Linear(WIDTH, 3 * WIDTH if body in ("attention", "modulated") else 2 * WIDTH)
+        self.back = nn.Linear(2 * WIDTH if body in ("relu", "gelu") else WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(getattr(self, f"_{self.kind}")(self.wide(self.norm(x))))
+
+    def _relu(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.relu(x)
+
+    def _gelu(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x)
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = x.chunk(2, dim=-1)
+        return functional.silu(gate) * value
+
+    def _modulated(self, x: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = x.chunk(3, dim=-1)
+        return gate * (functional.layer_norm(gate, (WIDTH,)) * (1 + scale) + shift)
+
+    def _attention(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = x.unflatten(-1, (3, 2, WIDTH // 2)).unbind(-3)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = functional.scaled_dot_product_attention(query, key, value)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class HandWritten(nn.Module):
+    """An RMS norm as T5 writes it, its variance in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(WIDTH)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(variance + self.eps)).to(self.weight.dtype)
+
+
+class Network(nn.Module):
+    """An embedding, branches, a final norm and a projection."""
+
+    def __init__(self, branches: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, WIDTH)
+        self.branches = nn.ModuleList(Branch(*branch) for branch in branches)
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for branch in self.branches:
+            x = branch(x)
+        return self.out(self.norm(x))
+
+
+def _make_norm(name: str) -> nn.Module:
+    if name == "layer":
+        return nn.LayerNorm(WIDTH)
+    if name == "plain":
+        return nn.LayerNorm(WIDTH, elementwise_affine=False)
+    return nn.RMSNorm(WIDTH, eps=1e-6) if name == "rms" else HandWritten()
+
+
+def _copy_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+BRANCHES = st.tuples(
+    st.sampled_from(["layer", "plain", "rms", "written"]),
+    st.sampled_from(["relu", "gelu", "gated", "modulated", "attention"]),
+)
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    branches=st.lists(BRANCHES, min_size=1, max_size=2),
+    growth=st.integers(8, 18),
+    seed=st.integers(0, 999),
+)
+def test_any_network_is_exact_in_range_and_undone(
+    branches: list[tuple[str, str]], growth: int, seed: int
+) -> None:
+    """Networks that overflow fp16: exact in fp32, finite and near in fp16, undone to the bit."""
+    torch.manual_seed(seed)
+    module, x = Network(branches).eval().requires_grad_(False), torch.randn(2, 5, 4)
+    module.embed.weight.mul_(2.0**growth)
+    for branch in module.branches:
+        branch.back.weight.mul_(2.0**growth)
+    reference, before = module(x), _copy_state(module)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    assert rescaling.headroom_bits > 0
+    assert rescaling.islands == ()
+    cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert bool(low.isfinite().all())
+    assert float((low.float() - reference).norm() / reference.norm()) < 0.02
+    rescaling.undo()
+    after = _copy_state(module)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert module.norm.eps == 1e-5
+
+
+def _overflowing(body: str = "gated") -> tuple[Network, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Network([("layer", body)]).eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    return module, torch.randn(2, 5, 4)
+
+
+def test_the_parts_of_a_chunk_get_exponents_of_their_own() -> None:
+    """A gate's rows are folded apart from those that `1 + scale` and `shift` pin."""
+    torch.manual_seed(0)
+
+    class Modulated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.linear = nn.Linear(4, WIDTH), nn.Linear(4, 3 * WIDTH)
+            self.norm, self.back = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            shift, scale, gate = self.linear(x).chunk(3, dim=-1)
+            x = self.embed(x)
+            for _ in range(2):
+                x = x + gate * self.back(self.norm(x) * (1 + scale) + shift)
+            return self.norm(x)
+
+    module, x = Modulated().eval().requires_grad_(False), torch.randn(2, 5, 4)
+    module.embed.weight.mul_(2.0**24)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    rows = {name for name in rescaling.exponents if name.startswith("linear.weight")}
+    assert rows == {f"linear.weight[{2 * WIDTH}:{3 * WIDTH}]"}
+
+
+def test_an_operation_without_a_rule_is_pinned_and_named() -> None:
+    """What is unknown keeps its values, and stands in the result with its place."""
+
+    class Unknown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(torch.special.bessel_j0(self.first(x)))
+
+    rescaling = rescale_(Unknown().eval(), (torch.randn(2, 4),))
+    assert rescaling.pinned == {"special_bessel_j0": ("Unknown:",)}
+    assert rescaling.exponents == {}
+
+
+def test_what_cannot_be_scaled_becomes_an_island() -> None:
+    """A value that a gelu reads beyond fp16 keeps its module in fp32, between cast hooks."""
+    torch.manual_seed(0)
+
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.layer_norm(self.inner(x), (4,))
+
+    module, x = Feed().eval().requires_grad_(False), torch.randn(3, 4)
+    module.inner[0].weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.islands
+    assert torch.equal(module(x), reference)
+    cast = cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert low.dtype == torch.float16
+    assert bool(low.isfinite().all())
+    cast.undo()
+    assert torch.equal(module(x), reference)
+
+
+def test_an_output_beyond_the_range_is_refused_by_name() -> None:
+    """Nothing can scale what the caller reads: the error names it, and nothing was changed."""
+    module = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    module[0].weight.fill_(1e6)
+    before = _copy_state(module)
+    with pytest.raises(ScalingError, match=r"Sequential:0 \(linear\) reaches 4e\+06"):
+        rescale_(module, (torch.ones(1, 4),))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_weight_that_is_nan_is_named() -> None:
+    """Weights that are NaN on disk are no matter of precision."""
+    module = nn.Linear(4, 4).requires_grad_(False)
+    module.weight[1, 2] = float("nan")
+    with pytest.raises(ScalingError, match="The weight weight holds 1 values that are NaN or Inf"):
+        rescale_(module, (torch.ones(1, 4),))
+
+
+def test_clamps_at_the_end_of_fp16_do_not_bite() -> None:
+    """A clamp that only fp16 executes is kept off by the limits, and the value behind it scales."""
+
+    class Clamped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            if x.dtype == torch.float16:
+                x = x.clip(-65504, 65504)
+            return self.norm(x)
+
+    torch.manual_seed(0)
+    module, x = Clamped().eval().requires_grad_(False), torch.randn(2, 4)
+    module.embed.weight.mul_(2.0**24)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    assert rescaling.exponents["embed.weight"] < -6
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).abs().max()) < 0.01
+
+
+def test_a_cube_inside_a_tanh_may_overflow() -> None:
+    """The tanh of an Inf is 1, as it is of the cube: no island for a GELU written out by hand."""
+
+    class Gelu(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), Gelu(), nn.Linear(8, 4)).eval().requires_grad_(False)
+    module[0].weight.mul_(300.0)
+    x = torch.randn(3, 4)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.islands == ()
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
+
+
+def test_a_square_in_fp16_does_not_underflow() -> None:
+    """A variance that the model computes in fp16 stays where fp16 has bits: compared, not only
+    finite."""
+
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.eps, self.out = nn.Linear(4, WIDTH), 1e-6, nn.Linear(WIDTH, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            return self.out(x / torch.sqrt(torch.mean(x**2, dim=-1, keepdim=True) + self.eps))
+
+    torch.manual_seed(0)
+    module, x = Squared().eval().requires_grad_(False), torch.randn(2, 4)
+    module.embed.weight.mul_(2.0**12)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    cast_(module, torch.float16, rescaling)
+    assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
+
+
+def test_several_calls_share_their_parameters() -> None:
+    """Two lengths give one set of exponents that holds for both."""
+    module, _ = _overflowing()
+    short, long = torch.randn(1, 2, 4), torch.randn(1, 9, 4) * 100
+    references = module(short), module(long)
+    rescaling = rescale_(module, calls=[(module, (short,), {}), (module, (long,), {})])
+    assert torch.equal(module(short), references[0])
+    assert torch.equal(module(long), references[1])
+    cast_(module, torch.float16, rescaling)
+    assert bool(module(long.half()).isfinite().all())
+
+
+def test_undoing_after_a_cast_takes_both_back() -> None:
+    """One `undo` of the rescaling restores dtypes, weights, eps and hooks; a second is harmless."""
+    module, x = _overflowing("attention")
+    before, reference = _copy_state(module), module(x)
+    rescaling = rescale_(module, (x,))
+    cast_(module, torch.float16, rescaling)
+    assert module.out.weight.dtype == torch.float16
+    for _ in range(2):
+        rescaling.undo()
+    after = _copy_state(module)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(module(x), reference)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def test_a_module_that_is_in_range_is_left_alone() -> None:
+    """Nothing is folded into a network that fp16 holds as it is."""
+    torch.manual_seed(0)
+    module, x = Network([("layer", "gated")]).eval(), torch.randn(2, 5, 4)
+    rescaling = rescale_(module, (x,))
+    assert (rescaling.exponents, rescaling.multiplies, rescaling.islands) == ({}, {}, ())
+    assert rescaling.certified is False

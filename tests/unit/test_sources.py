@@ -1,0 +1,613 @@
+"""Sources: what is found, what is refused, and what is wrong with a folder, by its message."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stopdown import testing
+from stopdown.errors import SourceError
+from stopdown.pipelines import sources
+from stopdown.pipelines.headers import choose_weights, find_weights
+from stopdown.pipelines.hub import choose_files
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.sources import (
+    fingerprint,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
+
+FORMS = (
+    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors file or a bundled "
+    "model"
+)
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+AGAIN = "Download or save the model again."
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CogVideoX as a folder."""
+    return testing.save_pipeline("cogvideox", tmp_path_factory.mktemp("saved") / "tiny")
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it to damage."""
+    return Path(shutil.copytree(saved, tmp_path / "tiny"))
+
+
+def read_error(call: Callable[[], object]) -> str:
+    """The message of the SourceError that a call raises; SourceErrors exit with 2."""
+    with pytest.raises(SourceError) as caught:
+        call()
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def verify(folder: Path) -> None:
+    verify_source(resolve_source(folder))
+
+
+def edit_json(path: Path, **entries: Any) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **entries}))
+
+
+def test_a_folder_is_described_from_its_index(saved: Path) -> None:
+    """Class, components and kind come from model_index.json."""
+    source = resolve_source(str(saved))
+    assert (source.kind, source.pipeline_class) == ("folder", "CogVideoXPipeline")
+    assert source.name == str(saved)
+    assert source.components == {
+        "scheduler": ("diffusers", "CogVideoXDDIMScheduler"),
+        "text_encoder": ("transformers", "T5EncoderModel"),
+        "tokenizer": ("transformers", "T5Tokenizer"),
+        "transformer": ("diffusers", "CogVideoXTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLCogVideoX"),
+    }
+
+
+@pytest.mark.parametrize("name", testing.PIPELINE_NAMES)
+def test_every_tiny_pipeline_passes_and_loads(name: str, tmp_path: Path) -> None:
+    """A whole folder of each class raises nothing, and loads with a dtype for each component."""
+    source = resolve_source(testing.save_pipeline(name, tmp_path / name))
+    verify_source(source)
+    pipe = load_pipeline(source, torch_dtypes={"vae": torch.float32, "default": torch.bfloat16})
+    assert type(pipe).__name__ == source.pipeline_class
+    assert pipe.vae.dtype == torch.float32
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    assert denoiser.dtype == torch.bfloat16
+    assert not denoiser.training
+
+
+def test_sources_need_neither_torch_nor_diffusers(saved: Path) -> None:
+    """Resolving, verifying and reading dtypes leave both unloaded in a fresh process."""
+    script = (
+        "import sys; from stopdown.pipelines.sources import *\n"
+        "source = resolve_source(sys.argv[1]); verify_source(source); fingerprint(source)\n"
+        "read_stored_dtypes(source)\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'diffusers', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(saved)]).returncode == 0
+
+
+def test_a_bundled_model_is_found_by_its_name(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the package wins over one of the same name here, unless written as a path."""
+    shutil.copytree(saved, tmp_path / "package" / "shapes")
+    shutil.copytree(saved, tmp_path / "here" / "shapes")
+    monkeypatch.setattr(sources, "BUNDLED_FOLDER", tmp_path / "package")
+    monkeypatch.chdir(tmp_path / "here")
+    assert resolve_source("shapes").kind == "bundled"
+    assert resolve_source("./shapes").kind == "folder"
+    assert resolve_source(Path("shapes")).kind == "folder"
+
+
+def test_an_unknown_model_suggests_the_nearest(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare word that is no model says what a SOURCE is, and guesses."""
+    shutil.copytree(saved, tmp_path / "shapes")
+    monkeypatch.setattr(sources, "BUNDLED_FOLDER", tmp_path)
+    assert read_error(lambda: resolve_source("shape")) == (
+        f"The model 'shape' is unknown. {FORMS} (shapes). Did you mean shapes?"
+    )
+    assert read_error(lambda: resolve_source("qwerty")) == (
+        f"The model 'qwerty' is unknown. {FORMS} (shapes). "
+        "Write for example owner/name, or ./folder."
+    )
+
+
+@pytest.mark.parametrize("text", ["./nowhere", "/no/where/at/all", "model.safetensors", "a/b/c"])
+def test_a_missing_path_is_named(text: str) -> None:
+    """What looks like a path is not sent to the Hub."""
+    assert read_error(lambda: resolve_source(text)) == (
+        f"There is no file or folder {text}. {FORMS}. "
+        "Look at the spelling and at the folder you are in."
+    )
+
+
+def test_a_folder_without_an_index_says_what_it_may_be(folder: Path, tmp_path: Path) -> None:
+    """One component, the folder above the model, a folder of files, and an empty one differ."""
+    expected = "A Diffusers folder has one, with a folder for each component."
+    assert read_error(lambda: resolve_source(folder / "vae")) == (
+        f"The folder {folder / 'vae'} has no model_index.json. {expected} "
+        f"This looks like one component of a pipeline. Did you mean {folder}?"
+    )
+    assert read_error(lambda: resolve_source(tmp_path)).endswith(f"Did you mean {folder}?")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert read_error(lambda: resolve_source(empty)).endswith(
+        "Save a pipeline there with pipe.save_pretrained(folder), or give another folder."
+    )
+    (empty / "some.safetensors").touch()
+    assert read_error(lambda: resolve_source(empty)).endswith(
+        f"For a single file write {empty / 'some.safetensors'}."
+    )
+
+
+def test_a_damaged_index_is_named(folder: Path) -> None:
+    """An index that is not JSON stops at once."""
+    (folder / "model_index.json").write_text("{")
+    assert read_error(lambda: resolve_source(folder)) == (
+        f"{folder}/model_index.json cannot be read as a table in JSON. It names the pipeline class "
+        f"and its components. {AGAIN}"
+    )
+
+
+def test_an_unknown_pipeline_class_names_the_nearest(folder: Path) -> None:
+    """A class that Diffusers lacks is refused with the nearest that it has."""
+    edit_json(folder / "model_index.json", _class_name="CogVideoXPipelin")
+    assert read_error(lambda: verify(folder)) == (
+        f"{folder}/model_index.json names the pipeline class 'CogVideoXPipelin', which Diffusers "
+        "does not have. The nearest that the installed version has is CogVideoXPipeline. "
+        "A newer Diffusers may know it: pip install -U diffusers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "found"),
+    [
+        (
+            "model_index.json",
+            {"_class_name": ["my_pipeline", "MyPipeline"]},
+            "model_index.json asks for a pipeline class of its own, which is code that comes",
+        ),
+        (
+            "model_index.json",
+            {"trust_remote_code": True},
+            "model_index.json asks for a pipeline class of its own, which is code that comes",
+        ),
+        (
+            "text_encoder/config.json",
+            {"auto_map": {"AutoModel": "modeling.MyModel"}},
+            "text_encoder/config.json asks for classes of its own (auto_map), which is code",
+        ),
+        (
+            "tokenizer/tokenizer_config.json",
+            {"auto_map": {"AutoTokenizer": ["tokenization.MyTokenizer", None]}},
+            "tokenizer/tokenizer_config.json asks for classes of its own (auto_map), which is",
+        ),
+        (
+            "transformer/config.json",
+            {"trust_remote_code": True},
+            "transformer/config.json asks for classes of its own (trust_remote_code), which is",
+        ),
+    ],
+)
+def test_remote_code_is_refused(folder: Path, file: str, entries: Any, found: str) -> None:
+    """Whatever asks for the model's own code is refused, and says where it asks."""
+    edit_json(folder / file, **entries)
+    message = read_error(lambda: verify(folder))
+    assert found in message
+    assert message.endswith(
+        "which is code that comes with the model. Nothing that comes with a model is executed. "
+        "Use a model whose classes are part of Diffusers or Transformers."
+    )
+
+
+def test_a_component_from_a_file_of_the_model_is_refused(folder: Path) -> None:
+    """A library that is a Python file beside the weights is remote code."""
+    (folder / "transformer" / "my_model.py").write_text("raise SystemExit('was executed')")
+    edit_json(folder / "model_index.json", transformer=["my_model", "MyModel"])
+    assert (
+        f"{folder}/model_index.json asks for the component transformer from my_model.py, which is "
+        "code that comes with the model."
+    ) in read_error(lambda: verify(folder))
+
+
+@pytest.mark.parametrize(
+    ("library", "class_name"),
+    [("os", "system"), ("diffusers", "OnnxRuntimeModel"), ("transformers", "FlaxCLIPTextModel")],
+)
+def test_a_foreign_library_is_refused(folder: Path, library: str, class_name: str) -> None:
+    """Components come from Diffusers and Transformers for PyTorch; nothing else is imported."""
+    edit_json(folder / "model_index.json", transformer=[library, class_name])
+    assert (
+        f"{folder}/model_index.json asks for the component transformer as {library}.{class_name}. "
+        "Components come from Diffusers and Transformers, with weights for PyTorch;"
+    ) in read_error(lambda: verify(folder))
+
+
+def test_a_class_of_a_pipeline_module_is_no_foreign_library(tmp_path: Path) -> None:
+    """Stable Diffusion's safety checker may be named, and its folder may be absent."""
+    folder = testing.save_pipeline("sd", tmp_path / "sd")
+    checker = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    edit_json(folder / "model_index.json", safety_checker=checker)
+    source = resolve_source(folder)
+    verify_source(source)
+    assert load_pipeline(source, torch_dtypes=torch.float32).safety_checker is None
+
+
+def test_pickled_weights_are_refused_with_how_to_convert(folder: Path) -> None:
+    """A component that has only a pickle is refused."""
+    (folder / TRANSFORMER).rename(folder / "transformer" / "diffusion_pytorch_model.bin")
+    assert read_error(lambda: verify(folder)) == (
+        f"The weights transformer/diffusion_pytorch_model.bin of {folder} are stored as pickles. "
+        "Only safetensors are read: loading a pickle can run any program in it. Ask its author "
+        "for safetensors, or, where you trust the file, convert it once with plain Diffusers: "
+        'python -c "from diffusers import DiffusionPipeline as P; '
+        f"P.from_pretrained('{folder}', use_safetensors=False).save_pretrained('converted')\", "
+        "and give the folder converted."
+    )
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".pt", ".bin", ".pth", ".pkl"])
+def test_a_single_pickle_is_refused(tmp_path: Path, suffix: str) -> None:
+    """A pickle as SOURCE is refused without being opened."""
+    path = tmp_path / f"model{suffix}"
+    path.write_bytes(b"\x80\x04.")
+    assert read_error(lambda: resolve_source(path)).startswith(
+        f"The weights {path} of SOURCE are stored as pickles. Only safetensors are read: loading"
+    )
+
+
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    """A file that is no safetensors by its name is refused."""
+    path = tmp_path / "model.gguf"
+    path.touch()
+    assert read_error(lambda: resolve_source(path)) == (
+        f"The file {path} is not a .safetensors file. {FORMS}. Give a .safetensors file, or the "
+        "folder that has model_index.json in it."
+    )
+
+
+def test_a_missing_component_is_named(folder: Path) -> None:
+    """A folder that the index names and that is absent."""
+    shutil.rmtree(folder / "vae")
+    assert read_error(lambda: verify(folder)) == (
+        f"The folder of the component vae is missing from {folder}. model_index.json names it, as "
+        f"AutoencoderKLCogVideoX. {AGAIN}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "class_name"),
+    [
+        ("transformer/config.json", "CogVideoXTransformer3DModel"),
+        ("scheduler/scheduler_config.json", "CogVideoXDDIMScheduler"),
+    ],
+)
+def test_a_missing_configuration_is_named(folder: Path, file: str, class_name: str) -> None:
+    """Each component has its configuration."""
+    path = folder / file
+    path.unlink()
+    assert read_error(lambda: verify(folder)) == (
+        f"{path.parent} has no {path.name}. {class_name} is built from it. {AGAIN}"
+    )
+
+
+def test_a_tokenizer_without_files_is_named(folder: Path) -> None:
+    """A tokenizer has one of several files; none of them is an error."""
+    for path in (folder / "tokenizer").iterdir():
+        path.unlink()
+    assert f"{folder}/tokenizer has no tokenizer_config.json." in read_error(lambda: verify(folder))
+
+
+def test_a_damaged_configuration_is_named(folder: Path) -> None:
+    """A configuration that is cut off."""
+    path = folder / "vae" / "config.json"
+    path.write_text(path.read_text()[:50])
+    assert read_error(lambda: verify(folder)) == (
+        f"{path} cannot be read as a table in JSON. It describes the component. {AGAIN}"
+    )
+
+
+def test_missing_weights_are_named(folder: Path) -> None:
+    """A component with a configuration and no weights at all."""
+    (folder / TRANSFORMER).unlink()
+    assert read_error(lambda: verify(folder)) == (
+        f"{folder}/transformer has no safetensors weights. A component has its weights in "
+        f"model.safetensors, or in diffusion_pytorch_model.safetensors. {AGAIN}"
+    )
+
+
+def cut_values(content: bytes) -> bytes:
+    return content[:-100]
+
+
+def cut_header(content: bytes) -> bytes:
+    return content[:500]
+
+
+def replace_page(content: bytes) -> bytes:
+    return b"<!DOCTYPE html><html>you are not logged in</html>"
+
+
+def break_json(content: bytes) -> bytes:
+    return content[:8] + b"[" + content[9:]
+
+
+def append(content: bytes) -> bytes:
+    return content + bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (cut_values, " are there"),
+        (cut_header, "its header needs"),
+        (lambda content: b"", "it has 0 bytes, and a safetensors file has at least 8"),
+        (replace_page, "it does not begin with the header of a safetensors file"),
+        (break_json, "its header cannot be read as JSON"),
+        (append, "its values should take"),
+    ],
+)
+def test_damaged_weights_are_found_before_loading(folder: Path, damage: Any, found: str) -> None:
+    """Cut off, empty, a web page, a broken header, something appended: each is found and named."""
+    path = folder / TRANSFORMER
+    path.write_bytes(damage(path.read_bytes()))
+    message = read_error(lambda: verify(folder))
+    assert message.startswith(f"The weights {path} are damaged or cut off: ")
+    assert found in message
+    assert message.endswith(
+        "A safetensors file begins with a header that describes every byte of the component. "
+        f"Delete {path} and download or save it again."
+    )
+
+
+def test_a_single_damaged_file_is_found(tmp_path: Path) -> None:
+    """The same checks hold for a single file."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"1234")
+    assert read_error(lambda: verify(path)).startswith(
+        f"The weights {path} are damaged or cut off: it has 4 bytes"
+    )
+
+
+@pytest.fixture
+def sharded(folder: Path) -> Path:
+    """The copy with the weights of its transformer in several files."""
+    pipe = load_pipeline(resolve_source(folder), torch_dtypes=torch.bfloat16)
+    shutil.rmtree(folder / "transformer")
+    pipe.transformer.save_pretrained(folder / "transformer", max_shard_size="40KB")
+    return folder
+
+
+def test_shards_are_verified_and_loaded(sharded: Path) -> None:
+    """Weights in several files pass, load, and count as the same bytes."""
+    source = resolve_source(sharded)
+    verify_source(source)
+    assert len(find_weights(sharded / "transformer")[1]) > 1
+    assert read_stored_dtypes(source)["transformer"] == {"bf16": 85472}
+    load_pipeline(source, torch_dtypes=torch.bfloat16)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    """A file that the index names and that is absent."""
+    shard = find_weights(sharded / "transformer")[1][1]
+    shard.unlink()
+    assert read_error(lambda: verify(sharded)) == (
+        f"{sharded}/transformer lacks {shard.name}. "
+        f"diffusion_pytorch_model.safetensors.index.json names it. {AGAIN}"
+    )
+
+
+def test_a_shard_that_lacks_a_tensor_is_named(sharded: Path) -> None:
+    """A shard that is whole, but of another model."""
+    shard = find_weights(sharded / "transformer")[1][0]
+    tensors = load_file(shard)
+    lost = sorted(tensors)[0]
+    del tensors[lost]
+    save_file(tensors, shard)
+    assert f"lacks the tensor '{lost}' of {shard.name}. " in read_error(lambda: verify(sharded))
+
+
+def test_a_damaged_index_of_shards_is_named(sharded: Path) -> None:
+    """An index of shards that is not JSON."""
+    index = sharded / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text("[]")
+    assert f"{index} is damaged: it cannot be read as an index of shards." in read_error(
+        lambda: verify(sharded)
+    )
+
+
+def test_all_problems_come_at_once_worst_first(folder: Path) -> None:
+    """One message has every problem, remote code before pickles before missing before damaged."""
+    (folder / TRANSFORMER).write_bytes(b"")
+    shutil.rmtree(folder / "scheduler")
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    edit_json(folder / "text_encoder" / "config.json", auto_map={})
+    message = read_error(lambda: verify(folder))
+    assert message.startswith(
+        f"The model {folder} has 4 problems. (1) {folder}/text_encoder/config"
+    )
+    order = [
+        "(1)",
+        "auto_map",
+        "(2)",
+        "as pickles",
+        "(3)",
+        "scheduler is missing",
+        "(4)",
+        "cut off",
+    ]
+    places = [message.index(part) for part in order]
+    assert places == sorted(places)
+    assert message.endswith(f"Delete {folder / TRANSFORMER} and download or save it again.")
+
+
+def test_stored_dtypes_are_read_from_the_headers(folder: Path) -> None:
+    """Bytes by dtype, also where dtypes are mixed."""
+    path = folder / TRANSFORMER
+    tensors = load_file(path)
+    tensors["proj_out.bias"] = tensors["proj_out.bias"].float()
+    tensors["counter"] = torch.zeros(3, dtype=torch.int64)
+    save_file(tensors, path)
+    stored = read_stored_dtypes(resolve_source(folder))
+    assert stored["text_encoder"] == {"bf16": 46272}
+    assert stored["transformer"] == {"bf16": 85472 - 32, "fp32": 64, "int64": 24}
+    assert stored.keys() == {"text_encoder", "transformer", "vae"}
+
+
+def test_the_fingerprint_belongs_to_the_checkpoint(saved: Path, folder: Path) -> None:
+    """A copy has the same, other values of equal shapes have another."""
+    before = fingerprint(resolve_source(folder))
+    assert before == fingerprint(resolve_source(saved))
+    path = folder / TRANSFORMER
+    tensors = load_file(path)
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, path)
+    assert fingerprint(resolve_source(folder)) != before
+    assert len(before) == 64
+
+
+def test_weights_that_lack_a_tensor_do_not_load(folder: Path) -> None:
+    """A tensor that is absent is an error, not random numbers."""
+    path = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["encoder.block.0.layer.0.SelfAttention.q.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    source = resolve_source(folder)
+    verify_source(source)
+    assert read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32)) == (
+        f"The weights in {folder}/text_encoder do not fit their model: they lack "
+        "encoder.block.0.layer.0.SelfAttention.q.weight. Their configuration describes a "
+        "T5EncoderModel. Download or save the model again, weights and config.json from one "
+        "version."
+    )
+
+
+@pytest.mark.parametrize("component", ["transformer", "text_encoder", "vae"])
+def test_weights_of_another_shape_do_not_load(folder: Path, component: str) -> None:
+    """A tensor of another shape is an error that names the component."""
+    [path] = find_weights(folder / component)[1]
+    tensors = load_file(path)
+    name = sorted(name for name, tensor in tensors.items() if tensor.ndim > 1)[0]
+    tensors[name] = tensors[name][:1].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    source = resolve_source(folder)
+    verify_source(source)
+    message = read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32))
+    assert message.startswith(f"The weights in {path.parent} do not fit their model: ")
+
+
+def test_authors_pins_are_kept(saved: Path) -> None:
+    """T5 in fp16 keeps its last feed-forward linear in fp32, as its authors ask."""
+    encoder = load_pipeline(resolve_source(saved), torch_dtypes=torch.float16).text_encoder
+    assert encoder.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    assert encoder.encoder.block[0].layer[0].SelfAttention.q.weight.dtype == torch.float16
+
+
+def test_progress_tells_each_component(saved: Path) -> None:
+    """Loading reports components in order, and ends with all bytes."""
+    calls: list[tuple[str, int, int]] = []
+    load_pipeline(
+        resolve_source(saved),
+        torch_dtypes=torch.float32,
+        progress=lambda *call: calls.append(call),
+    )
+    assert [what for what, _, _ in calls] == [
+        "loading text_encoder",
+        "loading transformer",
+        "loading vae",
+        "loading pipeline",
+    ]
+    assert calls[-1][1] == calls[-1][2] > 0
+
+
+def test_a_variant_is_taken_when_there_is_nothing_else(folder: Path) -> None:
+    """`diffusion_pytorch_model.fp16.safetensors` alone is verified and loaded."""
+    path = folder / TRANSFORMER
+    path.rename(path.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    source = resolve_source(folder)
+    verify_source(source)
+    assert load_pipeline(source, torch_dtypes=torch.float32).transformer.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["model.safetensors", "model.fp16.safetensors"], ("", ["model.safetensors"])),
+        (["model.fp16.safetensors"], ("fp16", ["model.fp16.safetensors"])),
+        (
+            ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
+            (
+                "fp16",
+                ["model.fp16-00001-of-00002.safetensors", "model.fp16-00002-of-00002.safetensors"],
+            ),
+        ),
+        (
+            ["model-00001-of-00002.safetensors", "model.fp16.safetensors"],
+            ("", ["model-00001-of-00002.safetensors"]),
+        ),
+        (["adapter_model.safetensors"], ("", [])),
+    ],
+)
+def test_weights_are_chosen_by_name(names: list[str], chosen: tuple[str, list[str]]) -> None:
+    """The plain files win over a variant, and files of other purposes are left out."""
+    assert choose_weights(names) == chosen
+
+
+def test_files_are_chosen_by_component() -> None:
+    """Only what the index names, only what can be read without running it."""
+    files = [
+        "model_index.json",
+        "v1-5.safetensors",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "unet/diffusion_pytorch_model.fp16.safetensors",
+        "unet/diffusion_pytorch_model.bin",
+        "unet/modeling.py",
+        "tokenizer/merges.txt",
+        "tokenizer/spiece.model",
+        "vae/config.json",
+    ]
+    folders = {"unet": True, "tokenizer": False}
+    assert choose_files(files, folders, repo="a/b") == [
+        "model_index.json",
+        "unet/config.json",
+        "unet/diffusion_pytorch_model.safetensors",
+        "tokenizer/merges.txt",
+        "tokenizer/spiece.model",
+    ]
+
+
+def test_a_single_file_that_is_no_known_checkpoint(folder: Path) -> None:
+    """A component's own file is not taken for Stable Diffusion."""
+    source = resolve_source(folder / TRANSFORMER)
+    verify_source(source)
+    assert (source.kind, source.pipeline_class) == ("file", "")
+    assert read_stored_dtypes(source) == {"checkpoint": {"bf16": 85472}}
+    message = read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32))
+    assert message.startswith(f"Diffusers does not know what model {folder / TRANSFORMER} is; its")
+
+
+def test_a_single_file_for_a_class_that_has_no_such_form(folder: Path) -> None:
+    """With the configuration of CogVideoX, the message says that a folder is needed."""
+    source = resolve_source(folder / TRANSFORMER)
+    assert read_error(
+        lambda: load_pipeline(source, torch_dtypes=torch.float32, config=folder)
+    ).startswith("Diffusers cannot make a CogVideoXPipeline from a single file.")

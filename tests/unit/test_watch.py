@@ -1,0 +1,221 @@
+"""Tests of the watch: silent, awake, gone and nested, on tiny pipelines of real classes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.errors import NonFiniteError
+from stopdown.formats import FORMATS
+from stopdown.pipelines.components import Door
+from stopdown.records import Decision
+from stopdown.runtime import watch as watch_module
+from stopdown.runtime.watch import Watch, suggest_remedy
+
+FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
+DENOISERS = {"svd": "unet", "sdxl": "unet"}
+
+make_pipeline = functools.cache(testing.make_pipeline)
+"""Pipelines are shared: that each test leaves them untouched is what these tests are about."""
+
+
+def run_watched(pipe: Any, name: str, **options: Any) -> NonFiniteError:
+    """The error that ends a watched run."""
+    with pytest.raises(NonFiniteError) as caught, Watch(pipe, **options):
+        call_pipeline(pipe, name)
+    return caught.value
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_silent(name: str, precision: str) -> None:
+    """A watched run equals the plain one in every bit, and the pipeline is as it was."""
+    pipe = make_pipeline(name, dtype=FORMATS[precision].torch_dtype)
+    plain = call_pipeline(pipe, name)
+    with testing.assert_untouched(pipe), Watch(pipe) as watch:
+        watched = call_pipeline(pipe, name)
+    assert np.isfinite(plain).all()
+    np.testing.assert_array_equal(watched, plain)
+    assert all(call.non_finite == 0 for call in watch.summarize())
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, "nan") for name in FAMILIES), ("cogvideox", "inf"), ("svd", "inf")]
+)
+def test_awake_at_a_step(name: str, kind: Any) -> None:
+    """A fault in the denoiser's second step is found there, by name, and the pipeline is freed."""
+    pipe = make_pipeline(name, dtype=torch.bfloat16)
+    component = DENOISERS.get(name, "transformer")
+    calls = 2 if name == "wan" else 1  # with and without the prompt, one after the other
+    with testing.assert_untouched(pipe), testing.inject(pipe, component, step=calls, kind=kind):
+        error = run_watched(pipe, name)
+    word = {"nan": "NaN", "inf": "Inf"}[kind]
+    assert error.what.startswith(f"`{component}` gave ")
+    assert f" {word} in " in error.what
+    assert error.what.endswith(" values at step 2 of 2, in bf16.")
+    assert error.expected.startswith("Its inputs were finite (largest ")
+    assert error.expected.endswith("; bf16 ends at 3.3895e+38).")
+    assert error.remedy == f"Use `--precision {component}=fp32`."
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("cogvideox", "text_encoder"),
+        ("cogvideox", "vae.decode"),
+        ("cogvideox-image", "vae.encode"),
+        ("svd", "image_encoder"),
+        ("svd", "vae.encode"),
+        ("sdxl", "text_encoder_2"),
+        ("flux", "vae.decode"),
+        ("wan", "text_encoder"),
+    ],
+)
+def test_awake_at_every_door(name: str, component: str) -> None:
+    """A fault in an encoder or decoder is found there; these have no step."""
+    pipe = make_pipeline(name)
+    with testing.inject(pipe, component, step=0):
+        error = run_watched(pipe, name)
+    assert error.what.startswith(f"`{component}` gave ")
+    assert error.what.endswith(" values, in fp32.")
+    assert error.remedy == (
+        "More precision is not to be had: its weights may be damaged, or an input may be out of "
+        "range. Load the model again from its source."
+    )
+
+
+def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the detector switched off the same fault reaches the pixels: the tests above see it."""
+    monkeypatch.setattr(watch_module, "all_finite", lambda tensors: torch.tensor(True))
+    pipe = make_pipeline("cogvideox")
+    with testing.inject(pipe, "transformer", step=1), Watch(pipe):
+        assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
+
+
+def test_the_scheduler_never_sees_the_fault() -> None:
+    """The run stops at the component: the step after it is not made."""
+    pipe = make_pipeline("cogvideox")
+    with testing.inject(pipe, "transformer", step=1), Watch(pipe) as watch:
+        with pytest.raises(NonFiniteError):
+            call_pipeline(pipe, "cogvideox", steps=3)
+        assert watch.steps_done == 1
+    (transformer,) = (call for call in watch.summarize() if call.component == "transformer")
+    assert (transformer.calls, transformer.non_finite) == (2, 1)
+
+
+def test_the_whole_message() -> None:
+    """What, where, expected with its reason, and what to type."""
+    pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
+    reason = 'It fits. Not "calibrated".'
+    decisions = (Decision("transformer", "fp16", reason),)
+    error = run_watched(pipe, "cogvideox", decisions=decisions)
+    assert error.what == "`transformer` gave 256 NaN in 256 values at step 1 of 2, in fp16."
+    assert error.expected.startswith("Its inputs were finite (largest ")
+    assert error.expected.endswith(f'; fp16 ends at 65504). fp16 was chosen for it: "{reason}"')
+    assert error.remedy == (
+        "Use `--precision transformer=bf16`, or fp32 where bf16 is slow or missing."
+    )
+    assert str(error) == f"{error.what} {error.expected} {error.remedy}"
+
+
+def test_a_fault_that_came_from_outside_is_said_to() -> None:
+    """When the inputs were not finite already, the message does not blame the component alone."""
+    pipe = make_pipeline("cogvideox")
+    step = pipe.scheduler.step
+
+    def spoil(*args: Any, **kwargs: Any) -> Any:
+        return (step(*args, **kwargs)[0] * torch.nan,)
+
+    pipe.scheduler.step = spoil
+    try:
+        error = run_watched(pipe, "cogvideox")
+    finally:
+        del pipe.scheduler.step
+    assert error.what.endswith(" values at step 2 of 2, in fp32.")
+    assert error.expected == "Its inputs already held 256 values that are not finite."
+
+
+@pytest.mark.parametrize("first", ["inner", "outer"])
+def test_nested(first: str) -> None:
+    """Two watches at once see the same calls; taken off in either order they leave nothing."""
+    pipe = make_pipeline("cogvideox")
+    plain = call_pipeline(pipe, "cogvideox")
+    with testing.assert_untouched(pipe):
+        watches = {"inner": Watch(pipe), "outer": Watch(pipe)}
+        for watch in watches.values():
+            watch.__enter__()
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
+        watches.pop(first).__exit__(None, None, None)
+        (left,) = watches.values()
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
+        left.__exit__(None, None, None)
+    assert [call.calls for call in left.summarize()] == [4, 2, 4]
+
+
+def test_gone_after_an_exception() -> None:
+    """Whatever ends the block, the pipeline is as it was; leaving twice is harmless."""
+    pipe = make_pipeline("svd")
+    watch = Watch(pipe)
+    with pytest.raises(KeyboardInterrupt), testing.assert_untouched(pipe), watch:
+        raise KeyboardInterrupt
+    with testing.assert_untouched(pipe):
+        watch.__exit__(None, None, None)
+
+
+def test_gone_when_it_cannot_be_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error half way through putting it on takes off what is on already."""
+    pipe = make_pipeline("cogvideox")
+
+    def fail(self: Watch) -> None:
+        raise RuntimeError("no scheduler")
+
+    monkeypatch.setattr(Watch, "_count_steps", fail)
+    with testing.assert_untouched(pipe), pytest.raises(RuntimeError, match="no scheduler"):
+        Watch(pipe).__enter__()
+
+
+def test_calls_are_counted_and_timed() -> None:
+    """Each component that was called, with its stage, precision and time; the others are absent."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    seen: list[tuple[str, str, int, int]] = []
+    with Watch(pipe, observer=lambda *call: seen.append(call)) as watch:
+        call_pipeline(pipe, "cogvideox")
+    summary = {call.component: call for call in watch.summarize()}
+    assert {name: (call.stage, call.calls) for name, call in summary.items()} == {
+        "text_encoder": ("encode", 2),
+        "transformer": ("denoise", 2),
+        "vae.decode": ("decode", 1),
+    }
+    assert all(call.precisions == ("bf16",) for call in summary.values())
+    assert all(call.elapsed_s > 0 for call in summary.values())
+    denoising = [call for call in seen if call[1] == "denoise"]
+    assert denoising == [("transformer", "denoise", 0, 2), ("transformer", "denoise", 1, 2)]
+    assert 0 < watch.own_s < 1
+
+
+def test_steps_are_those_of_the_run() -> None:
+    """A run from a video skips steps, a second run counts anew: the message says what was run."""
+    pipe = make_pipeline("cogvideox-video")
+    with testing.inject(pipe, "transformer", step=3), Watch(pipe):
+        call_pipeline(pipe, "cogvideox-video", steps=3)
+        with pytest.raises(NonFiniteError, match="at step 2 of 2, in fp32"):
+            call_pipeline(pipe, "cogvideox-video", steps=3)
+
+
+@pytest.mark.parametrize(
+    ("precision", "remedy"),
+    [
+        ("fp16", "Use `--precision vae.decode=bf16`, or fp32 where bf16 is slow or missing."),
+        ("bf16", "Use `--precision vae.decode=fp32`."),
+    ],
+)
+def test_the_remedy_is_what_to_type(precision: str, remedy: str) -> None:
+    """The flag names the very call that failed."""
+    door = Door("vae.decode", torch.nn.Module(), "decode", "decode")
+    assert suggest_remedy(door, precision) == remedy
