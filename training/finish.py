@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXDPMScheduler, CogVideoXPipeline
-from safetensors.torch import load_file
 from torch import nn
 
 from inflate import inflate_autoencoder, inflate_encoder, inflate_transformer
@@ -27,6 +26,7 @@ from train_denoiser import (
     TEXT_TOKENS,
     make_encoder,
     make_transformer,
+    read_factor,
     rotary_embedding,
 )
 
@@ -49,8 +49,7 @@ def load_autoencoder(checkpoints: Path) -> AutoencoderKLCogVideoX:
     vae = make_autoencoder()
     state = torch.load(checkpoints / "autoencoder.pt", weights_only=True)
     vae.load_state_dict(state["model"])
-    factor = load_file(checkpoints / "latents-wide.safetensors")["scaling_factor"].item()
-    vae.register_to_config(scaling_factor=factor)
+    vae.register_to_config(scaling_factor=read_factor(checkpoints))
     for parameter in vae.parameters():
         parameter.data = parameter.data.contiguous()
     return round_to_bf16(vae)

@@ -41,6 +41,7 @@ SHRUNK = 2.0**-26
 TEXT_TOKENS = 16
 PIPELINE_TEXT_TOKENS = 226
 LATENT_FRAMES, LATENT_SIDE = 3, 16
+FACTOR = "scaling_factor.json"
 
 TRANSFORMER = {
     "num_attention_heads": 6,
@@ -85,6 +86,7 @@ class Cycle:
         spread: how far paths may lie from the middle, in pixels.
         radii: half the extent of the shapes, in pixels.
         skew: timesteps are drawn as `1000 * u**skew`; 1 is uniform, less is noisier.
+        draws: clips of each training scene.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Cycle:
     spread: float
     radii: tuple[float, float]
     skew: float
+    draws: int = 6
 
 
 CYCLES = (
@@ -101,6 +104,7 @@ CYCLES = (
     Cycle("near", 500, 1500, 0.8, 5.0, (9.0, 12.0), 0.5),
     Cycle("final", 1000, 1000, 0.8, SPREAD, RADIUS, 0.5),
     Cycle("final", 650, 650, 0.8, SPREAD, RADIUS, 0.5),
+    Cycle("last", 2000, 2000, 0.8, SPREAD, RADIUS, 0.7, draws=16),
 )
 SCHEDULER = {
     "prediction_type": "v_prediction",
@@ -136,12 +140,11 @@ def rotary_embedding() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def prepare_latents(out: Path, cycle: Cycle, draws: int, seed: int) -> dict[str, torch.Tensor]:
-    """Latents of `draws` clips of each training scene, scaled by one factor for all cycles; made once.
+def prepare_latents(out: Path, cycle: Cycle, seed: int) -> dict[str, torch.Tensor]:
+    """Latents of drawn clips of each training scene, scaled by one factor for all cycles; made once.
 
     Returns:
-        `latents` [N, T, C, H, W] fp32, `scene` [N] int64 (index into the training scenes) and
-        `scaling_factor` [1].
+        `latents` [N, T, C, H, W] fp32 and `scene` [N] int64 (index into the training scenes).
     """
     path = out / f"latents-{cycle.name}.safetensors"
     if path.exists():
@@ -150,7 +153,7 @@ def prepare_latents(out: Path, cycle: Cycle, draws: int, seed: int) -> dict[str,
     vae.load_state_dict(torch.load(out / "autoencoder.pt", weights_only=True)["model"])
     scenes, _ = split_scenes()
     latents, indices = [], []
-    for draw in range(draws):
+    for draw in range(cycle.draws):
         for start in range(0, len(scenes), 16):
             chunk = range(start, min(start + 16, len(scenes)))
             clips = [
@@ -164,17 +167,22 @@ def prepare_latents(out: Path, cycle: Cycle, draws: int, seed: int) -> dict[str,
             mean = vae.encoder(batch)[0].chunk(2, dim=1)[0]
             latents.append(mean.transpose(1, 2).contiguous())
             indices.extend(chunk)
-        print(json.dumps({"latents": len(indices), "of": draws * len(scenes)}), flush=True)
+        print(json.dumps({"latents": len(indices), "of": cycle.draws * len(scenes)}), flush=True)
     stacked = torch.cat(latents)
-    first = out / f"latents-{CYCLES[0].name}.safetensors"
-    factor = load_file(first)["scaling_factor"][0] if first.exists() else 1 / stacked.std()
-    data = {
-        "latents": stacked * factor,
-        "scene": torch.tensor(indices),
-        "scaling_factor": factor.view(1),
-    }
+    if not (out / FACTOR).exists():
+        write_factor(out, 1 / stacked.std().item())
+    data = {"latents": stacked * read_factor(out), "scene": torch.tensor(indices)}
     save_file(data, path)
     return data
+
+
+def write_factor(out: Path, factor: float) -> None:
+    """Keep what latents are multiplied by, the same in every cycle."""
+    (out / FACTOR).write_text(json.dumps({"scaling_factor": factor}) + "\n")
+
+
+def read_factor(out: Path) -> float:
+    return json.loads((out / FACTOR).read_text())["scaling_factor"]
 
 
 class Captions:
@@ -230,11 +238,10 @@ def find_cycle(step: int) -> tuple[Cycle, int]:
     raise ValueError("the step lies behind the last cycle")
 
 
-def train(out: Path, batch: int, seed: int, every: int, draws: int) -> None:
+def train(out: Path, batch: int, seed: int, every: int) -> None:
     torch.manual_seed(seed)
     torch.set_flush_denormal(True)
     steps = sum(cycle.steps for cycle in CYCLES)
-    data = {cycle: prepare_latents(out, cycle, draws, seed) for cycle in CYCLES}
     scenes, _ = split_scenes()
     captions = Captions(scenes)
     alphas = CogVideoXDPMScheduler(**SCHEDULER).alphas_cumprod.float()
@@ -256,6 +263,8 @@ def train(out: Path, batch: int, seed: int, every: int, draws: int) -> None:
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         done, spent_s = state["step"], state["spent_s"]
+    remaining = {find_cycle(step)[0] for step in range(done, steps)}
+    data = {c: prepare_latents(out, c, seed) for c in CYCLES if c in remaining}
     started, recent = time.monotonic(), []
     for step in range(done, steps):
         cycle, local = find_cycle(step)
@@ -319,15 +328,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=250, help="steps between checkpoints")
-    parser.add_argument("--draws", type=int, default=6, help="clips of each training scene")
     options = parser.parse_args()
-    train(
-        options.out,
-        options.batch,
-        options.seed,
-        options.every,
-        options.draws,
-    )
+    train(options.out, options.batch, options.seed, options.every)
 
 
 if __name__ == "__main__":

@@ -194,8 +194,10 @@ def _find_objects(pipe: Any) -> Iterator[tuple[str, Any]]:
             yield f"{name}:{path}" if path else name, child
 
 
-_SCRATCH = ("_conv_idx", "_enc_conv_idx", "_feat_map", "_enc_feat_map")
-"""What the autoencoder of Wan keeps in itself from frame to frame of a run."""
+_SCRATCH = frozenset(
+    f"_{half}{name}" for half in ("", "enc_") for name in ("conv_num", "conv_idx", "feat_map")
+)
+"""What the autoencoder of Wan keeps in itself from frame to frame, from its first run on."""
 
 
 def _read_attributes(pipe: Any, target: Any) -> dict[str, Any]:
