@@ -1,0 +1,264 @@
+"""Capture and solve at full size, without weights: time and memory, each class in a process of its own.
+
+The module is built from its public config on fake tensors in fp16, one call at the size that its
+authors recommend is captured, and exponents are solved for. Without weights there is nothing to
+measure, so magnitudes are made by a model of them: weights of a typical size, every operation passes
+on the root mean square that its kind gives, and the last linear of each branch writes so much that
+the residual stream leaves fp16's range. The figures are times and memory, not a plan.
+
+    python benchmarks/full_size.py
+    python benchmarks/full_size.py --classes CogVideoX-5B
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.capture import Capture, build_fake, capture_call
+from stopdown.environment import describe_machine
+from stopdown.scaling.blocks import is_float, operation
+from stopdown.scaling.problem import Measured, split_values, state_problem
+from stopdown.scaling.ranges import Range
+from stopdown.scaling.rescaling import find_scaling
+
+RESULTS = Path(__file__).parent / "results"
+Case = tuple[Callable[[], torch.nn.Module], dict[str, Any]]
+
+
+def shaped(*size: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def make_cogvideox() -> Case:
+    """CogVideoX-5B's transformer, 49 frames of 480x720."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    def build() -> torch.nn.Module:
+        return CogVideoXTransformer3DModel(
+            num_attention_heads=48,
+            num_layers=42,
+            text_embed_dim=4096,
+            use_rotary_positional_embeddings=True,
+            patch_bias=True,
+        )
+
+    positions = 13 * 30 * 45
+    return build, {
+        "hidden_states": shaped(1, 13, 16, 60, 90),
+        "encoder_hidden_states": shaped(1, 226, 4096),
+        "timestep": shaped(1, dtype=torch.int64),
+        "image_rotary_emb": (
+            shaped(positions, 64, dtype=torch.float32),
+            shaped(positions, 64, dtype=torch.float32),
+        ),
+    }
+
+
+def make_t5() -> Case:
+    """T5 v1.1 XXL's encoder, 226 tokens."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=32128,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=24,
+        num_heads=64,
+        feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )
+    return lambda: T5EncoderModel(config), {"input_ids": shaped(1, 226, dtype=torch.int64)}
+
+
+def make_svd() -> Case:
+    """Stable Video Diffusion XT's UNet, 25 frames of 576x1024."""
+    from diffusers import UNetSpatioTemporalConditionModel
+
+    def build() -> torch.nn.Module:
+        return UNetSpatioTemporalConditionModel(num_attention_heads=(5, 10, 20, 20), num_frames=25)
+
+    return build, {
+        "sample": shaped(1, 25, 8, 72, 128),
+        "timestep": shaped(1, dtype=torch.int64),
+        "encoder_hidden_states": shaped(1, 1, 1024),
+        "added_time_ids": shaped(1, 3),
+    }
+
+
+def make_flux() -> Case:
+    """FLUX.1-dev's transformer, 1024x1024."""
+    from diffusers import FluxTransformer2DModel
+
+    def build() -> torch.nn.Module:
+        return FluxTransformer2DModel(guidance_embeds=True)
+
+    return build, {
+        "hidden_states": shaped(1, 4096, 64),
+        "encoder_hidden_states": shaped(1, 512, 4096),
+        "pooled_projections": shaped(1, 768),
+        "timestep": shaped(1),
+        "guidance": shaped(1, dtype=torch.float32),
+        "img_ids": shaped(4096, 3),
+        "txt_ids": shaped(512, 3),
+    }
+
+
+def make_wan() -> Case:
+    """Wan 2.1 14B's transformer, 81 frames of 480x832."""
+    from diffusers import WanTransformer3DModel
+
+    return WanTransformer3DModel, {
+        "hidden_states": shaped(1, 16, 21, 60, 104),
+        "encoder_hidden_states": shaped(1, 512, 4096),
+        "timestep": shaped(1, dtype=torch.int64),
+    }
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "CogVideoX-5B": make_cogvideox,
+    "T5-XXL": make_t5,
+    "SVD": make_svd,
+    "Flux": make_flux,
+    "Wan-14B": make_wan,
+}
+
+WEIGHT_RMS = 0.02
+BRANCH_RMS = 3e3
+PEAK = 6.0
+"""Largest magnitude of a value over its root mean square, as for a few thousand normal draws."""
+_UNIT = ("softmax", "_softmax", "sigmoid", "tanh", "sin", "cos", "embedding", "arange", "exp")
+_NORMS = ("layer_norm", "native_layer_norm", "group_norm", "rms_norm", "_fused_rms_norm")
+
+
+def make_up_ranges(capture: Capture) -> dict[str, tuple[Range, ...]]:
+    """Magnitudes of every float value by a model of them, see the head of this file."""
+    blocks, sizes = split_values(capture), dict[Node, float]()
+    ranges: dict[str, tuple[Range, ...]] = {}
+    for node in capture.graph.graph.nodes:
+        if not is_float(node):
+            continue
+        size = _guess_size(node, capture, sizes)
+        sizes[node] = size
+        count = len(blocks[node]) if node in blocks else 1
+        ranges[node.name] = (Range(size * PEAK, size, size * 1e-5),) * count
+    return ranges
+
+
+def _guess_size(node: Node, capture: Capture, sizes: dict[Node, float]) -> float:
+    name = operation(node)
+    given = [sizes[x] for x in node.all_input_nodes if x in sizes]
+    if node.op == "placeholder":
+        return WEIGHT_RMS if node.name in capture.parameters else 1.0
+    if not given or name in _UNIT or name in _NORMS:
+        return 1.0
+    if name in ("linear", "addmm") or name.startswith("conv"):
+        return BRANCH_RMS if _writes_a_stream(node) else 1.0
+    if name in ("add", "sub", "add_", "cat"):
+        return math.sqrt(sum(x * x for x in given))
+    if name == "mul":
+        return math.prod(given) if len(given) > 1 else given[0]
+    if name == "div" and len(given) > 1:
+        return given[0] / given[1]
+    return max(given) ** {"pow": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5}.get(name, 1.0)
+
+
+def _writes_a_stream(node: Node) -> bool:
+    """A linear or convolution whose output is added to something, straight or through a gate."""
+    follow, passes = list(node.users), ("mul", "view", "reshape", "dropout", "clone", "getitem")
+    for _ in range(6):
+        if any(operation(user) in ("add", "add_") for user in follow):
+            return True
+        follow = [x for user in follow if operation(user) in passes for x in user.users]
+    return False
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Times in seconds, peak memory in bytes, and what the solution needs."""
+    build, kwargs = CASES[name]()
+    begun = time.perf_counter()
+    module = build_fake(build, torch.float16)
+    built_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    capture = capture_call(module, (), kwargs, dtype=torch.float16)
+    captured_s = time.perf_counter() - begun
+    measured = Measured(capture, split_values(capture), make_up_ranges(capture))
+    begun = time.perf_counter()
+    problem = state_problem(module, [measured])
+    stated_s = time.perf_counter() - begun
+    begun = time.perf_counter()
+    scaling = find_scaling(module, [measured])
+    solved_s = time.perf_counter() - begun
+    return {
+        "class": name,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "nodes": len(capture.graph.graph.nodes),
+        "values": len(problem.limits),
+        "built_s": round(built_s, 2),
+        "captured_s": round(captured_s, 2),
+        "stated_s": round(stated_s, 2),
+        "solved_s": round(solved_s, 2),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "largest": max(x.range.amax for x in problem.limits),
+        "folds": len(scaling.exponents),
+        "multiplies": len(scaling.multiplies),
+        "islands": list(scaling.islands),
+        "pinned": sorted(scaling.pinned),
+    }
+
+
+def write_results(rows: list[dict[str, Any]], command: str) -> None:
+    report = {"command": command, "machine": describe_machine(), "rows": rows}
+    (RESULTS / "full_size.json").write_text(json.dumps(report, indent=2) + "\n")
+    lines = [
+        "# Capture and solve at full size, without weights",
+        "",
+        "| class | parameters | nodes | build | capture | solve | memory | multiplies | islands |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *(
+            f"| {r['class']} | {r['parameters'] / 1e9:.1f} G | {r['nodes']} | {r['built_s']:.1f} s "
+            f"| {r['captured_s']:.1f} s | {r['solved_s']:.1f} s | {r['peak_bytes'] / 2**30:.2f} GiB "
+            f"| {r['multiplies']} | {len(r['islands'])} |"
+            for r in rows
+        ),
+        "",
+        f"`{command}`; each class in a process of its own. Magnitudes are made up (see the script):",
+        "what is measured is time and memory. *solve* states the problem as well.",
+        "",
+    ]
+    (RESULTS / "full_size.md").write_text("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--classes", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--one", choices=list(CASES), help="measure one class in this process")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(measure(options.one)))
+        return
+    rows = []
+    for name in options.classes:
+        command = [sys.executable, __file__, "--one", name]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        print(json.dumps(rows[-1]), flush=True)
+    write_results(rows, "python benchmarks/full_size.py")
+
+
+if __name__ == "__main__":
+    main()
