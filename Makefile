@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUT ?= out
+JOBS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: demo test slow check clean
@@ -13,7 +14,7 @@ demo: $(VENV)/installed
 		--steps 20 -o $(OUT)/demo.mp4
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow

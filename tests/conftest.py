@@ -1,4 +1,4 @@
-"""What tests of several folders share: tiny pipelines that are saved once."""
+"""What tests of several folders share: tiny pipelines that are saved once, one thread a process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes of one run share the cores: each gets one thread, which tiny tensors want anyway."""
+    if hasattr(config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
