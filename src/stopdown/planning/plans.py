@@ -16,7 +16,7 @@ import hashlib
 import inspect
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ def make_plan(
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
     given = request or Request()
     opened = _open(pipe_or_source, device, given, config, progress)
-    requests = _list_requests(opened.pipe, prompts, steps, given)
+    requests = list_requests(opened.pipe, prompts, steps, given)
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
@@ -186,7 +186,7 @@ def _choose_place(pipe: Any, device: str | None) -> Device:
     return found
 
 
-def _list_requests(
+def list_requests(
     pipe: Any, prompts: Sequence[str] | None, steps: int, given: Request
 ) -> list[Request]:
     """One request for each prompt; a drawn picture or video where the pipeline needs one."""
@@ -337,8 +337,13 @@ def sample_weights(module: torch.nn.Module) -> str:
     The same in fp32 and in the format that the checkpoint is stored in.
     Cost: one host read for each dtype.
     """
+    return sample_tensors(sorted(module.state_dict().items()))
+
+
+def sample_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """As `sample_weights`, of tensors that come one by one in the order of their names."""
     digest, taken = hashlib.sha256(), []
-    for name, tensor in sorted(module.state_dict().items()):
+    for name, tensor in named:
         digest.update(f"{name}{tuple(tensor.shape)}\0".encode())
         if tensor.is_floating_point() and tensor.numel():
             flat = tensor.detach().reshape(-1)
