@@ -71,6 +71,7 @@ def capture_call(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype,
+    wide: frozenset[str] = frozenset(),
 ) -> Capture:
     """The graph of one call of a module or of a module's bound method, as it runs in `dtype`.
 
@@ -79,13 +80,15 @@ def capture_call(
         args, kwargs: as the call takes them. Floating tensors of the module's dtype are taken as
             given in `dtype`; only shapes and dtypes of tensors matter.
         dtype: a floating dtype.
+        wide: names of parameters and buffers that are fp32 there.
 
     Raises:
         CaptureError: the code cannot be traced; the message names the line.
     """
     module = owner_of(call)
     failure: CaptureError | None = None
-    for attempt in (_Attempt(False, True), _Attempt(False, False), _Attempt(True, True)):
+    for real, keep_buffers in ((False, True), (False, False), (True, True)):
+        attempt = _Attempt(real, keep_buffers, wide)
         if attempt.real and not _is_real(module):
             continue
         try:
@@ -156,10 +159,11 @@ def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """How a capture is tried: with real weights, and with non-persistent buffers kept."""
+    """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32."""
 
     real: bool
     keep_buffers: bool
+    wide: frozenset[str]
 
 
 class _Call(torch.nn.Module):
@@ -244,6 +248,7 @@ def _make_shadow(
     memo: dict[int, Any] = {}
     for name, tensor in name_parameters(module).items():
         wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
+        wanted = torch.float32 if name in attempt.wide else wanted
         made = _make_like(tensor, wanted, mode, attempt.real)
         if isinstance(tensor, torch.nn.Parameter):
             made = torch.nn.Parameter(made, requires_grad=False)

@@ -120,6 +120,25 @@ class RunRecord:
 
 
 @dataclass(frozen=True)
+class ResidualStream:
+    """Where a component's residual stream becomes fp32, and where it becomes fp16 again.
+
+    Attributes:
+        widened: paths of the modules whose output is cast to fp32: they write the stream.
+        narrowed: paths of the modules that cast what reaches them in fp32 to fp16: they multiply.
+        norms: paths of the modules that cast what reaches them in fp16 to fp32.
+        kept: parameters and buffers that stay in fp32.
+        returns: True when the component casts what it returns in fp32 back to fp16.
+    """
+
+    widened: tuple[str, ...]
+    narrowed: tuple[str, ...]
+    norms: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    returns: bool = True
+
+
+@dataclass(frozen=True)
 class ComponentPlan:
     """How one component of a checkpoint is to run, and why.
 
@@ -141,6 +160,7 @@ class ComponentPlan:
         pinned: operation without a rule to the places where it stands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those that
             are outside the checkpoint.
+        stream: how its residual stream is kept in fp32; None when it is as the model has it.
         reasons: whole sentences.
     """
 
@@ -160,6 +180,7 @@ class ComponentPlan:
     prompts: int = 0
     pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     kept_buffers: tuple[str, ...] | None = None
+    stream: ResidualStream | None = None
     reasons: tuple[str, ...] = ()
 
 

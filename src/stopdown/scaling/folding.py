@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import ScalingError
 from stopdown.patches import Patches
+from stopdown.records import ResidualStream
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Scaling:
         island_flops: share of the matmul FLOPs that is done in islands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those
             that `find_kept_buffers` names.
+        stream: where the residual stream is fp32 when the component is cast; None for nowhere.
+        residual_note: why it is not fp32 although it was asked for; "" when there is nothing to say.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -46,6 +49,8 @@ class Scaling:
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     island_flops: float = 0.0
     kept_buffers: tuple[str, ...] | None = None
+    stream: ResidualStream | None = None
+    residual_note: str = ""
 
 
 class Rescaling:
@@ -83,6 +88,11 @@ class Rescaling:
     def pinned(self) -> Mapping[str, tuple[str, ...]]:
         """Operations without a rule, kept at exponent 0, and the places where they stand."""
         return self.scaling.pinned
+
+    @property
+    def residual(self) -> str:
+        """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
+        return "native" if self.scaling.stream is None else "fp32"
 
     def defer(self, patches: Patches) -> None:
         """Take other changes of the module back before this one is."""
@@ -125,6 +135,7 @@ def cast_(
 ) -> Patches:
     """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
 
+    A rescaling with an fp32 residual stream gets the casts of its stream as well.
     Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so.
 
     Returns:
@@ -136,16 +147,44 @@ def cast_(
     islands = given.islands if given is not None else ()
     named = given.kept_buffers if given is not None else None
     kept = find_kept_buffers(module) if named is None else frozenset(named)
+    stream = given.stream if given is not None else None
+    wide = frozenset() if stream is None else frozenset(stream.kept)
     patches = Patches()
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
-            wanted = torch.float32 if _is_in(name, islands) else dtype
+            wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
             _replace_data(tensor, tensor.data.to(wanted), patches)
+    if stream is not None:
+        put_stream(module, stream, dtype, patches)
     for path in islands:
         _hook_island(_find_module(module, path), dtype, patches)
     if isinstance(plan, Rescaling):
         plan.defer(patches)
     return patches
+
+
+def put_stream(
+    module: torch.nn.Module, stream: ResidualStream, dtype: torch.dtype, patches: Patches
+) -> None:
+    """Hook the casts of an fp32 residual stream onto a module whose matrices are in `dtype`.
+
+    Outputs are widened before anything else reads them, multiplies included, so that those are
+    done in fp32.
+
+    Raises:
+        ScalingError: a path of the stream is not in the module.
+    """
+    for path in stream.widened:
+        hook = partial(_cast_output, dtype, torch.float32)
+        handle = _find_module(module, path).register_forward_hook(hook, prepend=True)
+        patches.defer(handle.remove)
+    for path in stream.narrowed:
+        _hook_inputs(_find_module(module, path), torch.float32, dtype, patches)
+    for path in stream.norms:
+        _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
+    if stream.returns:
+        hook = partial(_cast_output, torch.float32, dtype)
+        patches.defer(module.register_forward_hook(hook).remove)
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -191,20 +230,29 @@ def _multiply_output(
 
 
 def _hook_island(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
-    before = module.register_forward_pre_hook(partial(_widen_inputs, dtype), with_kwargs=True)
-    after = module.register_forward_hook(partial(_narrow_output, dtype))
-    patches.defer(before.remove)
+    _hook_inputs(module, dtype, torch.float32, patches)
+    after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
     patches.defer(after.remove)
 
 
-def _widen_inputs(
-    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
+def _hook_inputs(
+    module: torch.nn.Module, source: torch.dtype, target: torch.dtype, patches: Patches
+) -> None:
+    hook = partial(_cast_inputs, source, target)
+    patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def _cast_inputs(
+    source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    return _cast_tree((args, kwargs), dtype, torch.float32)
+    cast: tuple[Any, Any] = _cast_tree((args, kwargs), source, target)
+    return cast
 
 
-def _narrow_output(dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any) -> Any:
-    return _cast_tree(output, torch.float32, dtype)
+def _cast_output(
+    source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    return _cast_tree(output, source, target)
 
 
 def _cast_tree(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:

@@ -75,6 +75,7 @@ class Problem:
         pinned: operation without a rule to the places where it stands.
         flops: module path to the share of the component's matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
+        widened: module paths whose output is fp32, so that multiplying it costs no precision.
     """
 
     system: System = field(default_factory=System)
@@ -86,6 +87,7 @@ class Problem:
     pinned: dict[str, list[str]] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     kept_buffers: frozenset[str] = frozenset()
+    widened: frozenset[str] = frozenset()
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
@@ -108,15 +110,21 @@ def _is_kept(node: Node, capture: Capture) -> bool:
 
 
 def state_problem(
-    module: torch.nn.Module, calls: Sequence[Measured], *, multiplies: bool = False
+    module: torch.nn.Module,
+    calls: Sequence[Measured],
+    *,
+    multiplies: bool = False,
+    widened: frozenset[str] = frozenset(),
 ) -> Problem:
     """The problem of scaling a module for the given calls.
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
+        widened: modules at whose output one is allowed in any case.
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
+    problem.widened = widened
     for index, call in enumerate(calls):
         _Stater(problem, module, call, index, multiplies).state()
     return problem
@@ -131,7 +139,11 @@ class _Stater:
         self.problem, self.module, self.call, self.index = problem, module, call, index
         self.system = problem.system
         self.graph = call.capture.graph.graph
-        self.exits = find_exits(call) if outer else {}
+        self.exits = {
+            node: path
+            for node, path in find_exits(call).items()
+            if outer or path in problem.widened
+        }
 
     def state(self) -> None:
         for node in self.graph.nodes:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from stopdown.capture import capture_call, owner_of
-from stopdown.errors import ScalingError
+from stopdown.capture import Capture, capture_call, owner_of
+from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.numerics import headroom_bits, iterate_tensors
+from stopdown.records import ResidualStream
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
 from stopdown.scaling.problem import (
@@ -26,10 +27,14 @@ from stopdown.scaling.problem import (
     state_problem,
 )
 from stopdown.scaling.ranges import measure_ranges, merge_ranges
+from stopdown.scaling.residual import demand_agreement, find_stream, with_stream
 from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
+
+RESIDUALS = ("native", "fp32")
+"""What a residual stream can be kept in: as the model has it, or in fp32."""
 
 _CHEAP = 200.0
 """A solution by folding alone that costs less is taken without trying multiplies."""
@@ -42,6 +47,7 @@ def rescale_(
     *,
     dtype: torch.dtype = torch.float16,
     calls: Sequence[Call] = (),
+    residual: str | None = None,
     verify: bool = True,
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in `dtype` without overflow.
@@ -52,25 +58,89 @@ def rescale_(
         args, kwargs: a call of the module itself.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
         dtype: what the module is to run in.
+        residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
+            in `dtype`; where its architecture does not allow it, `.residual` of the result is
+            `native`, and its scaling's `residual_note` says why. None is `native`.
         verify: run the calls before and after, and compare every bit, when the module is in fp32.
 
     Raises:
         CaptureError: the code cannot be traced.
         ScalingError: no exponents keep it in range; a weight or value is NaN or Inf in fp32; the
             module would not be what it was. The module was not changed.
+        OptionError: the residual is none of `RESIDUALS`.
 
-    Cost: for each call a capture (seconds), and three forwards in fp32.
+    Cost: for each call a capture (seconds; three with an fp32 residual), and three forwards in fp32.
     """
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
-    measured = [measure_call(call, a, k, dtype=dtype) for call, a, k in given]
-    scaling = find_scaling(module, measured)
+    scaling = _find_residual_scaling(module, given, dtype, check_residual(residual))
     before = _run_all(given) if verify and _is_fp32(module) else None
     rescaling = fold_scaling(module, scaling)
     if before is not None:
         _demand_equal(rescaling, before, _run_all(given))
     return rescaling
+
+
+def check_residual(residual: str | None) -> str:
+    """`native` or `fp32`.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if residual is None or residual in RESIDUALS:
+        return residual or "native"
+    raise OptionError(
+        f"The residual stream was asked for in {residual!r}.",
+        expected=f"It is one of {', '.join(RESIDUALS)}.",
+        remedy="Use residual='fp32', or leave it out.",
+    )
+
+
+def _find_residual_scaling(
+    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype, residual: str
+) -> Scaling:
+    """Exponents with the stream that was asked for, or without and why."""
+    stream, note = None, ""
+    if residual == "fp32":
+        stream, note = plan_stream(module, calls, dtype)
+    measured = [measure_call(call, a, k, dtype=dtype, stream=stream) for call, a, k in calls]
+    return replace(find_scaling(module, measured, stream), residual_note=note)
+
+
+def plan_stream(
+    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype
+) -> tuple[ResidualStream | None, str]:
+    """Where a module's residual stream becomes fp32 in these calls; None, and why it cannot.
+
+    Raises:
+        CaptureError: the code cannot be traced, whatever the stream.
+
+    Cost: two or three captures for each call (seconds).
+    """
+    plain = [capture_call(call, args, kwargs, dtype=dtype) for call, args, kwargs in calls]
+    note = ""
+    for attention in (False, True):
+        try:
+            stream = find_stream(module, plain, attention=attention)
+            for bare, call in zip(plain, calls, strict=True):
+                demand_agreement(bare, _capture_streamed(*call, dtype, stream))
+        except (CaptureError, ScalingError) as error:
+            note = note or f"The residual stream is not kept in fp32: {error.what}"
+        else:
+            return stream, ""
+    return None, note
+
+
+def _capture_streamed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    stream: ResidualStream | None,
+) -> Capture:
+    with with_stream(owner_of(call), stream, dtype) as wide:
+        return capture_call(call, args, kwargs, dtype=dtype, wide=wide)
 
 
 def _is_fp32(module: torch.nn.Module) -> bool:
@@ -108,12 +178,16 @@ def measure_call(
     kwargs: Mapping[str, Any] | None = None,
     *,
     dtype: torch.dtype = torch.float16,
+    stream: ResidualStream | None = None,
 ) -> Measured:
     """One call captured in `dtype` and its ranges measured in fp32.
 
+    Args:
+        stream: capture it with its residual stream in fp32.
+
     Cost: a capture (seconds) and one forward in fp32.
     """
-    capture = capture_call(call, args, kwargs, dtype=dtype)
+    capture = _capture_streamed(call, args, kwargs, dtype, stream)
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
     ranges = measure_ranges(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
     return Measured(capture, blocks, ranges)
@@ -131,14 +205,27 @@ def measure_again(
     return replace(known, ranges=merge_ranges(known.ranges, ranges))
 
 
-def find_scaling(module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+def find_scaling(
+    module: torch.nn.Module, calls: Sequence[Measured], stream: ResidualStream | None = None
+) -> Scaling:
     """The cheapest exponents that keep the measured calls in range.
+
+    Args:
+        stream: under which the calls were measured.
 
     Raises:
         ScalingError: there are none.
     """
-    plain = state_problem(module, calls)
-    wider = state_problem(module, calls, multiplies=True)
+    widened = frozenset() if stream is None else frozenset(stream.widened)
+    found = _find_cheapest(module, calls, widened)
+    return replace(found, stream=stream)
+
+
+def _find_cheapest(
+    module: torch.nn.Module, calls: Sequence[Measured], widened: frozenset[str]
+) -> Scaling:
+    plain = state_problem(module, calls, widened=widened)
+    wider = state_problem(module, calls, multiplies=True, widened=widened)
     for bits in HARD_TOPS_BITS:
         if found := _solve_cheaply(plain, wider, bits):
             return _describe(*found)

@@ -229,11 +229,17 @@ def _price_folds(program: _Program, problem: Problem) -> None:
             (6.0, prices.fold_beyond_6),
         ):
             _price_beyond(program, root, -free_bits, free_bits, price * weight)
+    free = {
+        problem.system.find(problem.multiplies[path])
+        for path in problem.widened & problem.multiplies.keys()
+    }
     for unknown in set(map(problem.system.find, problem.multiplies.values())) - {ZERO}:
+        _price_beyond(program, unknown, 0.0, 0.0, prices.fold)
+        if unknown in free:
+            continue
         used = program.add(0, 1, cost=prices.multiply, whole=True)
         program.demand({unknown: 1.0}, high=0, extra={used: -2.0 * WIDEST})
         program.demand({unknown: 1.0}, low=0, extra={used: 2.0 * WIDEST})
-        _price_beyond(program, unknown, 0.0, 0.0, prices.fold)
 
 
 def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:

@@ -1,0 +1,243 @@
+"""An fp32 residual stream: which modules of a component write it, read it and multiply beside it.
+
+Torch promotes fp32 + fp16 to fp32 by itself. So a sum becomes fp32 as soon as what its *writers*
+(the last linear of a branch, an embedding, a first convolution) return is widened; norms that read
+it keep their few parameters in fp32; and every module that multiplies matrices casts what reaches
+it in fp32 to fp16 first. Writers are found in the captured graph: module outputs that reach a sum
+of two values or a norm. What functional attention reads (query, key, value, their norms and
+rotations, a position bias) stays in fp16, because its operands must agree.
+
+**Catches** writers behind views, gates, splits and concatenations, whatever the classes are called.
+**Does not catch** products that a model makes of stream values without a linear or convolution of
+a module: their operands, and all that is summed into them, stay in fp16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import Node
+
+from stopdown.capture import Capture, find_mixed_operands, module_path, name_parameters
+from stopdown.errors import ScalingError
+from stopdown.patches import Patches
+from stopdown.records import ResidualStream
+from stopdown.scaling.blocks import arguments, is_float, operation, shape_of
+from stopdown.scaling.folding import put_stream
+from stopdown.scaling.problem import count_flops, is_inside
+from stopdown.scaling.rules import RULES, pin
+
+LARGEST_KEPT = 1 << 17
+"""Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
+
+_MATRICES = ("linear", "conv1d", "conv2d", "conv3d", "convolution", "addmm", "mm", "embedding",
+             "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")  # fmt: skip
+_NORMS = ("layer_norm", "group_norm", "rms_norm", "_fused_rms_norm", "batch_norm", "instance_norm")
+_SUMS = ("add", "sub", "pow", "square", "rsqrt", "var", "var_mean", *_NORMS)
+_ONE_DTYPE = ("scaled_dot_product_attention", *_NORMS)
+
+
+def find_stream(
+    module: torch.nn.Module, captures: Sequence[Capture], *, attention: bool = False
+) -> ResidualStream:
+    """The modules at which a component's residual stream is widened and narrowed.
+
+    Args:
+        captures: its calls, captured in the dtype that its matrices are to have.
+        attention: narrow what modules with functional attention are given as well: some of them
+            cast query and key to the dtype of their input.
+
+    Raises:
+        ScalingError: nothing is summed or normalised there that a module writes.
+    """
+    readers = [_Reader(capture) for capture in captures]
+    matrices = {path for reader in readers for path in reader.matrices}
+    if attention:
+        matrices |= {path for reader in readers for path in reader.attentions}
+    inner = {path for reader in readers for path in reader.inner}
+    writers = {path for reader in readers for path in reader.writers} - inner
+    if not writers:
+        raise ScalingError(
+            f"{type(module).__name__} has no residual stream: no sum and no norm reads what a "
+            "linear, convolution or embedding writes.",
+            remedy="Use residual None: the ordinary rescaling.",
+        )
+    narrow = {name for reader in readers for name in reader.narrow}
+    wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
+    return ResidualStream(
+        widened=tuple(sorted(writers)),
+        narrowed=tuple(sorted(matrices)),
+        norms=tuple(sorted({path for reader in readers for path in reader.norms(wide)})),
+        kept=tuple(sorted(wide)),
+        returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
+    )
+
+
+@contextlib.contextmanager
+def with_stream(
+    module: torch.nn.Module, stream: ResidualStream | None, dtype: torch.dtype
+) -> Iterator[frozenset[str]]:
+    """A module under the hooks of a stream while it is captured; gives what is fp32 in it."""
+    with Patches() as patches:
+        if stream is not None:
+            put_stream(module, stream, dtype, patches)
+        yield frozenset() if stream is None else frozenset(stream.kept)
+
+
+def demand_agreement(plain: Capture, streamed: Capture) -> None:
+    """Refuse a stream under which operands or outputs would not have the dtype that they need.
+
+    Raises:
+        ScalingError: with the place.
+    """
+    mixed = [*find_mixed_operands(streamed.graph), *_find_mixed_norms(streamed)]
+    if mixed:
+        place = f"{streamed.component}:{module_path(mixed[0])} ({operation(mixed[0])})"
+        raise ScalingError(f"{place} would be given fp32 and fp16 together.")
+    if _list_output_dtypes(plain) != _list_output_dtypes(streamed):
+        raise ScalingError(f"{streamed.component} would return another dtype than without it.")
+
+
+def measure_wide_flops(capture: Capture) -> float:
+    """Share of a call's matmul FLOPs whose operands are fp32 or wider; 0 when there are none."""
+    flops = {node: count_flops(node) for node in capture.graph.graph.nodes}
+    wide = sum(size for node, size in flops.items() if size and _is_wide(node))
+    return wide / (sum(flops.values()) or 1.0)
+
+
+class _Reader:
+    """What one captured call says about a component's stream.
+
+    Attributes:
+        matrices: paths of the modules that multiply with a parameter, or look one up.
+        attentions: paths of the modules whose own code makes products of two values.
+        inner: those of `matrices` whose output functional attention reads.
+        writers: those of them whose output reaches a sum or a norm.
+        narrow: parameters that are matrices, or that functional attention reads.
+        beside: small parameters that are neither.
+    """
+
+    def __init__(self, capture: Capture) -> None:
+        self.capture, self.nodes = capture, list(capture.graph.graph.nodes)
+        self.weighted = {node for node in self.nodes if self._is_weighted(node)}
+        self.interior = self._find_interior()
+        own = {node: module_path(node) for node in self.weighted}
+        self.matrices = {own[n] for n in own if own[n] and operation(n) != "embedding"}
+        self.attentions = {module_path(n) for n in self.nodes if self._is_functional(n)} - {""}
+        self.inner = {own[node] for node in own if node in self.interior}
+        self.writers = {own[n] for n in own if self._is_writer(n)} & capture.single_outputs
+        parameters = {n: name for n, name in self._list_parameters() if n.users}
+        self.narrow = {name for n, name in parameters.items() if self._stays_narrow(n)}
+        self.beside = {name for n, name in parameters.items() if _is_small(n)}
+
+    def norms(self, kept: set[str]) -> set[str]:
+        """Paths of the modules that normalise with parameters that are kept in fp32."""
+        found = set()
+        for node in self.nodes:
+            if operation(node) in _NORMS and node not in self.interior:
+                names = {self.capture.parameters.get(x.name) for x in node.all_input_nodes}
+                found |= {module_path(node)} if names & kept else set()
+        return found
+
+    def _list_parameters(self) -> Iterator[tuple[Node, str]]:
+        for node in self.nodes:
+            name = self.capture.parameters.get(node.name)
+            if name and is_float(node) and node.meta["val"].dtype == self.capture.dtype:
+                yield node, name
+
+    def _is_weighted(self, node: Node) -> bool:
+        """True for a product with a parameter, or a look-up in one."""
+        if operation(node) not in _MATRICES or not is_float(node):
+            return False
+        given = arguments(node)
+        weight = given.get("weight", given.get("mat2"))
+        return isinstance(weight, Node) and _origin(weight).name in self.capture.parameters
+
+    def _find_interior(self) -> set[Node]:
+        """Everything that products of two values read, back to the modules that wrote it."""
+        found: set[Node] = set()
+        waiting = [x for n in self.nodes if self._is_functional(n) for x in n.all_input_nodes]
+        while waiting:
+            node = waiting.pop()
+            if node in found or not is_float(node):
+                continue
+            found.add(node)
+            if node not in self.weighted and not self._is_functional(node):
+                waiting.extend(node.all_input_nodes)
+        return found
+
+    def _is_functional(self, node: Node) -> bool:
+        """True for a product of two values in the narrow dtype."""
+        if node in self.weighted or not is_float(node):
+            return False
+        is_product = count_flops(node) > 0 or operation(node) == "einsum"
+        return is_product and node.meta["val"].dtype == self.capture.dtype
+
+    def _is_writer(self, node: Node) -> bool:
+        """True when what a module returns reaches a sum of two values, or a norm."""
+        path, seen, waiting = module_path(node), {node}, [node]
+        if not path or node in self.interior:
+            return False
+        while waiting:
+            for user in waiting.pop().users:
+                if user in seen or user.op == "output" or user in self.weighted:
+                    continue
+                if not is_inside(module_path(user), path) and _sums(user):
+                    return True
+                seen.add(user)
+                if not self._is_functional(user) and RULES.get(operation(user)) is not pin:
+                    waiting.append(user)
+        return False
+
+    def _stays_narrow(self, node: Node) -> bool:
+        """True for a matrix, its bias, and whatever the inside of attention reads."""
+        if node in self.interior or any(user in self.weighted for user in node.users):
+            return True
+        return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
+
+
+def _origin(node: Node) -> Node:
+    """What a value was before views and casts."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _sums(node: Node) -> bool:
+    name = operation(node).rstrip("_")
+    if name in ("add", "sub"):
+        return len([x for x in node.all_input_nodes if is_float(x)]) == 2
+    return name in _SUMS
+
+
+def _is_small(node: Node) -> bool:
+    size = 1
+    for length in shape_of(node):
+        size *= length
+    return size <= LARGEST_KEPT
+
+
+def _is_wide(node: Node) -> bool:
+    return bool(node.meta["val"].dtype in (torch.float32, torch.float64))
+
+
+def _first(module: torch.nn.Module) -> set[str]:
+    """The parameter whose dtype a model's class reports as its own."""
+    floats = (n for n, x in name_parameters(module).items() if x.is_floating_point())
+    return {next(floats, "")}
+
+
+def _list_output_dtypes(capture: Capture) -> set[torch.dtype]:
+    last = next(iter(reversed(capture.graph.graph.nodes)))
+    return {x.meta["val"].dtype for x in last.all_input_nodes if is_float(x)}
+
+
+def _find_mixed_norms(capture: Capture) -> list[Node]:
+    return [
+        node
+        for node in capture.graph.graph.nodes
+        if operation(node) in _ONE_DTYPE
+        and len({x.meta["val"].dtype for x in node.all_input_nodes if is_float(x)}) > 1
+    ]
