@@ -1,6 +1,7 @@
 """Score `shapes` on prompts that it was not trained on: plain Diffusers, read by the checker.
 
-Writes a table by attribute, and with `--sheet` a picture of the first clips.
+Prints the share that is right by attribute. With `--out` the row joins those of other settings in a
+file, with `--sheet` the first clips are drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from diffusers import CogVideoXPipeline
 from checker import ATTRIBUTES, compare, read_clip
 from finish import OUT
 from scenes import Scene, split_scenes
+from stopdown.environment import describe_machine
 from stopdown.media import draw_contact_sheet, to_uint8
 from train_denoiser import TEXT_TOKENS
+
+SETTINGS = ("prompts", "steps", "guidance", "dtype", "text_tokens")
+"""What tells one row of a stored table from another."""
 
 
 def generate_clips(pipe: CogVideoXPipeline, scenes: list[Scene], options: argparse.Namespace):
@@ -82,12 +87,20 @@ def main() -> None:
     parser.add_argument("--text-tokens", type=int, default=TEXT_TOKENS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--sheet", type=Path)
-    parser.add_argument("--out", type=Path, help="write the table here as JSON")
+    parser.add_argument("--out", type=Path, help="put the row into this JSON file")
     options = parser.parse_args()
     table = score(options)
     print(json.dumps(table), flush=True)
     if options.out:
-        options.out.write_text(json.dumps(table, indent=2) + "\n")
+        store(table, options.out)
+
+
+def store(table: dict[str, object], path: Path) -> None:
+    """Put a row into a file of rows, in the place of one with the same settings."""
+    held = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in held if any(row[name] != table[name] for name in SETTINGS)]
+    report = {"command": "python training/score.py", "machine": describe_machine()}
+    path.write_text(json.dumps({**report, "rows": [*rows, table]}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

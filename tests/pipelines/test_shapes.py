@@ -159,7 +159,6 @@ def test_held_out_scenes_are_apart() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="105 of 120 are right (87.5 %): shapes needs more training", strict=True)
 def test_the_score_holds(load_plain: Callable[[torch.dtype], Any], tmp_path: Path) -> None:
     """On all held-out prompts, in fp32 and 20 steps, at least 90 % are right in all four attributes."""
     from argparse import Namespace
