@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +132,13 @@ def _overflowing(body: str = "gated") -> tuple[Network, torch.Tensor]:
     module = Network([("layer", body)]).eval().requires_grad_(False)
     module.embed.weight.mul_(2.0**20)
     return module, torch.randn(2, 5, 4)
+
+
+@pytest.mark.parametrize("body", ["gated", "attention"])
+def test_values_keep_room_for_what_was_not_measured(body: str) -> None:
+    """Where exponents are to be had, calls ten times as large as those measured still fit."""
+    module, x = _overflowing(body)
+    assert rescale_(module, (x,)).headroom_bits > math.log2(10)
 
 
 def test_the_parts_of_a_chunk_get_exponents_of_their_own() -> None:

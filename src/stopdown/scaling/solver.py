@@ -27,8 +27,8 @@ from stopdown.scaling.ranges import log2_of
 WIDEST = 48
 """No exponent of a parameter, value or multiply goes beyond this many bits."""
 
-SOFT_TOP_BITS = 3.0
-"""Headroom that is free of charge: 65504 / 2**3."""
+SOFT_TOP_BITS = 4.0
+"""Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
 
 HARD_TOPS_BITS = (1.0, 0.01)
 """Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
@@ -44,7 +44,7 @@ class Prices:
     fold: float = 0.5
     fold_beyond_3: float = 0.5
     fold_beyond_6: float = 2.0
-    top: float = 2.0
+    top: float = 8.0
     low: float = 4.0
     lowest: float = 20.0
     multiply: float = 60.0
