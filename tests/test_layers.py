@@ -17,8 +17,9 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("formats", "records"),
-    ("environment", "numerics", "patches", "media", "diagnosis"),
-    ("capture",),  # a row of its own: it walks nested values with `numerics.iterate_tensors`
+    ("environment", "numerics", "patches", "media"),
+    # a row of its own: these walk nested values with `numerics`, and read pictures with `media`
+    ("capture", "diagnosis"),
     ("pipelines", "scaling"),
     ("consistency", "calibration", "runtime", "planning", "comparison"),
     ("report", "testing"),

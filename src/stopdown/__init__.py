@@ -14,6 +14,7 @@ _HOMES = {
     "CaptureError": "errors",
     "ComponentPlan": "records",
     "Decision": "records",
+    "Diagnosis": "records",
     "Finding": "records",
     "InputError": "errors",
     "NonFiniteError": "errors",
@@ -29,6 +30,7 @@ _HOMES = {
     "StopdownWarning": "errors",
     "apply_plan": "planning.applying",
     "cast_": "scaling.folding",
+    "explain": "diagnosis",
     "load": "planning.opening",
     "make_plan": "planning.plans",
     "read_plan": "planning.plan_files",
@@ -41,6 +43,7 @@ __all__ = [
     "CaptureError",
     "ComponentPlan",
     "Decision",
+    "Diagnosis",
     "Finding",
     "InputError",
     "NonFiniteError",
@@ -56,6 +59,7 @@ __all__ = [
     "StopdownWarning",
     "apply_plan",
     "cast_",
+    "explain",
     "load",
     "make_plan",
     "read_plan",
@@ -65,6 +69,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stopdown.diagnosis import explain
     from stopdown.errors import (
         CaptureError,
         InputError,
@@ -85,6 +90,7 @@ if TYPE_CHECKING:
         CallSummary,
         ComponentPlan,
         Decision,
+        Diagnosis,
         Finding,
         Plan,
         RunRecord,

@@ -217,6 +217,69 @@ class Plan:
     schema: int = field(default=SCHEMA)
 
 
+@dataclass(frozen=True)
+class Clue:
+    """A line that a diagnosis rests on.
+
+    Attributes:
+        line: its number in the text, from 1; 0 for what was measured in a picture.
+        text: the line, or the measurement.
+        meaning: what it says.
+    """
+
+    line: int
+    text: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another fault that the same text can come from.
+
+    Attributes:
+        fault: its name: `vae-range`.
+        meaning: what it is.
+        run_next: the command that tells whether it is this one.
+    """
+
+    fault: str
+    meaning: str
+    run_next: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why something failed, as far as a text or a picture shows it.
+
+    Attributes:
+        fault: the class of the failure: `dtype-mismatch`; `unknown`, or `none` for a healthy picture.
+        meaning: what that class is.
+        cause: the entry of the knowledge that it was recognised by.
+        title: one sentence, with the values of the message.
+        why: the explanation.
+        evidence: the lines that count, the message first.
+        site: the deepest frame of a traceback in a model's code, "" when there is none.
+        remedy: what to type or do.
+        run_next: commands that tell more.
+        reports: `owner/repo#number` of the same failure.
+        alternatives: other faults with the same message, likeliest first.
+    """
+
+    fault: str
+    meaning: str
+    cause: str
+    title: str
+    why: str
+    evidence: tuple[Clue, ...]
+    site: str
+    remedy: tuple[str, ...]
+    run_next: tuple[str, ...]
+    reports: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    kind: str = "diagnosis"
+    schema: int = field(default=SCHEMA)
+
+
 def to_json(record: Any) -> str:
     """A record as indented JSON text."""
     return msgspec.json.format(msgspec.json.encode(record), indent=2).decode() + "\n"

@@ -175,6 +175,33 @@ def plan(
     _run_plan(options, as_json)
 
 
+@app.command()
+def explain(
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE|-|TEXT]",
+            help="Log, picture, video or folder of frames; - for standard input; or the message.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the page.")
+    ] = False,
+) -> None:
+    """Say why: an error message, a traceback, a log or a black picture, and what to type."""
+    from stopdown.app import explain_command
+    from stopdown.records import to_json
+
+    diagnosis = explain_command.explain(subject)
+    if as_json:
+        sys.stdout.write(to_json(diagnosis))
+    else:
+        from rich.console import Console
+
+        explain_command.print_diagnosis(diagnosis, Console(highlight=False))
+    raise typer.Exit(explain_command.choose_code(diagnosis))
+
+
 def _run_plan(options: PlanOptions, as_json: bool) -> None:
     from rich.console import Console
 

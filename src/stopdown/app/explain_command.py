@@ -1,0 +1,86 @@
+"""`stopdown explain`, as a plain function: a message, a log or a picture in, a diagnosis out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stopdown.diagnosis import UNKNOWN, explain_file, explain_text
+from stopdown.errors import InputError, OptionError
+from stopdown.records import Diagnosis
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SUFFIXES = (".log", ".txt", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".gif", ".mov", ".webm")
+
+
+def explain(subject: str | None) -> Diagnosis:
+    """The diagnosis of a file, of standard input (`-`, or nothing), or of a message.
+
+    Raises:
+        InputError: the file cannot be read.
+        OptionError: nothing was given, and nothing comes from standard input.
+    """
+    if subject == "-" or (subject is None and not sys.stdin.isatty()):
+        return explain_text(sys.stdin.read())
+    if subject is None:
+        raise OptionError(
+            "There is nothing to explain.",
+            expected="It takes a message, a log, a picture or a video.",
+            remedy='Write stopdown explain "the message", stopdown explain run.log, or pipe a log '
+            "into stopdown explain -",
+        )
+    path = _find_path(subject)
+    return explain_file(path) if path else explain_text(subject)
+
+
+def _find_path(subject: str) -> Path | None:
+    """The file that is meant; None when it is a message."""
+    if "\n" in subject or len(subject) > 1000:
+        return None
+    path = Path(subject)
+    if path.exists():
+        return path
+    if path.suffix.lower() in _SUFFIXES and " " not in subject:
+        raise InputError(
+            f"There is no file {subject}.",
+            remedy="Name a file that exists, or give the message itself in quotes.",
+        )
+    return None
+
+
+def choose_code(diagnosis: Diagnosis) -> int:
+    """Exit code: 0 for an answer, 1 when the text is unknown."""
+    return 1 if diagnosis.fault == UNKNOWN else 0
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
+    """Print what it is, the lines that show it, and what to type."""
+    from rich.text import Text
+
+    def show(*parts: object) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)  # type: ignore[arg-type]
+
+    show((diagnosis.fault, "bold"), f": {diagnosis.title}")
+    show(f"\n{diagnosis.why}")
+    if diagnosis.evidence:
+        show(("\nWhat shows it", "bold"))
+    for clue in diagnosis.evidence:
+        place = f"line {clue.line}, " if clue.line else ""
+        show(f"  {place}{clue.meaning}: ", (clue.text, "italic"))
+    if diagnosis.site:
+        show(f"  in {diagnosis.site}")
+    show(("\nWhat to do", "bold"))
+    for remedy in diagnosis.remedy:
+        show(f"  - {remedy}")
+    show(("\nWhat tells more", "bold"))
+    for command in diagnosis.run_next:
+        show(f"  $ {command}")
+    if diagnosis.alternatives:
+        show(("\nThe same can come from", "bold"))
+    for other in diagnosis.alternatives:
+        show(f"  {other.fault} ({other.meaning}): {other.run_next}")
+    if diagnosis.reports:
+        show(("\nReported as ", "bold"), ", ".join(diagnosis.reports))

@@ -1,0 +1,469 @@
+"""`explain`: an error message, a traceback, a log or a finished picture, to its cause and its remedy.
+
+The knowledge is data in `knowledge/*.toml`: *causes*, each with patterns of the messages that show it,
+and *signs*, which are facts around a message (a model, a device, a dtype, an option) that make one
+fault likelier than another. A cause is a candidate when one of its patterns is found, and what it needs
+beside it; its points are its own and those of the signs that favour its fault. The candidate with most
+points is the answer, the others are named as alternatives. Every line that counted is shown.
+
+**Catches** mixed dtypes, fp32 layers that were lowered, missing kernels and formats, bf16 that is
+emulated, overflow by component as far as the text names one, masks, kernels, autocast, offload,
+schedules, quantised files, adapters; black, grey, flat, frozen and noisy pictures and videos.
+**Does not catch** what the text does not say. A bare `invalid value encountered in cast` is answered
+with how to find the component, and not with a guess. Anything else is unknown.
+
+Nothing here imports torch; a picture or video needs only the libraries that read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from stopdown.errors import InputError
+from stopdown.records import Alternative, Clue, Diagnosis
+
+UNKNOWN = "unknown"
+"""The fault of a text that holds no message that is known."""
+
+NONE = "none"
+"""The fault of a picture or video that looks healthy."""
+
+MOST_CHARACTERS = 500_000
+"""Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
+
+LONGEST_LINE = 1_000
+"""Characters of a line that are searched; a message stands at its beginning."""
+
+MOST_BYTES = 64_000_000
+"""Of a longer file the first and the last half of this are read."""
+
+ALTERNATIVES = 8
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One thing that goes wrong, and how it shows.
+
+    Attributes:
+        name: short name: `operands-differ`.
+        fault: the class that it belongs to: `dtype-mismatch`.
+        points: how much its message alone says.
+        title: one sentence; `{first}` and such are filled from the message.
+        plain: the sentence for a message without these values.
+        why: the explanation.
+        messages: patterns, one of which must be found.
+        needs: patterns, one of which must be found as well, when there are any.
+        remedy: what to type or do.
+        next: commands that tell more.
+        reports: `owner/repo#number` of the same failure.
+    """
+
+    name: str
+    fault: str
+    points: int
+    title: str
+    plain: str
+    why: str
+    messages: tuple[re.Pattern[str], ...]
+    needs: tuple[re.Pattern[str], ...]
+    remedy: tuple[str, ...]
+    next: tuple[str, ...]
+    reports: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A fact around a message: all of `match` must be found; `says` is what it means."""
+
+    match: tuple[re.Pattern[str], ...]
+    points: int
+    favours: frozenset[str]
+    says: str
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """All that is known: causes, signs, and what each fault is."""
+
+    causes: tuple[Cause, ...]
+    signs: tuple[Sign, ...]
+    faults: dict[str, str]
+
+
+@functools.cache
+def read_knowledge() -> Knowledge:
+    """The knowledge that comes with the package."""
+    folder = resources.files("stopdown") / "knowledge"
+    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return parse_knowledge((folder / name).read_text(encoding="utf-8") for name in names)
+
+
+def parse_knowledge(texts: Iterable[str]) -> Knowledge:
+    """Knowledge from the text of TOML files with `fault`, `cause`, `symptom` and `sign` tables."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for text in texts:
+        for kind, entries in tomllib.loads(text).items():
+            tables.setdefault(kind, []).extend(entries)
+    symptoms = {entry["name"]: entry["messages"] for entry in tables.get("symptom", [])}
+    causes = tuple(_parse_cause(entry, symptoms) for entry in tables.get("cause", []))
+    signs = tuple(
+        Sign(_compile(e["match"]), e["points"], frozenset(e["favours"]), e["says"])
+        for e in tables.get("sign", [])
+    )
+    faults = {entry["name"]: entry["says"] for entry in tables.get("fault", [])}
+    return Knowledge(causes, signs, faults)
+
+
+def _parse_cause(entry: dict[str, Any], symptoms: dict[str, list[str]]) -> Cause:
+    patterns: list[str] = []
+    for text in entry["messages"]:
+        patterns += symptoms[text[1:]] if text.startswith("@") else [text]
+    return Cause(
+        name=entry["name"],
+        fault=entry["fault"],
+        points=entry["points"],
+        title=entry["title"],
+        plain=entry.get("plain", entry["title"]),
+        why=entry["why"].strip(),
+        messages=_compile(patterns),
+        needs=_compile(entry.get("needs", ())),
+        remedy=tuple(entry["remedy"]),
+        next=tuple(entry["next"]),
+        reports=tuple(entry["reports"]),
+    )
+
+
+def _compile(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(pattern, re.MULTILINE) for pattern in patterns)
+
+
+# ---------------------------------------------------------------------------------------------
+# Text
+
+
+def explain(subject: str | BaseException | Path) -> Diagnosis:
+    """Why something failed, and what to type.
+
+    Args:
+        subject: an error message, a traceback or a log as text; an exception; or the path of a log,
+            of a picture, or of a video.
+
+    Returns:
+        What is known. Its `fault` is `unknown` where nothing is, and `none` for a picture that looks
+        healthy.
+
+    Raises:
+        InputError: a path that cannot be read.
+    """
+    if isinstance(subject, Path):
+        return explain_file(subject)
+    if isinstance(subject, BaseException):
+        return explain_text("".join(traceback.format_exception(subject)))
+    return explain_text(subject)
+
+
+def explain_text(text: str, knowledge: Knowledge | None = None) -> Diagnosis:
+    """As `explain`, for the text of a message, a traceback or a log."""
+    known = knowledge or read_knowledge()
+    text, numbers = condense(text)
+    signs = [(sign, hits) for sign in known.signs if (hits := _find_all(sign.match, text))]
+    weighed = [found for cause in known.causes if (found := _weigh(cause, text, signs))]
+    weighed.sort(key=lambda found: -found.points)
+    if not weighed:
+        return _describe_unknown(text, numbers)
+    return _describe_known(text, numbers, weighed, signs, known)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    cause: Cause
+    points: int
+    match: re.Match[str]
+    need: re.Match[str] | None
+
+
+_Signs = list[tuple[Sign, list[re.Match[str]]]]
+
+
+def _weigh(cause: Cause, text: str, signs: _Signs) -> _Candidate | None:
+    match = _find_first(cause.messages, text)
+    need = _find_first(cause.needs, text)
+    if match is None or (cause.needs and need is None):
+        return None
+    favoured = sum(sign.points for sign, _ in signs if cause.fault in sign.favours)
+    return _Candidate(cause, cause.points + favoured + 2 * (need is not None), match, need)
+
+
+def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str] | None:
+    """The match of the first pattern that has one: patterns stand in the order of what they tell."""
+    return next((match for pattern in patterns if (match := pattern.search(text))), None)
+
+
+def _find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Match[str]]:
+    """A match of every pattern, or nothing."""
+    matches = [pattern.search(text) for pattern in patterns]
+    return [match for match in matches if match] if all(matches) else []
+
+
+def condense(text: str) -> tuple[str, list[int]]:
+    """A text with each line once, and the number that each line had, from 1.
+
+    Lines that differ in their digits only, such as those of a progress bar, count as one; colours are
+    taken out, long lines are cut, and of what is still long the middle is left out.
+    """
+    lines: dict[str, tuple[int, str]] = {}
+    for number, line in enumerate(_COLOUR.sub("", text).splitlines(), 1):
+        line = line[:LONGEST_LINE]
+        lines.setdefault(_DIGITS.sub("0", line), (number, line))
+    kept = _drop_middle(list(lines.values()))
+    return "\n".join(line for _, line in kept), [number for number, _ in kept]
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_DIGITS = re.compile(r"\d+")
+
+
+def _drop_middle(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
+    ends: list[list[tuple[int, str]]] = []
+    rest = lines
+    for direction in (1, -1):
+        room, end = MOST_CHARACTERS // 2, []
+        for entry in rest[::direction]:
+            room -= len(entry[1]) + 1
+            if room < 0:
+                break
+            end.append(entry)
+        ends.append(end)
+        rest = rest[len(end) :]
+    return [*ends[0], *ends[1][::-1]]
+
+
+def _describe_known(
+    text: str, numbers: list[int], weighed: list[_Candidate], signs: _Signs, known: Knowledge
+) -> Diagnosis:
+    best = weighed[0]
+    values = _read_values(best.match)
+    shown = [(best.match, "the message")]
+    shown += [(best.need, "what stands beside it")] if best.need else []
+    shown += [(hits[0], sign.says) for sign, hits in signs if best.cause.fault in sign.favours]
+    clues = [_point(text, numbers, match, says) for match, says in shown]
+    return Diagnosis(
+        fault=best.cause.fault,
+        meaning=known.faults[best.cause.fault],
+        cause=best.cause.name,
+        title=_fill(best.cause, values),
+        why=best.cause.why,
+        evidence=tuple(dict.fromkeys(clues)),
+        site=_find_site(text),
+        remedy=best.cause.remedy,
+        run_next=best.cause.next,
+        reports=best.cause.reports,
+        alternatives=tuple(_list_alternatives(weighed, known)),
+    )
+
+
+def _list_alternatives(weighed: list[_Candidate], known: Knowledge) -> Iterator[Alternative]:
+    """The other faults, likeliest first, each once."""
+    seen = {weighed[0].cause.fault}
+    for other in weighed[1:]:
+        fault = other.cause.fault
+        if fault not in seen and len(seen) <= ALTERNATIVES:
+            seen.add(fault)
+            yield Alternative(fault, known.faults[fault], other.cause.next[0])
+
+
+def _point(text: str, numbers: list[int], match: re.Match[str], says: str) -> Clue:
+    row = text.count("\n", 0, match.start())
+    return Clue(numbers[row], text.split("\n")[row].strip()[:300], says)
+
+
+_DTYPES = (
+    (r"bfloat16", "bf16"),
+    (r"float8_?e4m3", "fp8-e4m3"),
+    (r"float8_?e5m2", "fp8-e5m2"),
+    (r"half|float16", "fp16"),
+    (r"double|float64", "fp64"),
+    (r"float", "fp32"),
+)
+
+
+def name_operand(text: str) -> str:
+    """Our name of a dtype as messages spell it: `struct c10::Half`, `torch.cuda.HalfTensor`."""
+    for pattern, name in _DTYPES:
+        if re.search(pattern, text, re.IGNORECASE):
+            return name
+    return text.strip()
+
+
+def _read_values(match: re.Match[str]) -> dict[str, str]:
+    found = {name: value for name, value in match.groupdict().items() if value}
+    return {name: v if name == "operation" else name_operand(v) for name, v in found.items()}
+
+
+def _fill(cause: Cause, values: dict[str, str]) -> str:
+    """The title with the values of the message; the plain one when the message lacks some."""
+    wanted = set(re.findall(r"\{(\w+)\}", cause.title))
+    return cause.title.format(**values) if wanted <= set(values) else cause.plain
+
+
+_FRAME = re.compile(
+    r'^\s*File "[^"\n]*?((?:diffusers|transformers)/[^"\n]+\.py)", line (\d+), in (\S+)',
+    re.MULTILINE,
+)
+
+
+def _find_site(text: str) -> str:
+    """The deepest frame of a traceback that lies in a model's code; "" when there is none."""
+    frames = [m for m in _FRAME.finditer(text) if "/models/" in m[1] or "/pipelines/" in m[1]]
+    return f"{frames[-1][1]}:{frames[-1][2]} in {frames[-1][3]}" if frames else ""
+
+
+def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
+    rows = [(n, line) for n, line in zip(numbers, text.split("\n"), strict=False) if line.strip()]
+    last = [Clue(number, line.strip()[:300], "the last line") for number, line in rows[-1:]]
+    return Diagnosis(
+        fault=UNKNOWN,
+        meaning="no message of precision that is known here",
+        cause="",
+        title="Nothing in this text is a known failure of precision.",
+        why="It may be something else (memory, a missing file, a size), or new. A log that begins "
+        "earlier may hold the message that counts: the first warning, not the last line.",
+        evidence=tuple(last),
+        site=_find_site(text),
+        remedy=(
+            "Give it more: the whole log or traceback, with the model, the device and the dtype.",
+        ),
+        run_next=(
+            "stopdown generate SOURCE PROMPT --precision fp32",
+            "stopdown generate SOURCE PROMPT --precision fp16",
+        ),
+        reports=(),
+        alternatives=(),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_VIDEOS = (".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi")
+
+
+def explain_file(path: Path) -> Diagnosis:
+    """As `explain`, for a picture, a video, a folder of frames, or a log.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    from stopdown import media
+
+    if path.is_dir() or path.suffix.lower() in _VIDEOS:
+        return explain_frames(path, media.find_frame_faults(media.read_video(path)))
+    if path.suffix.lower() in _PICTURES:
+        return explain_frames(path, media.find_frame_faults(media.read_image(path)))
+    return explain_text(_read_log(path))
+
+
+def _read_log(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES // 2)
+            rest = path.stat().st_size - len(content)
+            file.seek(max(0, rest - MOST_BYTES // 2), 1)
+            return (content + file.read(MOST_BYTES // 2)).decode("utf-8", errors="replace")
+    except OSError as error:
+        raise InputError(
+            f"The file {path} cannot be read: {error.strerror}.",
+            remedy="Name a log, a picture or a video that exists, or give the message itself.",
+        ) from error
+
+
+_SHOWN = {
+    "black": ("unattributed", "the picture is black"),
+    "grey": ("positions", "one grey all over"),
+    "flat": ("positions", "one colour all over"),
+    "frozen": ("frozen", "the video stands still"),
+    "noise": ("fp32-island", "noise without NaN"),
+}
+
+
+def explain_frames(path: Path, faults: Iterable[Any]) -> Diagnosis:
+    """The diagnosis of a finished picture or video from the faults that `media` saw in its frames."""
+    found = list(faults)
+    if not found:
+        return _describe_healthy(path)
+    known, first = read_knowledge(), found[0]
+    fault, meaning = _SHOWN[first.kind]
+    related = [cause for cause in known.causes if cause.fault == fault]
+    return Diagnosis(
+        fault=fault,
+        meaning=known.faults.get(fault, meaning),
+        cause=f"{first.kind}-frames",
+        title=f"{path.name}: {meaning}.",
+        why=_explain_picture(first.kind),
+        evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} frames") for entry in found),
+        site="",
+        remedy=tuple(entry.remedy for entry in found) + tuple(c.remedy[0] for c in related[:1]),
+        run_next=related[0].next if related else ("stopdown generate SOURCE PROMPT --seed 1",),
+        reports=tuple(report for cause in related for report in cause.reports)[:8],
+        alternatives=tuple(
+            Alternative(name, known.faults[name], command)
+            for name, command in _ELSEWHERE[first.kind]
+        ),
+    )
+
+
+_FP32 = "stopdown generate SOURCE PROMPT --precision fp32"
+_TRANSFORMER = "stopdown generate SOURCE PROMPT --precision transformer=fp32"
+_ENCODER = "stopdown generate SOURCE PROMPT --precision text_encoder=fp32"
+_VAE = "stopdown generate SOURCE PROMPT --precision vae=fp32"
+_ELSEWHERE = {
+    "black": (
+        ("transformer-range", _TRANSFORMER),
+        ("encoder-range", _ENCODER),
+        ("vae-range", _VAE),
+        ("look-alike", _FP32),
+    ),
+    "grey": (("autocast-or-compiler", _FP32), ("backend-kernel", _FP32)),
+    "flat": (("autocast-or-compiler", _FP32), ("vae-range", _VAE)),
+    "frozen": (("quantised", _FP32), ("look-alike", _FP32)),
+    "noise": (("attention-range", _FP32), ("backend-kernel", _FP32), ("side-effect", _FP32)),
+}
+
+
+def _explain_picture(kind: str) -> str:
+    return {
+        "black": "Black is how NaN looks once it is cast to a pixel, and how an overflow that was "
+        "clamped looks. The picture does not say which component lost it; a run that tests every "
+        "component's output does.",
+        "grey": "One grey all over is how positions, timesteps or latents that merged in 16 bits look.",
+        "flat": "One colour all over is how positions or timesteps that merged in 16 bits look.",
+        "frozen": "Every frame is the same: the motion was lost, which no NaN shows.",
+        "noise": "Noise without NaN is how an encoder whose fp32 layers were lowered looks, or a broken "
+        "attention kernel.",
+    }[kind]
+
+
+def _describe_healthy(path: Path) -> Diagnosis:
+    return Diagnosis(
+        fault=NONE,
+        meaning="no fault that frames can show",
+        cause="",
+        title=f"{path.name} looks healthy.",
+        why="It is not black, grey, flat, frozen or noise. Whether it shows what was asked, and how "
+        "near it is to fp32, its frames alone cannot say.",
+        evidence=(),
+        site="",
+        remedy=("Compare it with the same seed in fp32.",),
+        run_next=("stopdown generate SOURCE PROMPT --precision fp32 --seed 0",),
+        reports=(),
+        alternatives=(),
+    )
