@@ -21,7 +21,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # a row of its own: these walk nested values with `numerics`, and read pictures with `media`
     ("capture", "diagnosis"),
     ("pipelines", "scaling"),
-    ("consistency", "calibration", "runtime", "planning", "comparison"),
+    ("consistency", "calibration", "planning", "comparison"),
+    ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
     ("app",),

@@ -6,7 +6,7 @@ Nothing here changes its input or synchronises with the host unless its docstrin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,34 @@ def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if not checks:
         return None
     return torch.stack([check.to(checks[0].device) for check in checks]).all()
+
+
+def bound_values(
+    tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+) -> torch.Tensor | None:
+    """Smallest and largest value of each floating tensor in turn, `[2 * n]` on the first one's device.
+
+    Both are NaN where a tensor holds NaN, and infinite where it holds Inf, so that one read tells
+    whether all is finite, and how near to the end of its format it comes. None without a tensor.
+    `known` are pairs of scalars that were found before; they stand behind those of the tensors.
+    Cost: one pass and one operation a tensor, one more for all; no host read.
+    """
+    pairs = [_bound(t) for t in tensors if t.is_floating_point() and t.numel()]
+    if not pairs:
+        return None
+    flat = [bound for pair in (*pairs, *known) for bound in pair]
+    if any((x.dtype, x.device) != (flat[0].dtype, flat[0].device) for x in flat):
+        flat = [x.to(flat[0].device, torch.float32) for x in flat]
+    return torch.stack(flat)
+
+
+def _bound(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if tensor.device.type in ("cpu", "cuda"):
+        low, high = torch.aminmax(tensor.detach())
+        return low, high
+    # Elsewhere a reduction may lose NaN: say it by hand.
+    spoilt = torch.where(torch.isfinite(tensor).all(), 0.0, math.nan).to(tensor.dtype)
+    return tensor.amin() + spoilt, tensor.amax() + spoilt
 
 
 def headroom_bits(amax: float, dtype: torch.dtype) -> float:

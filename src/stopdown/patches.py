@@ -32,6 +32,11 @@ class Patches:
         vars(target)[name] = value
         self._undo.append(lambda: _restore(vars(target), name, before))
 
+    def remove_attribute(self, target: object, name: str) -> None:
+        """Remove an attribute from the instance's own `__dict__`; undoing puts it back."""
+        before = vars(target).pop(name, _ABSENT)
+        self._undo.append(lambda: _restore(vars(target), name, before))
+
     def set_item(self, target: MutableMapping[Any, Any], key: Any, value: object) -> None:
         """Set an entry of a mapping; undoing restores or removes it."""
         before = target.get(key, _ABSENT)

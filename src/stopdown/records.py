@@ -78,6 +78,59 @@ class CallSummary:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """What was done about one fault.
+
+    Attributes:
+        component: whose call gave it: `transformer`, `vae.decode`.
+        site: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
+        kind: `range`, `clamped`, `undefined`, `written`, `weight`, `input`, `intermittent`,
+            `unknown`.
+        step: of the run, from 0; None outside of denoising.
+        evidence: what was seen, in whole sentences.
+        action: `rescaled`, `island`, `bf16`, `fp32`, `replayed`, `none`.
+        reason: why this one.
+        tried: what was tried before and did not do, each with why.
+        replays: how often the call was run again, the instrumented replay aside.
+        elapsed_s: seconds that all of it took.
+    """
+
+    component: str
+    site: str
+    kind: str
+    step: int | None
+    evidence: str
+    action: str
+    reason: str
+    tried: tuple[str, ...] = ()
+    replays: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GuardRecord:
+    """What a guard saw and did so far.
+
+    Attributes:
+        pipeline: class of the pipeline.
+        calls: what each component did.
+        repairs: one for each fault, in order.
+        host_reads: how often a value was read from the device by the watch.
+        unwatched: what could not be watched, each with the reason.
+        own_s: seconds spent in Stopdown's own code around the calls, repairs included.
+    """
+
+    pipeline: str
+    calls: tuple[CallSummary, ...]
+    repairs: tuple[Repair, ...]
+    host_reads: int
+    unwatched: tuple[str, ...]
+    own_s: float
+    kind: str = "guard"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What one run really did.
 
@@ -97,6 +150,7 @@ class RunRecord:
         findings: what should be looked at.
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
+        repairs: what was done about each fault.
     """
 
     source: str
@@ -115,6 +169,7 @@ class RunRecord:
     findings: tuple[Finding, ...]
     output: str | None
     elapsed_s: float
+    repairs: tuple[Repair, ...] = ()
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 

@@ -12,10 +12,11 @@ methods (`get_image_features`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,47 +37,76 @@ class _Stack:
 
     def __init__(self, owner: object, method: str) -> None:
         self.original: Call = getattr(owner, method)
-        self.layers: list[Layer] = []
+        self.layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
         @functools.wraps(self.original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self.enter(len(self.layers), args, kwargs)
+            return _enter(self.original, self.layers, args, kwargs)
 
         call.stopdown_stack = self  # type: ignore[attr-defined]
         self.call = call
         self.patches.set_attribute(owner, method, call)
+        self.owner = owner
 
-    def enter(self, depth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the layer below `depth`, or the original when there is none."""
-        if depth == 0:
-            return self.original(*args, **kwargs)
-
-        def call_next(*args: Any, **kwargs: Any) -> Any:
-            return self.enter(depth - 1, args, kwargs)
-
-        return self.layers[depth - 1](call_next, args, kwargs)
+    def hide(self, patches: Patches, method: str) -> None:
+        """Put what was there before in the stack's place, until `patches` is undone."""
+        if getattr(self.original, "__func__", None) is getattr(type(self.owner), method, None):
+            patches.remove_attribute(self.owner, method)
+        else:
+            patches.set_attribute(self.owner, method, self.original)
 
     def remove(self, layer: Layer) -> None:
         """Take one layer off, and the stack with the last one."""
-        self.layers = [other for other in self.layers if other is not layer]
+        self.layers = tuple(other for other in self.layers if other is not layer)
         if not self.layers:
             self.patches.undo()
 
 
-def put_layer(owner: object, method: str, layer: Layer, patches: Patches) -> None:
-    """Lead the calls of a method through `layer`, until `patches` is undone."""
+def _enter(original: Call, layers: tuple[Layer, ...], args: Any, kwargs: Any) -> Any:
+    """Call the outermost of these layers, or the original when there is none."""
+    if not layers:
+        return original(*args, **kwargs)
+
+    def call_next(*args: Any, **kwargs: Any) -> Any:
+        return _enter(original, layers[:-1], args, kwargs)
+
+    return layers[-1](call_next, args, kwargs)
+
+
+def put_layer(
+    owner: object, method: str, layer: Layer, patches: Patches, *, innermost: bool = False
+) -> None:
+    """Lead the calls of a method through `layer`, until `patches` is undone.
+
+    Args:
+        innermost: beneath the layers that are there already, next to the original.
+    """
     found = vars(owner).get(method)
-    stack: _Stack | None = getattr(found, "stopdown_stack", None)
+    stack = _find_stack(found)
     if stack is None or stack.call is not found:  # a wrapper copies the attributes of a function
         stack = _Stack(owner, method)
-    stack.layers = [*stack.layers, layer]
+    stack.layers = (layer, *stack.layers) if innermost else (*stack.layers, layer)
     patches.defer(functools.partial(stack.remove, layer))
 
 
-def put_door(door: Door, layer: Layer, patches: Patches) -> None:
+def _find_stack(found: object) -> _Stack | None:
+    return getattr(found, "stopdown_stack", None)
+
+
+def put_door(door: Door, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
     """Lead the calls of one door through `layer`, until `patches` is undone."""
-    put_layer(door.owner, door.method, layer, patches)
+    put_layer(door.owner, door.method, layer, patches, innermost=innermost)
+
+
+@contextlib.contextmanager
+def bared(module: torch.nn.Module) -> Iterator[None]:
+    """The module as it is beneath all layers: a capture copies it and must find no trace of them."""
+    stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
+    with Patches() as patches:
+        for name, stack in stacks.items():
+            stack.hide(patches, name)
+        yield
 
 
 def put_cast(door: Door, dtype: torch.dtype, patches: Patches) -> None:
@@ -90,19 +120,34 @@ def put_cast(door: Door, dtype: torch.dtype, patches: Patches) -> None:
             Diffusion does so with its autoencoder) are followed.
         patches: where the layer is put.
     """
-    names = tuple(inspect.signature(getattr(door.owner, door.method)).parameters)
     weights = find_module(door).parameters()
     sample = next((weight for weight in weights if weight.dtype == dtype), None)
 
     def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        named = {**dict(zip(names, args, strict=False)), **kwargs}
-        came_as = find_float_dtype(named)
-        wanted = dtype if sample is None else sample.dtype
-        output = call(*_cast_positional(names, args, wanted), **cast_arguments(kwargs, wanted))
-        is_last = came_as is None or door.stage == "decode"
-        return output if is_last else cast_floats(output, came_as)
+        return call_cast(door, call, args, kwargs, dtype if sample is None else sample.dtype)
 
     put_door(door, cast, patches)
+
+
+def call_cast(
+    door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    """One call of a door with its floating arguments in `dtype`, its outputs as they came."""
+    names = find_argument_names(door)
+    came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
+    output = call(*_cast_positional(names, args, dtype), **cast_arguments(kwargs, dtype))
+    is_last = came_as is None or door.stage == "decode"
+    return output if is_last else cast_floats(output, came_as)
+
+
+def find_argument_names(door: Door) -> tuple[str, ...]:
+    """The names of what a door's method takes, in order."""
+    return _read_names(type(door.owner), door.method)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _read_names(owner: type, method: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(owner, method)).parameters)[1:]
 
 
 def find_module(door: Door) -> torch.nn.Module:

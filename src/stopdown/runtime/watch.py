@@ -1,17 +1,23 @@
 """Watch a pipeline's calls: time, precision, and whether each output is finite.
 
-Each call's output is tested once for NaN and Inf, on the device, with one host read; NaN and Inf
-travel, so the output of a call is the only cut that is needed to know that they exist. A fault stops
-the run there, before the scheduler or a file has seen the value.
+Of each call's output the smallest and the largest value are found on the device and read once; NaN
+and Inf travel, so the output of a call is the only cut that is needed to know that they exist. Where
+the authors of a class clamp its values at the end of fp16's range (T5, CogView3-Plus, Flux), the
+outputs of those modules are bounded as well, because a clamp hides an overflow; they are read with
+the same transfer. A fault stops the run there, before the scheduler or a file has seen the value,
+unless someone who is asked (`answer`) gives a better output.
 
-**Catches** NaN and +-Inf in any floating tensor that a component returns.
-**Does not catch** values that a clamp inside the component made finite, saturation, or a result that
-is finite and wrong; the finished frames are looked at by `media.find_frame_faults`.
+**Catches** NaN and +-Inf in any floating tensor that a component returns; in fp16, values that a
+clamp at the end of the range brought back.
+**Does not catch** values that `nan_to_num` or a softmax inside the component made finite, or a result
+that is finite and wrong for another reason; the finished frames are looked at by
+`media.find_frame_faults`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,22 +25,42 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import NonFiniteError
 from stopdown.formats import find_format, name_dtype
-from stopdown.numerics import (
-    all_finite,
-    count_non_finite,
-    iterate_tensors,
-    measure_amax,
-)
+from stopdown.numerics import bound_values, count_non_finite, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors, read_precisions
 from stopdown.pipelines.doors import Call, find_module, put_door, put_layer
 from stopdown.records import CallSummary, Decision
+from stopdown.runtime.clamps import CLAMPED_FROM, find_clamping
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One call whose output was not what it should be.
+
+    Attributes:
+        door: where.
+        args, kwargs, output: of the call.
+        precision: of most of the component's weights.
+        step: of the run, from 0; None outside of denoising.
+        clamped: the output is finite, and these modules clamped what was not: path to magnitude.
+        call: what to call for the same call again.
+    """
+
+    door: Door
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    precision: str
+    step: int | None
+    clamped: tuple[str, ...]
+    call: Call
 
 
 @dataclass
@@ -46,6 +72,7 @@ class _Tally:
     elapsed_s: float = 0.0
     precisions: tuple[str, ...] = ()
     non_finite: int = 0
+    clamping: list[tuple[str, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
 
 
 @dataclass
@@ -56,7 +83,7 @@ class Watch:
         pipe: a Diffusers pipeline.
         decisions: precision of each call with its reason, for messages; may be empty.
         observer: told of each finished call.
-        patches: where the doors are put; taken off on exit.
+        answer: asked about each fault; it raises, or gives the output to go on with.
 
     Raises:
         NonFiniteError: out of the pipeline's call, at the first output with NaN or Inf.
@@ -65,8 +92,11 @@ class Watch:
     pipe: Any
     decisions: tuple[Decision, ...] = ()
     observer: Observer | None = None
+    answer: Callable[[Fault], Any] | None = None
     own_s: float = 0.0
     steps_done: int = 0
+    host_reads: int = 0
+    last_step: Any = None
     _patches: Patches = field(default_factory=Patches)
     _tallies: dict[str, _Tally] = field(default_factory=dict)
 
@@ -75,6 +105,7 @@ class Watch:
             for door in find_doors(self.pipe):
                 self._tallies[door.component] = _Tally(door)
                 put_door(door, functools.partial(self._around, door), self._patches)
+                self._hook_clamps(door)
             self._count_steps()
         except BaseException:
             self._patches.undo()
@@ -88,6 +119,7 @@ class Watch:
         trace: TracebackType | None,
     ) -> None:
         self._patches.undo()
+        self.last_step = None
 
     def summarize(self) -> tuple[CallSummary, ...]:
         """What each component that was called did, in order of the pipeline's components."""
@@ -106,9 +138,9 @@ class Watch:
 
     def _count_steps(self) -> None:
         def step(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = call(*args, **kwargs)
+            self.last_step = call(*args, **kwargs)
             self.steps_done += 1
-            return result
+            return self.last_step
 
         def begin(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.steps_done = 0
@@ -133,50 +165,107 @@ class Watch:
         if not tally.precisions:
             found = read_precisions(find_module(door))
             tally.precisions = tuple(name_dtype(dtype) for dtype in found)
+        tally.clamping.clear()
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
         tally.calls += 1
         tally.elapsed_s += returned - called
-        self._judge(door, tally, args, kwargs, output)
+        is_good, clamped = self.look(door, output)
+        if not is_good:
+            tally.non_finite += 1
+            fault = Fault(
+                door, args, kwargs, output, _most(tally), self._find_step(door), clamped, call
+            )
+            output = self._answer(fault)
         if self.observer is not None:
             self.observer(door.component, door.stage, self.steps_done, self._count_all_steps())
         self.own_s += (called - entered) + (time.perf_counter() - returned)
         return output
 
-    def _judge(
-        self,
-        door: Door,
-        tally: _Tally,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: Any,
-    ) -> None:
-        outputs = list(iterate_tensors(output))
-        finite = all_finite(outputs)
-        if finite is None or bool(finite):
-            return
-        tally.non_finite += 1
-        inputs = [t for t in iterate_tensors((args, kwargs)) if t.is_floating_point()]
-        raise self._describe(door, tally, inputs, [t for t in outputs if t.is_floating_point()])
+    def _answer(self, fault: Fault) -> Any:
+        if self.answer is None:
+            raise self.describe(fault)
+        return self.answer(fault)
 
-    def _describe(
-        self,
-        door: Door,
-        tally: _Tally,
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-    ) -> NonFiniteError:
+    def look(self, door: Door, output: Any) -> tuple[bool, tuple[str, ...]]:
+        """Whether a call's output is finite and nothing was clamped, and the modules that clamped.
+
+        Cost: two operations, one for each module that clamps, and one host read.
+        """
+        clamping = self._tallies[door.component].clamping
+        outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
+        bounds = bound_values(outputs, [seen for _, seen in clamping])
+        if bounds is None:
+            return True, ()
+        self.host_reads += 1
+        values = bounds.tolist()
+        ends = [max(-low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
+        is_finite = all(map(math.isfinite, values[: 2 * len(outputs)]))
+        clamped = tuple(
+            path
+            for (path, _), end in zip(clamping, ends[len(outputs) :], strict=True)
+            if end >= CLAMPED_FROM
+        )
+        clamping.clear()
+        return is_finite and not clamped, clamped
+
+    def note_precisions(self, module: torch.nn.Module, precisions: tuple[str, ...]) -> None:
+        """The weights of a component were cast: what they are now comes before what they were."""
+        for tally in self._tallies.values():
+            if find_module(tally.door) is module and tally.precisions:
+                tally.precisions = tuple(dict.fromkeys((*precisions, *tally.precisions)))
+
+    def _hook_clamps(self, door: Door) -> None:
+        """Note the bounds of what modules that clamp return, when that is fp16."""
+        owner, clamping = find_module(door), self._tallies[door.component].clamping
+
+        def note(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+            for tensor in iterate_tensors(output):
+                if isinstance(tensor, FakeTensor):  # a capture runs a copy of the module
+                    continue
+                if tensor.dtype == torch.float16 and tensor.numel():
+                    low, high = torch.aminmax(tensor.detach())
+                    clamping.append((path, (low, high)))
+
+        for path in find_clamping(owner):
+            handle = owner.get_submodule(path).register_forward_hook(functools.partial(note, path))
+            self._patches.defer(handle.remove)
+
+    def _find_step(self, door: Door) -> int | None:
+        return self.steps_done if door.stage == "denoise" else None
+
+    def describe(self, fault: Fault, found: str = "") -> NonFiniteError:
+        """The error that ends a run at a fault.
+
+        Args:
+            found: what is known besides of how it began, in whole sentences.
+        """
+        door, precision = fault.door, fault.precision
+        inputs = [t for t in iterate_tensors((fault.args, fault.kwargs)) if t.is_floating_point()]
+        parts = [found, _describe_inputs(inputs, precision), self._name_reason(door)]
+        return NonFiniteError(
+            self.name_fault(fault),
+            expected=" ".join(filter(None, parts)),
+            remedy=suggest_remedy(door, precision),
+        )
+
+    def name_fault(self, fault: Fault) -> str:
+        """What was found and where, in one sentence."""
+        outputs = [t for t in iterate_tensors(fault.output) if t.is_floating_point()]
+        place = f"{self._name_place(fault.door)}, in {fault.precision}."
+        if fault.clamped:
+            return (
+                f"`{fault.door.component}` gave a finite result of values that were not: "
+                f"{len(fault.clamped)} clamps at the end of fp16 were hit, the first in "
+                f"{fault.clamped[0]}{place}"
+            )
         counts = [count_non_finite(tensor) for tensor in outputs]
         nan, infinite = (sum(column) for column in zip(*counts, strict=True))
         total = sum(tensor.numel() for tensor in outputs)
-        precision = tally.precisions[0] if tally.precisions else name_dtype(outputs[0].dtype)
-        what = (
-            f"`{door.component}` gave {_name_counts(nan, infinite)} in {total} values"
-            f"{self._name_place(door)}, in {precision}."
+        return (
+            f"`{fault.door.component}` gave {_name_counts(nan, infinite)} in {total} values{place}"
         )
-        expected = " ".join([_describe_inputs(inputs, precision), self._name_reason(door)]).strip()
-        return NonFiniteError(what, expected=expected, remedy=suggest_remedy(door, precision))
 
     def _name_place(self, door: Door) -> str:
         if door.stage != "denoise" or not self._count_all_steps():
@@ -188,6 +277,10 @@ class Watch:
             if decision.component == door.component:
                 return f'{decision.precision} was chosen for it: "{decision.reason}"'
         return ""
+
+
+def _most(tally: _Tally) -> str:
+    return tally.precisions[0] if tally.precisions else "fp32"
 
 
 def _name_counts(nan: int, infinite: int) -> str:

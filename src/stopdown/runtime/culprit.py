@@ -1,0 +1,328 @@
+"""Name the culprit: one call run again with every operation looked at.
+
+The culprit is the operation whose inputs are finite and whose output is not. It is found by walking
+back from the output of the call, so that an Inf on the way that does no harm (a mask's, before a
+softmax) is not blamed. An operation in 16 bits is then computed once more in fp32: when that is
+finite, its range was too small, and how large it gets is known.
+
+**Catches** any operation that PyTorch dispatches, in any module, in place or not, views and all;
+weights that are not finite; arguments that were bad before the call; faults behind a clamp.
+**Does not catch** what happens inside a fused kernel (it is named as a whole) or inside compiled
+code (the module is named), and faults that do not come again: the replay says that it saw none.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from stopdown.capture import name_parameters
+from stopdown.formats import name_dtype
+from stopdown.numerics import bound_values, iterate_tensors, measure_amax
+from stopdown.patches import Patches
+
+_HIDING = ("clamp", "clip", "nan_to_num")
+_BLANK = ("empty", "new_empty")
+_SENTINEL = -65504.0
+_HALVES = (torch.float16, torch.bfloat16)
+_MOST_LINKS = 12
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where a fault began.
+
+    Attributes:
+        kind: `range` (16 bits were too few), `clamped` (the same behind a clamp), `undefined`
+            (no precision makes it finite), `written` (the code wrote it), `weight`, `input`,
+            `unknown`, or `intermittent` when the replay was clean.
+        path: of the innermost module around it; of the parameter for a weight.
+        operation: `linear`, `mul`…; empty when there is none.
+        dtype: of what it gave.
+        operands: largest finite magnitude of each floating operand, with dtype and shape.
+        reached: what it reaches in fp32; NaN when that is unknown.
+        chain: modules from there to the output, at most 12.
+    """
+
+    kind: str
+    path: str = ""
+    operation: str = ""
+    dtype: str = ""
+    operands: tuple[str, ...] = ()
+    reached: float = math.nan
+    chain: tuple[str, ...] = ()
+
+    def describe(self, component: str) -> str:
+        """How it began, in whole sentences."""
+        site = name_site(component, self.path)
+        if self.kind == "intermittent":
+            return "The same call gave finite values when it was run again: a race, or memory."
+        if self.kind == "input":
+            return f"Its argument {self.path} was not finite already."
+        if self.kind == "weight":
+            return f"The weight {site} is not finite."
+        if not self.operation:
+            return "Where it began could not be seen."
+        said = f"It begins at `{site}` ({self.operation} in {self.dtype})"
+        if self.operands:
+            said += f": its operands are finite ({', '.join(self.operands)})"
+        ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
+        if math.isfinite(self.reached):
+            ends[self.kind] = f"in fp32 it reaches {self.reached:.4g}"
+        said += f", and {ends[self.kind]}." if self.kind in ends else "."
+        return said + (" A clamp hid it." if self.kind == "clamped" else "")
+
+
+def name_site(component: str, path: str) -> str:
+    """`transformer:blocks.1.ff`, or the component alone."""
+    return f"{component}:{path}" if path else component
+
+
+@dataclass
+class _Event:
+    """One operation that gave something that is not finite."""
+
+    index: int
+    path: str
+    operation: str
+    dtype: torch.dtype
+    causes: list[_Event]
+    is_mask: bool
+    kind: str = ""
+    operands: tuple[str, ...] = ()
+    reached: float = math.nan
+
+
+def find_culprit(
+    component: str,
+    module: torch.nn.Module,
+    call: Callable[[], Any],
+    arguments: Mapping[str, Any],
+) -> tuple[Culprit, Any]:
+    """Where a call goes wrong, and what it gave this time.
+
+    Args:
+        module: whose code the call runs.
+        call: makes the call once more.
+        arguments: what it is called with, by name.
+
+    Cost: the call once, with one pass and one host read for each operation.
+    """
+    tracer = _Tracer(module, arguments)
+    with Patches() as patches, tracer:
+        _track_modules(module, tracer.stack, patches)
+        output = call()
+    return tracer.conclude(output), output
+
+
+def _track_modules(module: torch.nn.Module, stack: list[str], patches: Patches) -> None:
+    def enter(path: str, *_: Any) -> None:
+        stack.append(path)
+
+    def leave(*_: Any) -> None:
+        stack.pop()
+
+    for path, child in module.named_modules():
+        if not path:
+            continue
+        before = child.register_forward_pre_hook(functools.partial(enter, path))
+        after = child.register_forward_hook(leave, always_call=True)
+        patches.defer(before.remove)
+        patches.defer(after.remove)
+
+
+class _Tracer(TorchDispatchMode):
+    """Looks at what every operation gives, and remembers who made what is not finite."""
+
+    def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.stack = [""]
+        self.count = 0
+        self.hidden: list[_Event] = []
+        self._made: Any = WeakIdKeyDictionary()
+        self._blank: Any = WeakIdKeyDictionary()
+        self._written: dict[int, _Event] = {}
+        self._names: Any = WeakIdKeyDictionary()
+        for name, tensor in name_parameters(module).items():
+            self._names[tensor] = ("weight", name)
+        for name, value in arguments.items():
+            for tensor in iterate_tensors(value):
+                self._names[tensor] = ("input", name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.count += 1
+        self._look(func, args, kwargs, result)
+        return result
+
+    def conclude(self, output: Any) -> Culprit:
+        """What the output of the call, or a clamp on the way, leads back to."""
+        bad = [x for x in _floats(output) if not _is_finite(x)]
+        if bad:
+            return _trace_back(self._find_maker(bad[0]), "")
+        if self.hidden:
+            return _trace_back(self.hidden[0], "clamped")
+        return Culprit("intermittent")
+
+    def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
+        outputs = _floats(result)
+        if name.startswith(_BLANK):
+            for tensor in outputs:
+                self._blank[tensor] = True
+            return
+        bad = [x for x in outputs if not _is_finite(x)]
+        changed = {id(x) for x in outputs}
+        if name.rstrip("_").startswith(_HIDING):
+            self._note_hidden(args, bad)
+        for tensor in outputs:
+            self._blank.pop(tensor, None)
+            if tensor in self._made and not any(tensor is x for x in bad):
+                del self._made[tensor]
+        if not bad:
+            return
+        inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
+        was_bad = [self._made[x] for x in outputs if x in self._made]  # overwritten in place
+        event = self._describe(func, name, args, kwargs, bad[0], inputs, was_bad)
+        for tensor in bad:
+            self._made[tensor] = event
+            self._written[_find_storage(tensor)] = event
+
+    def _note_hidden(self, args: Any, bad: list[torch.Tensor]) -> None:
+        makers = [self._made[x] for x in _floats(args[:1]) if x in self._made]
+        self.hidden += [event for event in makers if not bad and not event.is_mask]
+
+    def _describe(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        bad: torch.Tensor,
+        inputs: list[torch.Tensor],
+        was_bad: list[_Event],
+    ) -> _Event:
+        causes = [*was_bad, *self._find_causes(inputs)]
+        only_low = _is_only_low(bad)
+        is_mask = (
+            only_low
+            and all(cause.is_mask for cause in causes)
+            and (bool(causes) or _has_sentinel(args, kwargs, inputs))
+        )
+        real = [cause for cause in causes if not cause.is_mask]
+        event = _Event(self.count, self.stack[-1], name, bad.dtype, real, is_mask)
+        if not real and not is_mask:
+            event.operands = tuple(_describe_operands(inputs))
+            event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
+        return event
+
+    def _find_causes(self, inputs: list[torch.Tensor]) -> Iterator[_Event]:
+        for tensor in inputs:
+            if tensor in self._blank or _is_finite(tensor):
+                continue
+            yield self._find_maker(tensor)
+
+    def _find_maker(self, tensor: torch.Tensor) -> _Event:
+        """Who made a bad tensor: an operation, one that wrote into the same memory, or nobody here."""
+        if tensor in self._made:
+            return self._made[tensor]
+        named = self._names.get(tensor)
+        if named is None and (event := self._written.get(_find_storage(tensor))) is not None:
+            return event
+        kind, path = named or ("unknown", "")
+        is_mask = kind == "input" and _is_only_low(tensor)
+        return _Event(self.count, path, "", tensor.dtype, [], is_mask, kind)
+
+
+def _trace_back(event: _Event, kind: str) -> Culprit:
+    chain: list[str] = []
+    while event.causes:
+        if not chain or chain[-1] != event.path:
+            chain.append(event.path)
+        event = min(event.causes, key=lambda cause: cause.index)
+    links = [path for path in reversed(chain) if path and path != event.path]
+    found = event.kind or "unknown"
+    return Culprit(
+        kind if kind and found in ("range", "unknown") else found,
+        event.path,
+        event.operation,
+        name_dtype(event.dtype),
+        event.operands,
+        event.reached,
+        tuple(links[:_MOST_LINKS]),
+    )
+
+
+def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -> tuple[str, float]:
+    """What kind of fault an operation with finite operands made, and what it reaches in fp32."""
+    if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
+        return "written", math.nan
+    if bad.dtype not in _HALVES:
+        return "undefined", math.nan
+    if func._schema.is_mutable or masked:  # its operands are gone, or belong to a mask
+        return ("range" if bool(torch.isinf(bad).any()) else "unknown"), math.nan
+    try:
+        wide = func(*_widen(args), **_widen(kwargs))
+    except Exception:  # a kernel that has no fp32 form: nothing is known of it
+        return "unknown", math.nan
+    values = _floats(wide)
+    if not all(map(_is_finite, values)):
+        return "undefined", math.nan
+    return "range", max((measure_amax(x) for x in values), default=math.nan)
+
+
+def _widen(tree: Any) -> Any:
+    def widen(x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.dtype in _HALVES:
+            return x.float()
+        return torch.float32 if isinstance(x, torch.dtype) and x in _HALVES else x
+
+    return pytree.tree_map(widen, tree)
+
+
+def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
+    for tensor in inputs[:4]:
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        yield f"{name_dtype(tensor.dtype)} {shape} up to {measure_amax(tensor):.4g}"
+
+
+def _floats(tree: Any) -> list[torch.Tensor]:
+    return [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    bounds = bound_values([tensor])
+    return bounds is None or all(map(math.isfinite, bounds.tolist()))
+
+
+def _is_only_low(tensor: torch.Tensor) -> bool:
+    """Whether all that is not finite in it is -Inf."""
+    return not bool((torch.isnan(tensor) | torch.isposinf(tensor)).any())
+
+
+def _has_sentinel(args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
+    """Whether -Inf can be a mask's: it, or the lowest value of a format, went in."""
+    if any(x <= _SENTINEL for x in _numbers(args, kwargs)):
+        return True
+    lows = [float(x.min()) for x in inputs]
+    return any(low in (_SENTINEL, torch.finfo(torch.bfloat16).min) or low < -3e38 for low in lows)
+
+
+def _numbers(args: Any, kwargs: Any) -> list[float]:
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [float(x) for x in leaves if isinstance(x, float)]
+
+
+def _find_storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

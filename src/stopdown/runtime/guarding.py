@@ -1,0 +1,371 @@
+"""`guard`: stand at the doors of a pipeline, and repair what goes wrong there.
+
+Each call of a component is watched (`watch`). After a fault the call is run once more, looked at
+operation by operation (`culprit`); a rule says what to try (`policy`); it is put on the component
+(`repairs`), and the very same call, with the same arguments and random numbers, is run again. The
+pipeline goes on with what that gave: its scheduler never saw the fault. The repair stays until the
+guard is removed, which leaves the pipeline as it was, to the last bit.
+
+**Catches** NaN and Inf in what a component returns, from any cause; fp16 clamps that were hit.
+**Does not catch** arguments that a component changed in place before it failed; faults outside of the
+components (in the scheduler, in the pipeline's own arithmetic): these are named, not repaired.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from stopdown.environment import choose_device, probe_formats
+from stopdown.errors import NonFiniteError, OptionError, StopdownError, StopdownWarning
+from stopdown.numerics import bound_values, iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.doors import Call, find_argument_names, find_module, put_door
+from stopdown.planning.applying import apply_plan
+from stopdown.records import Decision, GuardRecord, Plan, Repair
+from stopdown.runtime.culprit import Culprit, find_culprit, name_site
+from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
+from stopdown.runtime.randomness import Restore, save_random
+from stopdown.runtime.repairs import Applied, Patient
+from stopdown.runtime.watch import Fault, Observer, Watch
+
+Announce = Callable[[str], None]
+"""Told once of each kind of repair, in whole sentences."""
+
+
+@dataclass
+class _Latest:
+    """The call of a door that was made last, as the component itself got it."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    restore: Restore = lambda: None
+
+
+@dataclass
+class _Case:
+    """One fault while it is worked on."""
+
+    fault: Fault
+    culprit: Culprit
+    begun: float
+    tried: list[str] = field(default_factory=list)
+    replays: int = 0
+
+
+class Guard:
+    """What `guard` puts on a pipeline; a context manager, and a handle with `record` and `remove`.
+
+    Attributes:
+        pipe: the pipeline.
+        watch: what looks at each call.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        *,
+        on_fault: OnFault = "repair",
+        decisions: tuple[Decision, ...] = (),
+        observer: Observer | None = None,
+        announce: Announce | None = None,
+    ) -> None:
+        self.pipe, self._on_fault = pipe, on_fault
+        self._announce = announce or _warn
+        self._repairs: list[Repair] = []
+        self._said: set[tuple[str, str]] = set()
+        self._patches = Patches()
+        self._latest: dict[str, _Latest] = {}
+        self._patients: dict[int, Patient] = {}
+        self._devices: dict[str, torch.device] = {}
+        self.watch = Watch(pipe, decisions, observer, self._answer)
+
+    def put_on(self, plan: Plan | None = None) -> None:
+        """Stand at the doors.
+
+        Raises:
+            PlanError: the plan does not belong to this pipeline. Nothing was changed.
+        """
+        try:
+            if plan is not None:
+                self._patches.defer(apply_plan(self.pipe, plan).undo)
+            for door in find_doors(self.pipe):
+                module = find_module(door)
+                patient = self._patients.setdefault(id(module), Patient(module))
+                self._patches.defer(patient.take_off)
+                self._latest[door.component] = _Latest()
+                stand = functools.partial(self._stand, door, patient)
+                put_door(door, stand, self._patches, innermost=True)
+            self.watch.__enter__()
+            self._patches.defer(functools.partial(self.watch.__exit__, None, None, None))
+        except BaseException:
+            self._patches.undo()
+            raise
+
+    def remove(self) -> None:
+        """Leave the pipeline as it was, to the last bit. A second call does nothing."""
+        self._patches.undo()
+        self._latest.clear()
+
+    @property
+    def record(self) -> GuardRecord:
+        """What was seen and done so far."""
+        return GuardRecord(
+            pipeline=type(self.pipe).__name__,
+            calls=self.watch.summarize(),
+            repairs=tuple(self._repairs),
+            host_reads=self.watch.host_reads,
+            unwatched=(),
+            own_s=self.watch.own_s,
+        )
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """One for each fault, in order."""
+        return tuple(self._repairs)
+
+    def __enter__(self) -> Guard:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _stand(
+        self,
+        door: Door,
+        patient: Patient,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Next to the component: what it is really called with."""
+        restore = save_random(self._find_device(door, patient), kwargs)
+        self._latest[door.component] = _Latest(args, kwargs, restore)
+        return patient.call(door, call, args, kwargs)
+
+    def _find_device(self, door: Door, patient: Patient) -> torch.device:
+        found = self._devices.get(door.component)
+        if found is None:
+            weight = next(patient.module.parameters(), None)
+            found = torch.device("cpu") if weight is None else weight.device
+            self._devices[door.component] = found
+        return found
+
+    def _answer(self, fault: Fault) -> Any:
+        """The output to go on with after a fault."""
+        begun = time.perf_counter()
+        if self._on_fault == "warn" and (fault.door.component, "none") in self._said:
+            self._note(_Case(fault, Culprit("unknown"), begun), "none", "Not looked at again.")
+            return fault.output
+        case = _Case(fault, self._find_culprit(fault), begun)
+        if self._on_fault == "warn":
+            self._note(case, "none", "on_fault is warn: the run goes on as it is.")
+            return fault.output
+        if self._on_fault == "raise":
+            raise self.watch.describe(fault, self._describe_start(case))
+        return self._repair(case)
+
+    def _repair(self, case: _Case) -> Any:
+        fault, culprit = case.fault, case.culprit
+        patient = self._patients[id(find_module(fault.door))]
+        before = patient.applied
+        path = culprit.path if culprit.operation else ""
+        has_bf16 = fault.precision == "fp16" and self._has_bf16(fault.door, patient)
+        situation = Situation(culprit.kind, fault.precision, path, has_bf16)
+        for remedy in list_remedies(situation):
+            is_good, output = self._try(case, patient, remedy, path, before)
+            if is_good:
+                self._tell_precisions(fault.door, patient)
+                self._note(case, _name_action(remedy), remedy.reason)
+                return output
+        patient.put_on(before)
+        self._note(case, "none", "Nothing that was tried gave a finite result.")
+        raise self._give_up(case)
+
+    def _try(
+        self,
+        case: _Case,
+        patient: Patient,
+        remedy: Remedy,
+        path: str,
+        before: tuple[Applied, ...],
+    ) -> tuple[bool, Any]:
+        """Put a remedy on and run the call again: whether that did it, and what it gave."""
+        fault = case.fault
+        latest = self._latest[fault.door.component]
+        name = _name_action(remedy)
+        try:
+            patient.put_on(before)
+            repairs = patient.find_repair(
+                fault.door, remedy, path, latest.args, dict(latest.kwargs)
+            )
+            patient.put_on(repairs)
+        except Exception as error:  # whatever a model's code does: the next remedy is tried
+            case.tried.append(f"{name}: {_first_sentence(error)}")
+            return False, None
+        case.replays += 1
+        latest.restore()
+        output = fault.call(*fault.args, **fault.kwargs)
+        is_good, _ = self.watch.look(fault.door, output)
+        if not is_good:
+            case.tried.append(f"{name}: the same call was not finite again.")
+        return is_good, output
+
+    def _find_culprit(self, fault: Fault) -> Culprit:
+        latest = self._latest[fault.door.component]
+        names = find_argument_names(fault.door)
+        given = {**dict(zip(names, fault.args, strict=False)), **fault.kwargs}
+        latest.restore()
+        try:
+            module = find_module(fault.door)
+            culprit, output = find_culprit(
+                fault.door.component,
+                module,
+                lambda: fault.call(*fault.args, **fault.kwargs),
+                given,
+            )
+        except StopdownError:
+            raise
+        except Exception:  # code that cannot be looked at: nothing is known
+            return Culprit("unknown")
+        self.watch.look(fault.door, output)  # forget what the replay clamped
+        return culprit
+
+    def _describe_start(self, case: _Case) -> str:
+        component = case.fault.door.component
+        said = case.culprit.describe(component)
+        return f"{said} {self._blame_outside()}" if case.culprit.kind == "input" else said
+
+    def _blame_outside(self) -> str:
+        """Which component gave what came in, or that none did."""
+        for repair in self._repairs:
+            if repair.action == "none":
+                return (
+                    f"It came from `{repair.component}`, where the fault began: {repair.evidence}"
+                )
+        last = [x for x in iterate_tensors(self.watch.last_step) if x.is_floating_point()]
+        bounds = bound_values(last)
+        if bounds is not None and not bool(torch.isfinite(bounds).all()):
+            return "It came from the scheduler's last step; what the components gave was finite."
+        return "Every component gave finite values; it came from the pipeline's own code."
+
+    def _give_up(self, case: _Case) -> NonFiniteError:
+        found = self._describe_start(case)
+        if case.tried:
+            found += f" Tried without success: {' '.join(case.tried)}"
+        return self.watch.describe(case.fault, found)
+
+    def _tell_precisions(self, door: Door, patient: Patient) -> None:
+        self.watch.note_precisions(find_module(door), patient.name_precisions())
+
+    def _note(self, case: _Case, action: str, reason: str) -> None:
+        fault, culprit = case.fault, case.culprit
+        component = fault.door.component
+        is_named = culprit.kind not in ("input", "intermittent")
+        repair = Repair(
+            component=component,
+            site=name_site(component, culprit.path if is_named else ""),
+            kind=culprit.kind,
+            step=fault.step,
+            evidence=f"{self.watch.name_fault(fault)} {self._describe_start(case)}".strip(),
+            action=action,
+            reason=reason,
+            tried=tuple(case.tried),
+            replays=case.replays,
+            elapsed_s=time.perf_counter() - case.begun,
+        )
+        self._repairs.append(repair)
+        if (component, action) not in self._said:
+            self._said.add((component, action))
+            self._announce(describe_repair(repair))
+
+    def _has_bf16(self, door: Door, patient: Patient) -> bool:
+        device = choose_device(str(self._find_device(door, patient)))
+        support = probe_formats(device)["bf16"]
+        return support.native and support.works
+
+
+def guard(
+    pipe: Any,
+    plan: Plan | None = None,
+    *,
+    on_fault: OnFault = "repair",
+    decisions: tuple[Decision, ...] = (),
+    observer: Observer | None = None,
+    announce: Announce | None = None,
+) -> Guard:
+    """Guard every component call of a pipeline until the guard is removed.
+
+    A run without a fault gives the same bits as without a guard.
+
+    Args:
+        pipe: a Diffusers pipeline.
+        plan: put on the pipeline for as long as the guard is.
+        on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
+            is known. `warn`: say it once and go on with the bad value.
+        decisions: precision of each call with its reason, for messages.
+        observer: told of each finished call.
+        announce: told of each repair once; None warns with `StopdownWarning`.
+
+    Returns:
+        A context manager and handle: `.record`, `.repairs`, `.remove()`.
+
+    Raises:
+        OptionError: `on_fault` is none of the three.
+        PlanError: the plan does not belong to this pipeline.
+        NonFiniteError: out of the pipeline's call, when a fault is not repaired.
+
+    Cost: per call two operations and one host read; one operation more for each module that clamps
+        at the end of fp16. After a fault an instrumented replay, and one run of the call for each
+        repair that is tried.
+    """
+    if on_fault not in ON_FAULT:
+        raise OptionError(
+            f"on_fault={on_fault!r} is unknown.",
+            expected=f"Known are {', '.join(ON_FAULT)}.",
+            remedy='Use on_fault="repair".',
+        )
+    made = Guard(pipe, on_fault=on_fault, decisions=decisions, observer=observer, announce=announce)
+    made.put_on(plan)
+    return made
+
+
+def describe_repair(repair: Repair) -> str:
+    """A repair in whole sentences, for people."""
+    done = {
+        "rescaled": f"`{repair.component}` was rescaled",
+        "island": f"`{repair.site}` was put in fp32",
+        "bf16": f"`{repair.component}` was cast to bf16",
+        "fp32": f"`{repair.component}` was cast to fp32",
+        "replayed": "The call was run again",
+        "none": "It was not repaired",
+    }[repair.action]
+    again = "" if repair.action == "none" else " That call was run again, and the run goes on."
+    return f"{repair.evidence} {done}: {repair.reason}{again}"
+
+
+def _name_action(remedy: Remedy) -> str:
+    names = {"replay": "replayed", "rescale": "rescaled", "island": "island"}
+    return names.get(remedy.action, remedy.precision)
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, StopdownWarning, stacklevel=2)

@@ -1,0 +1,79 @@
+"""What to try after a fault, in which order, and why: plain rules over plain facts, without a tensor.
+
+The order goes from what keeps most of the speed and precision to what keeps least: the same call again
+where nothing was wrong with it, exponents, an island, the component in a wider format. Nothing is
+clamped, and nothing but the component at fault is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+OnFault = Literal["repair", "raise", "warn"]
+ON_FAULT: tuple[OnFault, ...] = ("repair", "raise", "warn")
+
+_BY_RANGE = ("range", "clamped", "unknown")
+_HOPELESS = ("weight", "input")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known of a fault.
+
+    Attributes:
+        kind: as `Culprit.kind`.
+        precision: of most of the component's weights.
+        path: module at fault; empty when it is the component itself or unknown.
+        has_bf16: the device computes bf16 natively.
+    """
+
+    kind: str
+    precision: str
+    path: str = ""
+    has_bf16: bool = False
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One thing to try.
+
+    Attributes:
+        action: `replay`, `rescale`, `island` or `cast`.
+        precision: what the module or component runs in afterwards.
+        reason: why this, here; one sentence.
+    """
+
+    action: Literal["replay", "rescale", "island", "cast"]
+    precision: str
+    reason: str
+
+
+def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
+    """What to try, best first; empty when nothing here can help."""
+    if situation.kind in _HOPELESS:
+        return ()
+    found = []
+    if situation.kind == "intermittent":
+        why = "The same call was finite when it was run again."
+        found.append(Remedy("replay", situation.precision, why))
+    if situation.precision == "fp16" and situation.kind in _BY_RANGE:
+        why = "The values do not fit into fp16; exponents bring them there, and the function stays."
+        found.append(Remedy("rescale", "fp16", why))
+    if situation.precision in ("fp16", "bf16"):
+        if situation.path:
+            why = f"Only {situation.path} is at fault; it alone goes to fp32."
+            found.append(Remedy("island", "fp32", why))
+        found += _list_casts(situation)
+    return tuple(found)
+
+
+def _list_casts(situation: Situation) -> list[Remedy]:
+    casts = []
+    if situation.precision == "fp16" and situation.has_bf16:
+        why = "bf16 has the range of fp32, and the device computes it natively."
+        casts.append(Remedy("cast", "bf16", why))
+    why = "fp32 holds whatever 16 bits do not."
+    if situation.precision == "fp16" and not situation.has_bf16:
+        why = "The device has no bf16 of its own; fp32 holds what fp16 does not."
+    return [*casts, Remedy("cast", "fp32", why)]

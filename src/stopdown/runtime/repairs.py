@@ -1,0 +1,148 @@
+"""Repairs of one component, put on while a run goes on and taken off with the guard.
+
+A repair is plain data (`Applied`), so that a plan and a journal can hold it and put it on again.
+Exponents come from the ranges of the calls that failed, all of them together, measured in fp32.
+
+**Catches** faults of range in fp16 (exponents), of one module (an island), of a whole component.
+**Does not catch** values that the weights lost when they were cast to fp16 while loading.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.calibration import Calibration
+from stopdown.formats import FORMATS, name_dtype
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, cast_component_, read_precisions
+from stopdown.pipelines.doors import Call, bared, call_cast
+from stopdown.runtime.policy import Remedy
+from stopdown.scaling import Scaling, cast_, fold_scaling
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One repair as plain data.
+
+    Attributes:
+        action: `rescaled`, `island` or `cast`.
+        precision: what the module or component runs in.
+        path: of the island.
+        scaling: the exponents.
+    """
+
+    action: str
+    precision: str
+    path: str = ""
+    scaling: Scaling | None = None
+
+
+@dataclass
+class Patient:
+    """A component, what was put on it, and what its failing calls reached.
+
+    Attributes:
+        module: whose weights they are.
+        dtype: what it was cast to; None while it runs in what it was loaded in.
+        applied: repairs in force.
+    """
+
+    module: torch.nn.Module
+    dtype: torch.dtype | None = None
+    applied: tuple[Applied, ...] = ()
+    _patches: Patches = field(default_factory=Patches)
+    _calibration: Calibration | None = None
+
+    def call(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of it, with arguments in the dtype that a repair brought it to."""
+        if self.dtype is None:
+            return call(*args, **kwargs)
+        return call_cast(door, call, args, kwargs, self.dtype)
+
+    def find_repair(
+        self, door: Door, remedy: Remedy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Applied, ...]:
+        """The repairs that are to be in force when a remedy is tried.
+
+        Args:
+            args, kwargs: of the call that failed, as the component itself got them.
+
+        Raises:
+            StopdownError: no exponents were found.
+
+        Cost: for exponents a capture and a forward in fp32.
+        """
+        if remedy.action == "rescale":
+            return (Applied("rescaled", "fp16", scaling=self._find_scaling(door, args, kwargs)),)
+        if remedy.action == "island":
+            return (*self.applied, Applied("island", "fp32", path))
+        if remedy.action == "cast":
+            return (Applied("cast", remedy.precision),)
+        return self.applied
+
+    def put_on(self, repairs: tuple[Applied, ...]) -> None:
+        """Have these repairs in force and no others."""
+        if repairs == self.applied:
+            return
+        self.take_off()
+        self.applied = repairs
+        try:
+            for repair in repairs:
+                self._put(repair)
+        except BaseException:
+            self.take_off()
+            raise
+
+    def take_off(self) -> None:
+        """Leave the component as it was found, to the last bit. A second call does nothing."""
+        self._patches.undo()
+        self.dtype, self.applied = None, ()
+
+    def _put(self, repair: Applied) -> None:
+        wanted = FORMATS[repair.precision].torch_dtype
+        if repair.scaling is not None:
+            rescaling = fold_scaling(self.module, repair.scaling)
+            self._patches.defer(rescaling.undo)
+            cast_(self.module, wanted, rescaling)
+        elif repair.action == "island":
+            module = self.module.get_submodule(repair.path)
+            around = read_precisions(self.module)[0]
+            self._patches.defer(cast_(module, around, Scaling(islands=("",))).undo)
+        else:
+            self._cast(wanted)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """As if it had been loaded in a format; what its authors keep in fp32 stays."""
+        for tensor in self.module.state_dict(keep_vars=True).values():
+            if tensor.is_floating_point():
+                self._patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+        cast_component_(self.module, dtype)
+        self.dtype = dtype
+
+    def _find_scaling(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scaling:
+        """Exponents for all calls that failed so far, relative to the component as it was found."""
+        before = self.applied
+        self.take_off()
+        try:
+            with bared(self.module):
+                is_forward = door.method == "forward"
+                call = self.module if is_forward else getattr(self.module, door.method)
+                if self._calibration is None:
+                    self._calibration = Calibration(self.module)
+                self._calibration.observe(call, args, kwargs)
+                return self._calibration.find_scaling()
+        finally:
+            self.put_on(before)
+
+    @property
+    def calls_measured(self) -> int:
+        """How many failing calls the exponents rest on."""
+        return 0 if self._calibration is None else self._calibration.calls
+
+    def name_precisions(self) -> tuple[str, ...]:
+        """Formats of its weights, most of them first."""
+        return tuple(name_dtype(dtype) for dtype in read_precisions(self.module))

@@ -1,0 +1,136 @@
+"""Tests of the guard: silent, awake, repaired and gone, on tiny pipelines of real classes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
+from stopdown.formats import FORMATS
+from stopdown.runtime import guarding
+from stopdown.runtime.guarding import guard
+from stopdown.runtime.policy import Remedy, Situation, list_remedies
+
+make_pipeline = functools.cache(testing.make_pipeline)
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_silent(precision: str) -> None:
+    """A guarded run equals the plain one in every bit; one value is read for each call."""
+    pipe = make_pipeline("cogvideox", dtype=FORMATS[precision].torch_dtype)
+    plain = call_pipeline(pipe, "cogvideox")
+    with testing.assert_untouched(pipe), guard(pipe) as handle:
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
+    assert handle.repairs == ()
+    assert handle.record.host_reads == sum(call.calls for call in handle.record.calls)
+
+
+@pytest.mark.parametrize(
+    ("component", "site"),
+    [
+        ("text_encoder", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wi_1"),
+        ("transformer", "transformer:patch_embed."),
+        ("vae", "vae.decode:decoder.conv_in.conv"),
+    ],
+)
+def test_an_overflow_is_repaired(component: str, site: str) -> None:
+    """The site is named, one call is run again, and the pixels are near those of fp32."""
+    reference = call_pipeline(make_pipeline("cogvideox", overflow=component), "cogvideox")
+    pipe = make_pipeline("cogvideox", overflow=component, dtype=torch.float16)
+    with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+        pixels = call_pipeline(pipe, "cogvideox")
+    assert np.sqrt(np.mean((pixels - reference) ** 2)) < 0.01
+    (repair,) = handle.repairs
+    assert repair.site.startswith(site)
+    assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
+
+
+def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the detector off the same fault reaches the pixels."""
+    monkeypatch.setattr("stopdown.runtime.watch.bound_values", lambda tensors, known: None)
+    pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
+    with guard(pipe):
+        assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
+
+
+def test_a_fault_that_does_not_come_again_is_said_to() -> None:
+    """A transient fault is told from a lasting one; the run goes on to the same pixels."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    plain = call_pipeline(pipe, "cogvideox")
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=1),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
+    (repair,) = handle.repairs
+    assert (repair.action, repair.kind, repair.step) == ("replayed", "intermittent", 1)
+
+
+def test_raise_stops_with_the_site() -> None:
+    """With `raise` nothing is repaired, and the message says where it began."""
+    pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
+    with (
+        testing.assert_untouched(pipe),
+        guard(pipe, on_fault="raise"),
+        pytest.raises(NonFiniteError, match=r"It begins at `transformer:patch_embed\."),
+    ):
+        call_pipeline(pipe, "cogvideox")
+
+
+def test_warn_goes_on() -> None:
+    """With `warn` the bad value passes on, and a warning says so."""
+    pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
+    with guard(pipe, on_fault="warn"), pytest.warns(StopdownWarning, match="It was not repaired"):
+        assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
+
+
+def test_gone_after_an_exception_and_nested() -> None:
+    """Whatever ends the block and in whichever order, the pipeline is as it was."""
+    pipe = make_pipeline("cogvideox")
+    with testing.assert_untouched(pipe):
+        first, second = guard(pipe), guard(pipe)
+        first.remove()
+        second.remove()
+        second.remove()
+    with pytest.raises(KeyboardInterrupt), testing.assert_untouched(pipe), guard(pipe):
+        raise KeyboardInterrupt
+
+
+def test_an_unknown_answer_is_refused() -> None:
+    """A word that is none of the three is named with what is known."""
+    with pytest.raises(OptionError) as caught:
+        guard(make_pipeline("cogvideox"), on_fault="ignore")  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        "on_fault='ignore' is unknown. Known are repair, raise, warn. Use on_fault=\"repair\"."
+    )
+
+
+@pytest.mark.parametrize(
+    ("situation", "actions"),
+    [
+        (Situation("range", "fp16", "a", True), ["rescaled", "island", "bf16", "fp32"]),
+        (Situation("range", "fp16", "", False), ["rescaled", "fp32"]),
+        (Situation("clamped", "fp16", "a"), ["rescaled", "island", "fp32"]),
+        (Situation("written", "bf16", "a"), ["island", "fp32"]),
+        (Situation("intermittent", "fp32"), ["replayed"]),
+        (Situation("range", "fp32", "a"), []),
+        (Situation("weight", "fp16", "a"), []),
+        (Situation("input", "fp16", "a"), []),
+    ],
+)
+def test_the_order_of_remedies(situation: Situation, actions: list[str]) -> None:
+    """From what keeps most of speed and precision to what keeps least."""
+    found: Any = [guarding._name_action(remedy) for remedy in list_remedies(situation)]
+    assert found == actions
+    assert all(isinstance(remedy, Remedy) and remedy.reason for remedy in list_remedies(situation))
