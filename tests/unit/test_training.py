@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import train_autoencoder
 import train_denoiser
@@ -42,7 +42,6 @@ def test_denoiser_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     latents = {
         "latents": torch.randn(8, 3, 4, 16, 16, generator=generator),
         "scene": torch.arange(8),
-        "scaling_factor": torch.ones(1),
     }
     for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
@@ -50,7 +49,7 @@ def test_denoiser_training_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):
         cycle = train_denoiser.Cycle("only", steps, 4, 1.0, 3.0, (12.0, 13.5), 0.5)
         monkeypatch.setattr(train_denoiser, "CYCLES", (cycle,))
-        train_denoiser.train(tmp_path / name, batch=4, seed=0, every=4, draws=1)
+        train_denoiser.train(tmp_path / name, batch=4, seed=0, every=4)
     for key in ("model", "average"):
         whole, parts = (read_model(tmp_path / n / "denoiser.pt", key) for n in ("whole", "parts"))
         assert is_same(whole, parts)
@@ -78,3 +77,27 @@ def test_inflation_that_is_not_exact_is_refused(capsys: pytest.CaptureFixture[st
     values = torch.ones(3)
     with pytest.raises(SystemExit, match="changed the output by up to"):
         check_same("planted", lambda: values.clone(), lambda: values.add_(1e-6))
+
+
+def test_checkpoints_come_back_from_the_model_folder(tmp_path: Path) -> None:
+    """Restored and finished again, `shapes` is the folder that it was restored from, bit for bit."""
+    from finish import EXPONENTS, OUT, load_autoencoder, load_denoiser
+    from inflate import inflate_autoencoder, inflate_encoder, inflate_transformer
+    from restore import restore_autoencoder, restore_denoiser
+
+    restore_autoencoder(OUT, tmp_path)
+    restore_denoiser(OUT, tmp_path, step=7)
+    vae, (encoder, transformer) = load_autoencoder(tmp_path), load_denoiser(tmp_path)
+    assert vae.config.scaling_factor != 1
+    assert not is_same_as_folder(transformer, OUT / "transformer")
+    inflate_autoencoder(vae, EXPONENTS["vae.encode"], EXPONENTS["vae.decode"])
+    inflate_encoder(encoder, EXPONENTS["text_encoder"], EXPONENTS["text_encoder gate"])
+    inflate_transformer(transformer, EXPONENTS["transformer"])
+    for module, name in ((vae, "vae"), (encoder, "text_encoder"), (transformer, "transformer")):
+        assert is_same_as_folder(module, OUT / name)
+
+
+def is_same_as_folder(module: torch.nn.Module, folder: Path) -> bool:
+    stored = load_file(next(folder.glob("*.safetensors")))
+    own = module.state_dict()
+    return all(torch.equal(own[name], value.float()) for name, value in stored.items())
