@@ -1,0 +1,81 @@
+"""An fp32 residual stream: exact in fp32, finite and nearer in fp16, matrices in fp16, and gone after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from stopdown.errors import OptionError
+from stopdown.numerics import relative_l2
+from stopdown.scaling import cast_, rescale_
+from stopdown.testing import compare_snapshot, take_snapshot
+
+CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
+
+
+def make_overflowing(name: str) -> tuple[torch.nn.Module, list[Any]]:
+    """A tiny model whose residual stream leaves fp16."""
+    module, calls = make_example(name)
+    for _ in range(12):
+        scale_weights(module, WAYS["residual"], 3)
+        cast = cast_(module, torch.float16)
+        finite = all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
+        cast.undo()
+        if not finite:
+            return module, calls
+    raise AssertionError(f"{name} does not overflow")
+
+
+def measure_error(module: torch.nn.Module, calls: list[Any], dtype: torch.dtype, by: Any) -> float:
+    """Relative 2-norm error against fp32 of the module cast to a dtype; infinite with NaN."""
+    reference = run_calls(calls, torch.float32)
+    cast = cast_(module, dtype, by)
+    outputs = run_calls(calls, dtype)
+    cast.undo()
+    if not all(bool(x.isfinite().all()) for x in outputs):
+        return float("inf")
+    return max(relative_l2(x, y) for x, y in zip(outputs, reference, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
+    """In fp32 every bit stays; in fp16 it is finite and nearer than bf16; undo restores every bit."""
+    module, calls = make_overflowing(name)
+    before, reference = take_snapshot(module), run_calls(calls, torch.float32)
+    bf16 = measure_error(module, calls, torch.bfloat16, None)
+    rescaling = rescale_(module, calls=calls, residual="fp32")
+    assert rescaling.residual == "fp32"
+    assert rescaling.islands == ()
+    assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+    assert measure_error(module, calls, torch.float16, rescaling) < bf16 / 6
+    rescaling.undo()
+    assert compare_snapshot(before, module) == []
+
+
+def test_it_is_nearer_than_without() -> None:
+    """On the SD UNet, whose rescaled error is the largest, the fp32 stream halves it at least."""
+    errors = {}
+    for residual in (None, "fp32"):
+        module, calls = make_overflowing("SD UNet")
+        rescaling = rescale_(module, calls=calls, residual=residual)
+        errors[residual] = measure_error(module, calls, torch.float16, rescaling)
+    assert errors["fp32"] < 0.6 * errors[None]
+
+
+def test_products_of_matrices_stay_in_fp16() -> None:
+    """Every linear of the transformer computes in fp16, and its norms in fp32."""
+    module, calls = make_overflowing("CogVideoX rotary")
+    cast_(module, torch.float16, rescale_(module, calls=calls, residual="fp32"))
+    linears = [x for x in module.modules() if isinstance(x, torch.nn.Linear)]
+    assert {x.weight.dtype for x in linears} == {torch.float16}
+    norm: Any = module.get_submodule("transformer_blocks.0.norm1.norm")
+    assert norm.weight.dtype == torch.float32
+
+
+def test_an_unknown_residual_is_refused() -> None:
+    """The message says what there is."""
+    with pytest.raises(OptionError, match="residual='fp32'"):
+        rescale_(torch.nn.Linear(2, 2), (torch.ones(1, 2),), residual="fp64")
