@@ -165,13 +165,24 @@ def test_a_process_of_its_own_keeps_its_streams_clean(save_tiny: SaveTiny, here:
 def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     """One message on stderr, no file, no record."""
     source = save_tiny("cogvideox", overflow="transformer")
-    message = refuse(source, "a", *SIZES, "--precision", "fp16", code=1)
+    options = ("--precision", "fp16", "--on-fault", "raise")
+    message = refuse(source, "a", *SIZES, *options, code=1)
     assert re.fullmatch(
-        r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. Its inputs were finite "
+        r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
+        r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Asked for\.\" Use "
         r"`--precision transformer=bf16`, or fp32 where bf16 is slow or missing\.",
         message,
     )
+
+
+def test_a_repair_is_said_once_and_stands_on_the_card(run: Any, save_tiny: SaveTiny) -> None:
+    """Without --on-fault an overflow is repaired: exit 0, one sentence on stderr, a line on the card."""
+    source = save_tiny("cogvideox", overflow="transformer")
+    code, out, err = run("generate", source, "a", *SIZES, "--precision", "fp16")
+    assert code == 0
+    assert err.count("`transformer` was rescaled") == 1
+    assert re.search(r"repaired  transformer:\S+: rescaled, 1 call run again", out)
 
 
 def paint_black(source: Path, folder: Path) -> Path:
@@ -292,6 +303,7 @@ def test_remote_code_in_the_configs_of_a_single_file(
         (["--fps", "0"], "--fps 0.0 is not above 0. Use --fps 8."),
         (["--device", "tpu"], "The device 'tpu' is unknown. This machine, with this build of "),
         (["--device", "cuda:99"], "There is no device cuda:99 here. This machine, with this "),
+        (["--on-fault", "ignore"], "--on-fault ignore is unknown. Known are repair and raise."),
         (["--precision", "fp8"], "The precision 'fp8' is unknown. Known are fp32, bf16, fp16, "),
         (["--precision", "unet=bf16"], "The model has no component 'unet'. It has text_encoder, "),
         (["-o", "nowhere/clip.mp4"], "The output nowhere/clip.mp4 cannot be written: there is "),

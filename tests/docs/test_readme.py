@@ -114,7 +114,8 @@ def test_every_option_is_documented() -> None:
     from stopdown.app.commands import GenerateOptions
 
     for entry in fields(GenerateOptions):
-        name = {"source": "SOURCE", "prompt": "PROMPT"}.get(entry.name, f"--{entry.name}")
+        flag = f"--{entry.name.replace('_', '-')}"
+        name = {"source": "SOURCE", "prompt": "PROMPT"}.get(entry.name, flag)
         line = next(
             line for line in run.stdout.splitlines() if name in line and "Usage" not in line
         )

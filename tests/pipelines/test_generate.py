@@ -260,7 +260,7 @@ def test_overflow_in_fp16_stops_the_run(
 ) -> None:
     """The error names component, step and precision with its reason, and nothing is written."""
     with pytest.raises(NonFiniteError) as caught:
-        run(name, overflow=component, precision="fp16")
+        run(name, overflow=component, precision="fp16", on_fault="raise")
     error = caught.value
     named = f"{component}.decode" if component == "vae" else component
     assert error.what.startswith(f"`{named}` gave ")
@@ -269,6 +269,28 @@ def test_overflow_in_fp16_stops_the_run(
     assert error.remedy.startswith(f"Use `--precision {named}=bf16`, or fp32 ")
     assert error.exit_code == 1
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "component"),
+    [
+        ("cogvideox", "text_encoder"),
+        ("cogvideox", "vae"),
+        ("cogview3plus+large", "transformer"),
+        ("svd", "unet"),
+        ("sd", "unet"),
+        ("wan", "transformer"),
+    ],
+)
+def test_overflow_in_fp16_is_repaired(run: Any, out: Path, name: str, component: str) -> None:
+    """By itself a run mends the component at fault, runs that call again and writes a right picture."""
+    record = run(name, overflow=component, precision="fp16")
+    (repair,) = record.repairs
+    assert repair.component.partition(".")[0] == component
+    assert repair.action == "rescaled"
+    assert repair.replays == 1
+    assert record.findings == ()
+    assert next(out.iterdir()).exists()
 
 
 def test_the_remedy_works(run: Any, out: Path) -> None:
@@ -364,6 +386,7 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "guidance": 3.0,
         "fps": 8.0,
         "strict": False,
+        "on_fault": "repair",
     }
     assert set(content["stages_s"]) == {
         "prepare",
@@ -390,6 +413,9 @@ def test_the_display_sees_every_stage(save_tiny: SaveTiny, media: Path, out: Pat
     class Display:
         def progress(self, *call: Any) -> None:
             seen.append(call)
+
+        def announce(self, text: str) -> None:
+            raise AssertionError(text)
 
     options = make_options(save_tiny("cogvideox"), out, media, **RUNS["cogvideox"])
     generate(options, Display())

@@ -225,4 +225,7 @@ def test_the_command_line_plans_and_generates(
 def _generate(source: Path, clip: Path, precision: str) -> None:
     from stopdown.app.commands import GenerateOptions, generate
 
-    generate(GenerateOptions(str(source), "a ball", output=str(clip), steps=2, precision=precision))
+    options = GenerateOptions(
+        str(source), "a ball", output=str(clip), steps=2, precision=precision, on_fault="raise"
+    )
+    generate(options)

@@ -16,6 +16,7 @@ def print_card(record: RunRecord, console: Console) -> None:
     """Print what each component really ran in and why, time by stage, memory and faults."""
     parts: list[RenderableType] = [_make_components(record), *_make_reasons(record)]
     parts += [Text(), _make_costs(record)]
+    parts += [_make_repairs(record)] if record.repairs else []
     parts += [_make_finding(record)] if record.findings else []
     title = f"{record.pipeline} on {record.device}"
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
@@ -60,6 +61,14 @@ def _make_costs(record: RunRecord) -> Text:
         f"time    {record.elapsed_s:.1f} s ({times}; of these Stopdown's own {record.own_s:.3f})\n"
         f"memory  {format_bytes(record.peak_bytes)} ({record.peak_source})"
     )
+
+
+def _make_repairs(record: RunRecord) -> Text:
+    lines = [
+        f"\nrepaired  {x.site}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. {x.reason}"
+        for x in record.repairs
+    ]
+    return Text("".join(lines), style="yellow")
 
 
 def _make_finding(record: RunRecord) -> Text:

@@ -86,6 +86,13 @@ def generate(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
     ] = False,
+    on_fault: Annotated[
+        str,
+        typer.Option(
+            help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
+            "raise: stop there."
+        ),
+    ] = "repair",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
     ] = False,
@@ -112,6 +119,7 @@ def generate(
         revision=revision,
         config=config,
         strict=strict,
+        on_fault=on_fault,
     )
     record = _run_generate(options, as_json)
     raise typer.Exit(1 if record.findings and strict else 0)

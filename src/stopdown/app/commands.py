@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stopdown.errors import InputError, OptionError, StopdownError
-from stopdown.records import Finding, RunRecord, to_json
+from stopdown.records import Finding, GuardRecord, RunRecord, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.planning.loading import Loaded
-    from stopdown.runtime.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class GenerateOptions:
         revision: branch, tag or commit on the Hub.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         strict: treat findings in the finished frames as a failure.
+        on_fault: `repair` a component that gives NaN or Inf and run that call again, or `raise`.
     """
 
     source: str
@@ -60,6 +60,7 @@ class GenerateOptions:
     revision: str | None = None
     config: str | None = None
     strict: bool = False
+    on_fault: str = "repair"
 
 
 class Display(Protocol):
@@ -68,11 +69,17 @@ class Display(Protocol):
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
         """A stage (`load`, `encode`, `denoise`, `decode`) has come this far."""
 
+    def announce(self, text: str) -> None:
+        """Something that a person must hear now: a repair."""
+
 
 class Silent:
     """A display that shows nothing."""
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """Nothing."""
+
+    def announce(self, text: str) -> None:
         """Nothing."""
 
 
@@ -136,7 +143,7 @@ def _generate(
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
         loaded = _load(loader, described, display, stages)
-        frames, watch = _run(loaded, request, options.output, display, stages)
+        frames, seen = _run(loaded, request, options, display, stages)
     findings = _write(options, frames, stages)
     return RunRecord(
         source=options.source,
@@ -147,14 +154,15 @@ def _generate(
         device_reason=device.reason,
         machine=describe_machine(),
         decisions=loaded.decisions,
-        calls=watch.summarize(),
+        calls=seen.calls,
         stages_s=stages,
         peak_bytes=memory.peak_bytes,
         peak_source=memory.method,
-        own_s=watch.own_s,
+        own_s=seen.own_s,
         findings=findings,
         output=options.output,
         elapsed_s=time.perf_counter() - started,
+        repairs=seen.repairs,
     )
 
 
@@ -178,6 +186,12 @@ def _read_request(options: GenerateOptions) -> Request:
             f"--seed {options.seed} is not a seed.",
             expected="A seed is a whole number from 0 to 2**63 - 1.",
             remedy="Use --seed 0.",
+        )
+    if options.on_fault not in ("repair", "raise"):
+        raise OptionError(
+            f"--on-fault {options.on_fault} is unknown.",
+            expected="Known are repair and raise.",
+            remedy="Use --on-fault repair.",
         )
     if options.image is not None and options.video is not None:
         raise OptionError(
@@ -261,30 +275,41 @@ def _load(
 
 
 def _run(
-    loaded: Loaded, request: Request, output: str, display: Display, stages: dict[str, float]
-) -> tuple[Any, Watch]:
-    """Frames as `[T, H, W, 3]` uint8, and the watch that saw the run."""
+    loaded: Loaded,
+    request: Request,
+    options: GenerateOptions,
+    display: Display,
+    stages: dict[str, float],
+) -> tuple[Any, GuardRecord]:
+    """Frames as `[T, H, W, 3]` uint8, and what the guard saw and did."""
     import torch
 
     from stopdown.media import choose_format, to_uint8
     from stopdown.pipelines.requests import build_arguments, find_frames, read_frames
-    from stopdown.runtime.watch import Watch
+    from stopdown.runtime.guarding import guard
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
 
     arguments = build_arguments(loaded.pipe, request)
-    choose_format(output, find_frames(loaded.pipe, arguments))
+    choose_format(options.output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    watch = Watch(loaded.pipe, loaded.decisions, observe)
+    guarding = guard(
+        loaded.pipe,
+        on_fault=options.on_fault,  # type: ignore[arg-type]  # guard refuses other words
+        decisions=loaded.decisions,
+        observer=observe,
+        announce=display.announce,
+    )
     begun = time.perf_counter()
-    with watch, torch.no_grad():
+    with guarding, torch.no_grad():
         result = _call(loaded.pipe, arguments)
     whole = time.perf_counter() - begun
-    for call in watch.summarize():
+    seen = guarding.record
+    for call in seen.calls:
         stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
     stages["other"] = whole - sum(stages.get(name, 0.0) for name in ("encode", "denoise", "decode"))
-    return to_uint8(read_frames(result)), watch
+    return to_uint8(read_frames(result)), seen
 
 
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:

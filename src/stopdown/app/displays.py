@@ -58,6 +58,10 @@ class Bars:
             self._tasks[stage], completed=done, total=total or None, detail=detail
         )
 
+    def announce(self, text: str) -> None:
+        """Above the bars, whole; also where nobody looks at bars."""
+        self._progress.console.print(text, style="yellow", soft_wrap=True, highlight=False)
+
     def __enter__(self) -> Bars:
         self._progress.start()
         return self
