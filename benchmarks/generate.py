@@ -1,7 +1,7 @@
-"""Stopdown's own share of a run: the same pipeline call plain and watched, in turns, in one process.
+"""Stopdown's own share of a run: the same pipeline call plain and guarded, in turns, in one process.
 
 Two figures come out. The *own share* is the time that Stopdown's code measured around the very calls
-that Diffusers made, over the whole of a run. The *paired ratio* is the wall time of a watched run over
+that Diffusers made, over the whole of a run. The *paired ratio* is the wall time of a guarded run over
 that of the plain run beside it; its spread shows how much of it is noise. Start-up is left aside.
 
     python benchmarks/generate.py --repeats 8
@@ -21,7 +21,7 @@ import torch
 from stopdown import load
 from stopdown.environment import describe_machine
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.runtime.watch import Watch
+from stopdown.runtime.guarding import guard
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "a red circle moving left on a grey background"
@@ -34,12 +34,12 @@ def time_plain(pipe: Any, request: Request) -> float:
     return time.perf_counter() - begun
 
 
-def time_watched(pipe: Any, request: Request) -> tuple[float, float]:
+def time_guarded(pipe: Any, request: Request) -> tuple[float, float]:
     """Seconds of the run, and of Stopdown's own code in it."""
     begun = time.perf_counter()
-    with Watch(pipe) as watch, torch.no_grad():
+    with guard(pipe) as handle, torch.no_grad():
         pipe(**build_arguments(pipe, request))
-    return time.perf_counter() - begun, watch.own_s
+    return time.perf_counter() - begun, handle.record.own_s
 
 
 def run(source: str, precision: str, steps: int, repeats: int) -> dict[str, Any]:
@@ -51,12 +51,12 @@ def run(source: str, precision: str, steps: int, repeats: int) -> dict[str, Any]
     for turn in range(repeats):
         if turn % 2:
             plain_s = time_plain(pipe, request)
-            watched_s, own_s = time_watched(pipe, request)
+            guarded_s, own_s = time_guarded(pipe, request)
         else:
-            watched_s, own_s = time_watched(pipe, request)
+            guarded_s, own_s = time_guarded(pipe, request)
             plain_s = time_plain(pipe, request)
-        ratios.append(watched_s / plain_s)
-        shares.append(own_s / watched_s)
+        ratios.append(guarded_s / plain_s)
+        shares.append(own_s / guarded_s)
         print(json.dumps({"pair": turn, "ratio": ratios[-1], "own_share": shares[-1]}), flush=True)
     return {
         "own_share_median": statistics.median(shares),

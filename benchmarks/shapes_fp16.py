@@ -129,7 +129,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), file=file)
         print(json.dumps(rows[-1]), flush=True)
     report = {
-        "command": f"python benchmarks/shapes_fp16.py --prompts {options.prompts}",
+        "command": f"python benchmarks/shapes_fp16.py --prompts {options.prompts}"
+        f" --guidance {options.guidance:g}",
         "machine": describe_machine(),
         "planned_s": planned_s,
         **summarise(rows, plan, list_dtypes(pipes["fp16 by plan"])),

@@ -412,7 +412,9 @@ def _blame(error: BaseException) -> str:
     frames = list(_frames(error))
     ours = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
     frame = (ours or frames)[-1] if frames else None
-    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "no line is known"
+    if frame is None:
+        return "no line is known"
+    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
 
 
 def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:

@@ -152,8 +152,10 @@ class Guard:
         kwargs: dict[str, Any],
     ) -> Any:
         """Next to the component: what it is really called with."""
+        begun = time.perf_counter()
         restore = save_random(self._find_device(door, patient), kwargs)
         self._latest[door.component] = _Latest(args, kwargs, restore)
+        self.watch.own_s += time.perf_counter() - begun
         return patient.call(door, call, args, kwargs)
 
     def _find_device(self, door: Door, patient: Patient) -> torch.device:
