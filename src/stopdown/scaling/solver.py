@@ -33,6 +33,10 @@ SOFT_TOP_BITS = 4.0
 HARD_TOPS_BITS = (1.0, 0.01)
 """Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
 
+LONGEST_S = {"folds": 10.0, "islands": 60.0}
+"""Seconds after which the best exponents found so far are taken. Folds alone take less than one; what
+takes longer is the search for cheaper multiplies among hundreds of modules."""
+
 LOW_BITS, LOWEST_BITS = -11.0, -14.0
 """Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
 
@@ -84,7 +88,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> S
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor))
     _price_folds(program, problem)
     _price_sizes(program, problem)
-    result = program.solve()
+    result = program.solve(LONGEST_S["islands" if islands else "folds"])
     if result is None:
         return None
     values, cost = result
@@ -143,8 +147,8 @@ class _Program:
             row[column] = row.get(column, 0.0) + factor
         self.rows.append((row, low, high))
 
-    def solve(self) -> tuple[np.ndarray, float] | None:
-        """Values of all columns and the cost, None when there is no solution."""
+    def solve(self, longest_s: float) -> tuple[np.ndarray, float] | None:
+        """Values of all columns and the cost, None when no solution was found in time."""
         entries = [
             (i, column, factor)
             for i, (row, _, _) in enumerate(self.rows)
@@ -154,7 +158,7 @@ class _Program:
         shape = (len(self.rows), len(self.costs))
         matrix = csr_array((np.array(factors, float), (rows, columns)), shape=shape)
         limits = LinearConstraint(matrix, [x[1] for x in self.rows], [x[2] for x in self.rows])
-        options = {"time_limit": 60.0, "mip_rel_gap": 0.02}
+        options = {"time_limit": longest_s, "mip_rel_gap": 0.02}
         result = milp(
             self.costs,
             integrality=self.whole,
