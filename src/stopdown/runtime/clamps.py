@@ -16,11 +16,10 @@ import re
 
 import torch
 
+from stopdown.scaling.problem import CLAMPS_KEPT
+
 CLAMPED_FROM = 64504.0
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
-
-CLAMPS_THAT_BELONG = ("Sana",)
-"""Classes whose clamp is a part of what they compute: right in fp16, wrong without it."""
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
 _END = re.compile(r"\bfinfo\b|65504")
@@ -28,7 +27,7 @@ _END = re.compile(r"\bfinfo\b|65504")
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the modules of a component that clamp at the end of fp16's range."""
-    if type(component).__name__.startswith(CLAMPS_THAT_BELONG):
+    if type(component).__name__.startswith(CLAMPS_KEPT):
         return ()
     return tuple(path for path, module in component.named_modules() if _clamps(type(module)))  # type: ignore[arg-type]
 
