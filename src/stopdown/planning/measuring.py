@@ -46,11 +46,11 @@ def scale_component(
     check_weights(module)
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
-    measured = [_measure(module, group, dtype) for group in real]
+    measured = [measure_kind(module, group, dtype) for group in real]
     if not made_up:
         return _find_exact(module, measured, real), ()
     try:
-        more = [_measure(module, group, dtype) for group in made_up]
+        more = [measure_kind(module, group, dtype) for group in made_up]
         return _find_exact(module, [*measured, *more], [*real, *made_up]), (_MADE_UP,)
     except (CaptureError, ScalingError) as error:
         note = f"Encoding was not measured: {error.what}"
@@ -106,7 +106,7 @@ def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
     return list(groups.values())
 
 
-def _measure(
+def measure_kind(
     module: torch.nn.Module, group: Sequence[RecordedCall], dtype: torch.dtype
 ) -> Measured:
     """One capture with the merged ranges of all calls of a kind."""

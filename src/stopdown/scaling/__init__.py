@@ -2,13 +2,20 @@
 
 from stopdown.scaling.folding import Rescaling, Scaling, cast_, fold_scaling
 from stopdown.scaling.problem import Measured
-from stopdown.scaling.rescaling import find_scaling, measure_again, measure_call, rescale_
+from stopdown.scaling.rescaling import (
+    find_folds,
+    find_scaling,
+    measure_again,
+    measure_call,
+    rescale_,
+)
 
 __all__ = [
     "Measured",
     "Rescaling",
     "Scaling",
     "cast_",
+    "find_folds",
     "find_scaling",
     "fold_scaling",
     "measure_again",

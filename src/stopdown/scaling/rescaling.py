@@ -7,7 +7,7 @@ what a fused kernel keeps to itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +233,31 @@ def _find_cheapest(
         if solution := solve_problem(wider, hard_top_bits=bits, islands=True):
             return _describe(wider, solution)
     raise explain_failure(wider)
+
+
+def find_folds(
+    module: torch.nn.Module,
+    calls: Sequence[Measured],
+    groups: Sequence[Collection[str]] = (),
+    *,
+    free: bool = False,
+) -> Scaling | None:
+    """Exponents by folding alone, as files can hold them; None when there are none.
+
+    Args:
+        groups: `module.path.attribute` of eps that only change together.
+        free: let each other eps change by itself; otherwise they stay as they are.
+    """
+    problem = state_problem(module, calls)
+    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
+    for group in groups:
+        problem.system.equate(*[places.pop(name, ZERO) for name in group])
+    if not free:
+        problem.system.pin(*places.values())
+    for bits in HARD_TOPS_BITS:
+        if solution := solve_problem(problem, hard_top_bits=bits, islands=False):
+            return _describe(problem, solution)
+    return None
 
 
 def _solve_cheaply(plain: Problem, wider: Problem, bits: float) -> tuple[Problem, Solution] | None:
