@@ -108,6 +108,25 @@ class Repair:
 
 
 @dataclass(frozen=True)
+class JournalUse:
+    """What the journal of a run was good for.
+
+    Attributes:
+        folder: where it is.
+        answered: calls that were answered from it.
+        written: calls that were made and written to it.
+        bytes: its size.
+        notes: why it ended early or was made anew, in whole sentences.
+    """
+
+    folder: str
+    answered: int
+    written: int
+    bytes: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class GuardRecord:
     """What a guard saw and did so far.
 
@@ -118,6 +137,7 @@ class GuardRecord:
         host_reads: how often a value was read from the device by the watch.
         unwatched: what could not be watched, each with the reason.
         own_s: seconds spent in Stopdown's own code around the calls, repairs included.
+        journal: what the journal was good for; None without one.
     """
 
     pipeline: str
@@ -126,6 +146,7 @@ class GuardRecord:
     host_reads: int
     unwatched: tuple[str, ...]
     own_s: float
+    journal: JournalUse | None = None
     kind: str = "guard"
     schema: int = field(default=SCHEMA)
 
@@ -151,6 +172,7 @@ class RunRecord:
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
         repairs: what was done about each fault.
+        journal: what the journal was good for; None without one.
     """
 
     source: str
@@ -170,6 +192,7 @@ class RunRecord:
     output: str | None
     elapsed_s: float
     repairs: tuple[Repair, ...] = ()
+    journal: JournalUse | None = None
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,7 @@ from stopdown.pipelines.doors import Call, find_argument_names, find_module, put
 from stopdown.planning.applying import apply_plan
 from stopdown.records import Decision, GuardRecord, Plan, Repair
 from stopdown.runtime.culprit import Culprit, find_culprit, name_site
+from stopdown.runtime.journal import Journal
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
 from stopdown.runtime.randomness import Restore, save_random
 from stopdown.runtime.repairs import Applied, Patient
@@ -79,6 +81,7 @@ class Guard:
         announce: Announce | None = None,
     ) -> None:
         self.pipe, self._on_fault = pipe, on_fault
+        self._journal: Journal | None = None
         self._announce = announce or _warn
         self._repairs: list[Repair] = []
         self._said: set[tuple[str, str]] = set()
@@ -88,13 +91,19 @@ class Guard:
         self._devices: dict[str, torch.device] = {}
         self.watch = Watch(pipe, decisions, observer, self._answer)
 
-    def put_on(self, plan: Plan | None = None) -> None:
+    def put_on(
+        self, plan: Plan | None = None, journal: Journal | str | Path | None = None
+    ) -> None:
         """Stand at the doors.
 
         Raises:
             PlanError: the plan does not belong to this pipeline. Nothing was changed.
+            InputError: the journal belongs to another run, or is in use. Nothing was changed.
         """
         try:
+            if isinstance(journal, str | Path):
+                journal = Journal(journal, announce=self._announce)
+                self._patches.defer(journal.close)
             if plan is not None:
                 self._patches.defer(apply_plan(self.pipe, plan).undo)
             for door in find_doors(self.pipe):
@@ -106,6 +115,9 @@ class Guard:
                 put_door(door, stand, self._patches, innermost=True)
             self.watch.__enter__()
             self._patches.defer(functools.partial(self.watch.__exit__, None, None, None))
+            if journal is not None:
+                journal.put_on(self.pipe, self._patches, lambda: len(self._repairs))
+                self._journal = journal
         except BaseException:
             self._patches.undo()
             raise
@@ -124,7 +136,8 @@ class Guard:
             repairs=tuple(self._repairs),
             host_reads=self.watch.host_reads,
             unwatched=(),
-            own_s=self.watch.own_s,
+            own_s=self.watch.own_s + (self._journal.own_s if self._journal else 0.0),
+            journal=self._journal.use if self._journal else None,
         )
 
     @property
@@ -308,6 +321,7 @@ def guard(
     decisions: tuple[Decision, ...] = (),
     observer: Observer | None = None,
     announce: Announce | None = None,
+    journal: Journal | str | Path | None = None,
 ) -> Guard:
     """Guard every component call of a pipeline until the guard is removed.
 
@@ -321,6 +335,9 @@ def guard(
         decisions: precision of each call with its reason, for messages.
         observer: told of each finished call.
         announce: told of each repair once; None warns with `StopdownWarning`.
+        journal: folder, or open journal, for the outputs of calls: after a kill the same program
+            goes on where it stopped. Its bound is `journal.LIMIT_BYTES`; remove the folder when the
+            run is done.
 
     Returns:
         A context manager and handle: `.record`, `.repairs`, `.remove()`.
@@ -328,6 +345,7 @@ def guard(
     Raises:
         OptionError: `on_fault` is none of the three.
         PlanError: the plan does not belong to this pipeline.
+        InputError: the journal belongs to another run, or is in use.
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
     Cost: per call two operations and one host read; one operation more for each module that clamps
@@ -341,7 +359,7 @@ def guard(
             remedy='Use on_fault="repair".',
         )
     made = Guard(pipe, on_fault=on_fault, decisions=decisions, observer=observer, announce=announce)
-    made.put_on(plan)
+    made.put_on(plan, journal)
     return made
 
 

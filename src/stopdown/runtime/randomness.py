@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 Restore = Callable[[], None]
+
+
+class RandomSource(NamedTuple):
+    """One source of random numbers: how its state is read, and put back."""
+
+    read: Callable[[], torch.Tensor]
+    put: Callable[[torch.Tensor], object]
+
+
+def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSource]:
+    """What a call may draw from: the CPU, the device, and the generators that it is given, in order."""
+    sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
+    if device.type == "cuda":
+        sources.append(
+            RandomSource(
+                lambda: torch.cuda.get_rng_state(device),
+                lambda state: torch.cuda.set_rng_state(state, device),
+            )
+        )
+    elif device.type == "mps":
+        sources.append(RandomSource(torch.mps.get_rng_state, torch.mps.set_rng_state))
+    for value in arguments:
+        for generator in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(generator, torch.Generator):
+                sources.append(RandomSource(generator.get_state, generator.set_state))
+    return sources
 
 
 def save_random(device: torch.device, arguments: dict[str, Any]) -> Restore:
@@ -15,18 +41,7 @@ def save_random(device: torch.device, arguments: dict[str, Any]) -> Restore:
 
     Cost: a copy of about 5 KB on the host; no operation on the device.
     """
-    states: list[tuple[Callable[[torch.Tensor], object], torch.Tensor]] = [
-        (torch.set_rng_state, torch.get_rng_state())
-    ]
-    if device.type == "cuda":
-        kept = torch.cuda.get_rng_state(device)
-        states.append((lambda state: torch.cuda.set_rng_state(state, device), kept))
-    elif device.type == "mps":
-        states.append((torch.mps.set_rng_state, torch.mps.get_rng_state()))
-    for value in arguments.values():
-        for generator in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(generator, torch.Generator):
-                states.append((generator.set_state, generator.get_state()))
+    states = [(source.put, source.read()) for source in find_random(device, arguments.values())]
 
     def restore() -> None:
         for put, state in states:

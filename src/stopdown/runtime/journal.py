@@ -1,0 +1,449 @@
+"""The journal of a run: outputs of calls as they come, so that a killed run goes on where it stopped.
+
+Outermost at each door stands a layer that writes what the call gave: one safetensors file a call,
+written beside, synced and renamed, its name ending in the SHA-256 of its bytes. When the same run is
+started again, the pipeline begins anew, and each call that is in the journal is answered from it at
+once; its arguments must be the same bytes. No state of a scheduler has to be understood: it comes to
+be again. The numbers that a call drew are drawn from then on as after that call. A call that was
+repaired is run once more, so that its repair is in force for those that follow.
+
+**Catches** another prompt, seed, size, model, precision, version or device (refused, by name); files
+that are cut, changed, missing or of another run, and calls with other arguments (made anew from there
+on); two processes with one journal.
+**Does not catch** components that change their arguments in place, or that draw from NumPy's or
+Python's random numbers inside a call. Components that remember earlier calls (step caches) are refused
+when the journal is put on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import msgspec
+import safetensors
+import safetensors.torch
+import torch
+
+from stopdown.environment import choose_device, describe_machine
+from stopdown.errors import InputError, OutputError
+from stopdown.formats import name_dtype
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_components, find_doors, read_precisions
+from stopdown.pipelines.doors import Call, find_module, put_door
+from stopdown.planning.plans import sample_weights
+from stopdown.records import JournalUse
+from stopdown.runtime.packing import PackingError, digest_call, pack, unpack
+from stopdown.runtime.randomness import RandomSource, find_random
+
+LIMIT_BYTES = 4 * 2**30
+"""Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
+
+_SCHEMA = 1
+_HEAD = "journal.json"
+_ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What stands beside the tensors of one call."""
+
+    run: str
+    call: str
+    structure: Any
+    random: dict[str, int]
+    repaired: bool
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One call as the journal has it."""
+
+    output: Any
+    random: dict[int, torch.Tensor]
+    repaired: bool
+
+
+class Journal:
+    """A folder with the calls of one run; also a context manager, which lets the folder go.
+
+    Args:
+        folder: made when it is missing.
+        run: what tells the run apart, beyond the pipeline: prompt, seed, checkpoint. JSON values.
+        limit_bytes: size at which no more calls are written.
+        announce: told what a person must hear, in whole sentences.
+
+    Raises:
+        InputError: the folder holds something else, another run's journal, or is in use.
+        OutputError: the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        run: dict[str, Any] | None = None,
+        *,
+        limit_bytes: int = LIMIT_BYTES,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        self.folder, self.own_s = Path(folder).absolute(), 0.0
+        self._run, self._limit = _to_plain(run or {}), limit_bytes
+        self._announce = announce or (lambda text: None)
+        self._notes: list[str] = []
+        self._answered = self._written = self._number = self._depth = 0
+        self._stopped = False
+        self._digest = ""
+        self._lock = _lock_folder(self.folder)
+        try:
+            self._refuse_foreign()
+            self._head = self._read_head()
+            self._refuse_differences(self._run)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the folder go. A second call does nothing."""
+        self._lock.release()
+
+    def clear(self) -> None:
+        """Remove what was written: the run has come to its end."""
+        for path in [*self._list_entries(), self.folder / _HEAD]:
+            path.unlink(missing_ok=True)
+
+    @property
+    def use(self) -> JournalUse:
+        """What the journal did for this run so far."""
+        size = sum(path.stat().st_size for path in self._list_entries())
+        return JournalUse(str(self.folder), self._answered, self._written, size, tuple(self._notes))
+
+    def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
+        """Stand at the doors of a pipeline, outside of what stands there already.
+
+        Args:
+            count_repairs: how many calls were repaired so far.
+
+        Raises:
+            InputError: the journal belongs to another pipeline, or a component remembers its calls.
+            OutputError: the folder cannot be written.
+        """
+        _refuse_memories(pipe)
+        head = {**self._run, **_describe_pipeline(pipe)}
+        self._refuse_differences(head)
+        self._digest = hashlib.sha256(msgspec.json.encode(head)).hexdigest()
+        if self._head is None:
+            self._begin(head)
+        elif count := len(self._list_entries()):
+            self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
+        for door in find_doors(pipe):
+            put_door(door, functools.partial(self._stand, door, count_repairs), patches)
+
+    def _begin(self, head: dict[str, Any]) -> None:
+        """Start anew: without a head that can be read, no call can be trusted."""
+        self._drop_from(0)
+        self._head = head
+        content = msgspec.json.format(msgspec.json.encode({"journal": _SCHEMA, **head}), indent=1)
+        try:
+            _write_whole(self.folder / _HEAD, content)
+        except OSError as error:
+            raise OutputError(
+                f"The journal {self.folder} cannot be written: {error.strerror}.",
+                remedy="Name another folder for the journal.",
+            ) from error
+
+    def _stand(
+        self,
+        door: Door,
+        count_repairs: Callable[[], int],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One call: from the journal, or made and written there."""
+        if self._depth:  # a component that calls another one: the outer call is what counts
+            return call(*args, **kwargs)
+        self._depth += 1
+        try:
+            return self._answer(door, count_repairs, call, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _answer(
+        self,
+        door: Door,
+        count_repairs: Callable[[], int],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        begun = time.perf_counter()
+        number, self._number = self._number, self._number + 1
+        if self._stopped and not self._find_entry(number):
+            return call(*args, **kwargs)
+        digest = digest_call(door.component, args, kwargs)
+        sources = find_random(_find_device(door), (*args, *kwargs.values()))
+        found = self._read(number, digest)
+        before = {} if found else {i: source.read() for i, source in enumerate(sources)}
+        self.own_s += time.perf_counter() - begun
+        if found is not None:
+            if found.repaired:
+                call(*args, **kwargs)
+            for index, state in found.random.items():
+                sources[index].put(state)
+            self._answered += 1
+            return found.output
+        repairs = count_repairs()
+        output = call(*args, **kwargs)
+        begun = time.perf_counter()
+        if not self._stopped:
+            drawn = _read_drawn(sources, before)
+            self._write(number, door, digest, output, drawn, count_repairs() > repairs)
+        self.own_s += time.perf_counter() - begun
+        return output
+
+    def _write(
+        self,
+        number: int,
+        door: Door,
+        digest: str,
+        output: Any,
+        random: dict[int, torch.Tensor],
+        repaired: bool,
+    ) -> None:
+        try:
+            structure, kept = pack(output)
+            tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
+            tensors |= {f"random.{i}": state.contiguous() for i, state in random.items()}
+            places = {f"random.{i}": i for i in random}
+            entry = _Entry(self._digest, digest, structure, places, repaired)
+            content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
+            self._write_entry(number, door.component, content)
+        except PackingError as error:
+            self._stop(f"the output of `{door.component}` cannot be kept: {error}")
+        except OSError as error:
+            self._stop(f"the folder cannot be written: {error.strerror}")
+
+    def _write_entry(self, number: int, component: str, content: bytes) -> None:
+        if sum(path.stat().st_size for path in self._list_entries()) + len(content) > self._limit:
+            self._stop(f"it would grow beyond {self._limit / 2**30:.3g} GiB")
+            return
+        name = f"{number:06}-{component}.{hashlib.sha256(content).hexdigest()}.safetensors"
+        _write_whole(self.folder / name, content)
+        self._written += 1
+
+    def _stop(self, why: str) -> None:
+        """Write no more; what is there stays good, and a run that is killed resumes there."""
+        self._stopped = True
+        self._note(f"The journal {self.folder} ends at call {self._number - 1}: {why}.")
+
+    def _note(self, text: str) -> None:
+        self._notes.append(text)
+        self._announce(text)
+
+    def _read(self, number: int, digest: str) -> _Answer | None:
+        """A call as it was written; None where the journal has no such call, or none to trust."""
+        path = self._find_entry(number)
+        if path is None:
+            if any(_read_number(other) > number for other in self._list_entries()):
+                self._rebuild(number, "is missing")
+            return None
+        try:
+            entry, tensors = _load_entry(path)
+            if entry.run != self._digest or entry.call != digest:
+                raise PackingError("it was made with other arguments")
+            kept = [tensors[f"output.{i}"] for i in range(len(tensors) - len(entry.random))]
+            random = {i: tensors[name] for name, i in entry.random.items()}
+            return _Answer(unpack(entry.structure, kept), random, entry.repaired)
+        except PackingError as error:
+            self._rebuild(number, f"is of no use: {error}")
+            return None
+
+    def _rebuild(self, number: int, why: str) -> None:
+        self._drop_from(number)
+        self._note(f"Call {number} of the journal {self.folder} {why}. It is made anew from there.")
+
+    def _drop_from(self, number: int) -> None:
+        for path in self._list_entries():
+            if _read_number(path) >= number:
+                path.unlink(missing_ok=True)
+
+    def _find_entry(self, number: int) -> Path | None:
+        return next((x for x in self._list_entries() if _read_number(x) == number), None)
+
+    def _list_entries(self) -> list[Path]:
+        return sorted(path for path in self.folder.iterdir() if _ENTRY.fullmatch(path.name))
+
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder with other things in it; remove what a kill left half written."""
+        for path in sorted(self.folder.iterdir()):
+            if re.fullmatch(r"\..+\.part", path.name):
+                path.unlink()
+            elif path.name not in (_HEAD, ".lock") and not _ENTRY.fullmatch(path.name):
+                raise InputError(
+                    f"The folder {self.folder} is no journal: it holds {path.name}.",
+                    expected="A journal has a folder of its own.",
+                    remedy="Name a folder that is empty or new.",
+                )
+
+    def _read_head(self) -> dict[str, Any] | None:
+        """What the journal was written for; None when there is none, or when it is damaged."""
+        path = self.folder / _HEAD
+        try:
+            head = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            return head if head.pop("journal", None) == _SCHEMA else None
+        except (OSError, msgspec.MsgspecError):
+            if path.exists() or self._list_entries():
+                self._note(f"The head of the journal {self.folder} is damaged. It is begun anew.")
+            return None
+
+    def _refuse_differences(self, wanted: dict[str, Any]) -> None:
+        head = self._head or {}
+        differences = [
+            f"{name} was {head.get(name)!r} and is {wanted.get(name)!r}"
+            for name in wanted
+            if self._head is not None and head.get(name) != wanted.get(name)
+        ]
+        if differences:
+            raise InputError(
+                f"The journal {self.folder} belongs to another run: {'; '.join(differences)}.",
+                expected="Its calls answer those of the same run and of no other.",
+                remedy="Name another folder for the journal, or remove this one.",
+            )
+
+
+def _read_drawn(
+    sources: list[RandomSource], before: dict[int, torch.Tensor]
+) -> dict[int, torch.Tensor]:
+    """States of the random numbers that a call drew from."""
+    now = {index: source.read() for index, source in enumerate(sources)}
+    return {index: state for index, state in now.items() if not torch.equal(state, before[index])}
+
+
+def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
+    """What a file holds, after a look whether its bytes are those that were written.
+
+    Raises:
+        PackingError: they are not.
+    """
+    matched = _ENTRY.fullmatch(path.name)
+    content = path.read_bytes()
+    if matched is None or hashlib.sha256(content).hexdigest() != matched[2]:
+        raise PackingError("its bytes are not those that were written")
+    try:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            entry = msgspec.json.decode((opened.metadata() or {}).get("call", ""), type=_Entry)
+        return entry, safetensors.torch.load(content)
+    except (msgspec.MsgspecError, safetensors.SafetensorError) as error:
+        raise PackingError(f"it is no entry of a journal ({error})") from error
+
+
+def _read_number(path: Path) -> int:
+    return int(path.name[:6])
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, also when the power fails."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # some systems cannot sync a folder
+        handle = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _lock_folder(folder: Path) -> filelock.BaseFileLock:
+    """The folder, made and held for this process.
+
+    Raises:
+        InputError: another process holds it.
+        OutputError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / ".lock")
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        raise InputError(
+            f"The journal {folder} is in use by another run.",
+            remedy="Wait for it, or name another folder for the journal.",
+        ) from error
+    except OSError as error:
+        raise OutputError(
+            f"The journal {folder} cannot be written: {error.strerror}.",
+            remedy="Name another folder for the journal.",
+        ) from error
+    return lock
+
+
+def _describe_pipeline(pipe: Any) -> dict[str, Any]:
+    """What of a pipeline and a machine decides the bits of a run, by names for people."""
+    machine = describe_machine()
+    device = _find_device(next(iter(find_doors(pipe))))
+    scheduler = getattr(pipe, "scheduler", None)
+    found = {
+        "pipeline": type(pipe).__name__,
+        "scheduler": type(scheduler).__name__,
+        "scheduler's settings": repr(sorted(dict(getattr(scheduler, "config", {})).items())),
+        "device": str(choose_device(str(device))),
+        "threads": machine["torch_threads"],
+        "versions": machine["versions"],
+    }
+    for name, module in find_components(pipe).items():
+        found[f"{name}'s class"] = type(module).__name__
+        found[f"{name}'s precision"] = [name_dtype(dtype) for dtype in read_precisions(module)]
+        found[f"{name}'s weights"] = sample_weights(module)
+    return _to_plain(found)
+
+
+def _refuse_memories(pipe: Any) -> None:
+    """Refuse components whose hooks remember earlier calls: answers would leave them behind."""
+    for name, module in find_components(pipe).items():
+        for path, hook in _iterate_hooks(module):
+            if getattr(hook, "_is_stateful", False):
+                place = f"{name}:{path}" if path else name
+                raise InputError(
+                    f"`{place}` has a {type(hook).__name__}, which remembers earlier calls.",
+                    expected="Each call that a journal answers is a function of its arguments.",
+                    remedy="Run without a journal, or take the cache off: disable_cache().",
+                )
+
+
+def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, child in module.named_modules():
+        registry = getattr(child, "_diffusers_hook", None)
+        for hook in getattr(registry, "hooks", {}).values():
+            yield path, hook
+
+
+def _find_device(door: Door) -> torch.device:
+    weight = next(find_module(door).parameters(), None)
+    return torch.device("cpu") if weight is None else weight.device
+
+
+def _to_plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return msgspec.json.decode(msgspec.json.encode(value, enc_hook=str))
