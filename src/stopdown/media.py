@@ -121,7 +121,9 @@ def _refuse_taken(target: Path, chosen: str) -> None:
 
 
 @contextmanager
-def written_beside(path: str | os.PathLike[str], *, probe: bool = False) -> Iterator[Path]:
+def written_beside(
+    path: str | os.PathLike[str], *, probe: bool = False, option: str = "with -o"
+) -> Iterator[Path]:
     """A temporary path beside `path`, renamed to `path` when the block ends without an error.
 
     After an error, Ctrl-C included, what was written is removed and `path` is as it was.
@@ -129,6 +131,7 @@ def written_beside(path: str | os.PathLike[str], *, probe: bool = False) -> Iter
     Args:
         path: where the finished file or folder belongs.
         probe: remove what was written in any case, and rename nothing.
+        option: how another place is given, for the message.
 
     Raises:
         OutputError: the operating system refused to write; the message says why.
@@ -140,7 +143,7 @@ def written_beside(path: str | os.PathLike[str], *, probe: bool = False) -> Iter
         if not probe:
             _rename(part, target)
     except OSError as error:
-        raise _explain_refusal(Path(path), error) from error
+        raise _explain_refusal(Path(path), error, option) from error
     finally:
         _discard(part)
 
@@ -175,13 +178,13 @@ _REFUSALS = {
 }
 
 
-def _explain_refusal(target: Path, error: OSError) -> OutputError:
+def _explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
     known = _REFUSALS.get(error.errno or 0)
     cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
     return OutputError(
         f"The output {target} could not be written: {cause}.",
         expected="Nothing half-written was left behind.",
-        remedy=remedy,
+        remedy=remedy.replace("with -o", option),
     )
 
 
