@@ -19,7 +19,7 @@ from stopdown.pipelines.tiny import overflow_
 from stopdown.planning.applying import apply_plan
 from stopdown.planning.plan_files import read_plan
 from stopdown.planning.plans import make_plan
-from stopdown.records import Plan
+from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.watch import Watch
 from stopdown.testing import assert_untouched, make_pipeline
 
@@ -229,3 +229,24 @@ def _generate(source: Path, clip: Path, precision: str) -> None:
         str(source), "a ball", output=str(clip), steps=2, precision=precision, on_fault="raise"
     )
     generate(options)
+
+
+def test_a_plan_keeps_residual_streams_in_fp32() -> None:
+    """It says so, survives its file, is exact in fp32, finite and nearer in fp16, and comes off."""
+    pipe = build("cogview3plus")
+    plan = make_plan(pipe, prompts=["a red train"], steps=1, residual="fp32")
+    assert from_json(to_json(plan), Plan) == plan
+    entry = next(x for x in plan.components if x.component == "transformer")
+    assert entry.stream is not None
+    assert any("residual stream is fp32" in reason for reason in entry.reasons)
+    reference = run(pipe, "cogview3plus")
+    with assert_untouched(pipe):
+        with apply_plan(pipe, plan, cast=False):
+            assert torch.equal(run(pipe, "cogview3plus"), reference)
+        with apply_plan(pipe, plan), Watch(pipe):
+            low = run(pipe, "cogview3plus")
+            norm = pipe.transformer.get_submodule("norm_out.norm")
+            assert pipe.transformer.proj_out.weight.dtype == torch.float16
+            assert {x.dtype for x in norm.parameters()} <= {torch.float32}
+    bf16 = run(build("cogview3plus", torch.bfloat16), "cogview3plus")
+    assert measure_error(low, reference) < measure_error(bf16, reference) / 6

@@ -143,6 +143,13 @@ def plan(
     ] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4,
     precision: Annotated[str, typer.Option(help="fp16.")] = "fp16",
+    residual: Annotated[
+        str,
+        typer.Option(
+            help="native, or fp32: sums and norms in fp32 beside fp16 matrix products, nearer to "
+            "fp32 still."
+        ),
+    ] = "native",
     device: Annotated[
         str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None,
@@ -170,6 +177,7 @@ def plan(
         prompts=tuple(prompt or ()),
         steps=steps,
         precision=precision,
+        residual=residual,
         device=device,
         image=image,
         video=video,

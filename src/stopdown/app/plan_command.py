@@ -26,6 +26,7 @@ class PlanOptions:
         prompts: what to measure; empty for the prompts of Stopdown's own.
         steps: denoising steps of each run.
         precision: `fp16`.
+        residual: `native`, or `fp32` to keep residual streams in fp32.
         device: where to measure; None for the best that holds the pipeline in fp32.
         image, video: files to start from.
         frames, height, width, guidance: of the runs.
@@ -38,6 +39,7 @@ class PlanOptions:
     prompts: tuple[str, ...] = ()
     steps: int = 4
     precision: str = "fp16"
+    residual: str = "native"
     device: str | None = None
     image: Path | None = None
     video: Path | None = None
@@ -56,7 +58,9 @@ def plan(options: PlanOptions, display: Display) -> Plan:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
     from stopdown.media import written_beside
+    from stopdown.scaling import check_residual
 
+    check_residual(options.residual)
     request = _read_request(options)
     with written_beside(options.output, probe=True) as part:
         part.write_text("")  # refused here rather than after an hour
@@ -78,6 +82,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
             device=options.device,
             prompts=options.prompts,
             steps=options.steps,
+            residual=options.residual,
             request=request,
             config=options.config,
             progress=display.progress,

@@ -124,6 +124,7 @@ def read_scaling(entry: ComponentPlan) -> Scaling:
         pinned=entry.pinned,
         island_flops=entry.island_flops,
         kept_buffers=entry.kept_buffers,
+        stream=entry.stream,
     )
 
 
@@ -266,6 +267,8 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
     parts = [folds, f"{len(entry.islands)} island{'s' * (len(entry.islands) != 1)}"]
     if count := len(entry.multiplies):
         parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
+    if entry.stream is not None:
+        parts.append("fp32 residual stream")
     if entry.headroom_bits is not None:
         parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
     basis = "certified" if entry.certified else f"calibrated on {entry.calls} calls"

@@ -21,50 +21,68 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import CaptureError, ScalingError, StopdownError
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.planning.recording import RecordedCall, sign_call
-from stopdown.scaling import Scaling, find_scaling, fold_scaling, measure_call
-from stopdown.scaling.problem import Measured
-from stopdown.scaling.rescaling import measure_again
+from stopdown.scaling import (
+    Measured,
+    Scaling,
+    fold_scaling,
+    measure_again,
+    measure_call,
+    scale_calls,
+)
+from stopdown.scaling.rescaling import Call as PlainCall
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
 
 
 def scale_component(
-    module: torch.nn.Module, calls: Sequence[RecordedCall], dtype: torch.dtype
+    module: torch.nn.Module,
+    calls: Sequence[RecordedCall],
+    dtype: torch.dtype,
+    residual: str = "native",
 ) -> tuple[Scaling, tuple[str, ...]]:
     """Exponents for a component in fp32, found and tried, and what is to be said about them.
 
     The module is left as it was. A made-up call that cannot be measured is left out.
+
+    Args:
+        residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
 
     Raises:
         CaptureError: a call cannot be captured.
         ScalingError: a weight is NaN or Inf, no exponents keep the calls in range, the whole
             component would have to stay in fp32, or it would not be exact.
 
-    Cost: a capture (seconds) for each kind of call, a forward in fp32 for each call, and two more
-    for each kind.
+    Cost: a capture (seconds) for each kind of call, three with an fp32 residual, a forward in fp32
+    for each call, and two more for each kind.
     """
     check_weights(module)
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
-    measured = [measure_kind(module, group, dtype) for group in real]
     if not made_up:
-        return _find_exact(module, measured, real), ()
+        return _find_exact(module, real, dtype, residual), ()
     try:
-        more = [measure_kind(module, group, dtype) for group in made_up]
-        return _find_exact(module, [*measured, *more], [*real, *made_up]), (_MADE_UP,)
+        return _find_exact(module, [*real, *made_up], dtype, residual), (_MADE_UP,)
     except (CaptureError, ScalingError) as error:
         note = f"Encoding was not measured: {error.what}"
-        return _find_exact(module, measured, real), (note,)
+        return _find_exact(module, real, dtype, residual), (note,)
 
 
 def _find_exact(
-    module: torch.nn.Module, measured: list[Measured], kinds: list[list[RecordedCall]]
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[RecordedCall]],
+    dtype: torch.dtype,
+    residual: str,
 ) -> Scaling:
-    scaling = find_scaling(module, measured)
+    placed = [[_place_call(module, call) for call in group] for group in kinds]
+    scaling = scale_calls(module, placed, dtype, residual)
     if "" in scaling.islands:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     _demand_exact(module, scaling, [group[0] for group in kinds])
     return scaling
+
+
+def _place_call(module: torch.nn.Module, call: RecordedCall) -> PlainCall:
+    return find_call(module, call), *place_arguments(module, call)
 
 
 def check_weights(module: torch.nn.Module) -> None:

@@ -43,7 +43,7 @@ from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.precision import ComponentFacts, choose_precision
 from stopdown.planning.recording import Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling import Scaling, cast_
+from stopdown.scaling import Scaling, cast_, check_residual
 
 PROMPTS = (
     "a red circle moving left on a grey background",
@@ -75,6 +75,7 @@ def make_plan(
     device: str | None = None,
     prompts: Sequence[str] | None = None,
     steps: int = 4,
+    residual: str | None = None,
     request: Request | None = None,
     config: str | Path | None = None,
     progress: Progress | None = None,
@@ -89,6 +90,8 @@ def make_plan(
             the pipeline in fp32.
         prompts: what to measure; None takes `PROMPTS`.
         steps: denoising steps of each run; the first, middle and last are measured.
+        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
+            allows it, beside fp16 matrix products; None and `native` leave it as it is.
         request: sizes, guidance and picture or video of the runs; None leaves the model's defaults.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         progress: told of stage, what, done and total.
@@ -101,7 +104,7 @@ def make_plan(
     many forwards again as were kept.
     """
     started = time.perf_counter()
-    wanted = _check_precision(precision)
+    wanted, stream = _check_precision(precision), check_residual(residual)
     if steps < 1:
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
     given = request or Request()
@@ -110,7 +113,7 @@ def make_plan(
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
-        components = _plan_components(opened, recorded, len(requests), wanted, progress)
+        components = _plan_components(opened, recorded, len(requests), (wanted, stream), progress)
     return seal_plan(
         Plan(
             source=opened.name,
@@ -229,7 +232,7 @@ def _plan_components(
     opened: _Opened,
     recorded: Mapping[str, Sequence[RecordedCall]],
     prompts: int,
-    precision: str,
+    wanted: tuple[str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
     modules = find_components(opened.pipe)
@@ -238,7 +241,7 @@ def _plan_components(
         if progress is not None:
             progress("measure", name, number, len(modules))
         calls = recorded.get(name, ())
-        entry = _plan_component(opened, name, module, calls, precision)
+        entry = _plan_component(opened, name, module, calls, *wanted)
         planned.append(dataclasses.replace(entry, prompts=prompts if entry.calls else 0))
     return tuple(planned)
 
@@ -249,6 +252,7 @@ def _plan_component(
     module: torch.nn.Module,
     calls: Sequence[RecordedCall],
     precision: str,
+    residual: str,
 ) -> ComponentPlan:
     bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
     if method := find_quantised(module):
@@ -259,7 +263,7 @@ def _plan_component(
         return _fall_back(opened, bare, why)
     dtype = FORMATS[precision].torch_dtype
     try:
-        scaling, notes = scale_component(module, calls, dtype)
+        scaling, notes = scale_component(module, calls, dtype, residual)
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         return _fall_back(opened, bare, describe_failure(error))
     return describe_scaling(bare, scaling, precision, len(calls), notes)
@@ -298,8 +302,10 @@ def describe_scaling(
         calls=calls,
         pinned=dict(scaling.pinned),
         kept_buffers=scaling.kept_buffers,
+        stream=scaling.stream,
     )
-    return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *notes))
+    said = [x for x in (scaling.residual_note, *notes) if x]
+    return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
 
 
 def _list_reasons(entry: ComponentPlan) -> list[str]:
@@ -316,6 +322,12 @@ def _list_reasons(entry: ComponentPlan) -> list[str]:
     if entry.islands:
         share = f"{100 * entry.island_flops:.1f} % of the matmul work"
         reasons.append(f"{', '.join(entry.islands)} cannot be scaled and stay in fp32: {share}.")
+    if entry.stream is not None:
+        count = len(entry.stream.widened)
+        reasons.append(
+            f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
+            "multiplies matrices runs in fp16."
+        )
     if entry.pinned:
         reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(entry.pinned))}.")
     return reasons

@@ -3,11 +3,13 @@
 from stopdown.scaling.folding import Rescaling, Scaling, cast_, fold_scaling
 from stopdown.scaling.problem import Measured
 from stopdown.scaling.rescaling import (
+    check_residual,
     find_folds,
     find_scaling,
     measure_again,
     measure_call,
     rescale_,
+    scale_calls,
 )
 
 __all__ = [
@@ -15,10 +17,12 @@ __all__ = [
     "Rescaling",
     "Scaling",
     "cast_",
+    "check_residual",
     "find_folds",
     "find_scaling",
     "fold_scaling",
     "measure_again",
     "measure_call",
     "rescale_",
+    "scale_calls",
 ]

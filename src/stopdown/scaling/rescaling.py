@@ -36,6 +36,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 RESIDUALS = ("native", "fp32")
 """What a residual stream can be kept in: as the model has it, or in fp32."""
 
+_NOT_WIDE = "The residual stream is not kept in fp32:"
 _CHEAP = 200.0
 """A solution by folding alone that costs less is taken without trying multiplies."""
 
@@ -74,7 +75,7 @@ def rescale_(
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
-    scaling = _find_residual_scaling(module, given, dtype, check_residual(residual))
+    scaling = scale_calls(module, [[x] for x in given], dtype, check_residual(residual))
     before = _run_all(given) if verify and _is_fp32(module) else None
     rescaling = fold_scaling(module, scaling)
     if before is not None:
@@ -97,15 +98,54 @@ def check_residual(residual: str | None) -> str:
     )
 
 
-def _find_residual_scaling(
-    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype, residual: str
+def scale_calls(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    residual: str = "native",
 ) -> Scaling:
-    """Exponents with the stream that was asked for, or without and why."""
+    """Exponents for calls of a module, its residual stream as asked for, or as it was and why.
+
+    Args:
+        kinds: calls by kind: those of one kind share a graph.
+        residual: one of `RESIDUALS`.
+
+    Raises:
+        CaptureError, ScalingError: there are none, with the stream or without.
+
+    Cost: a capture for each kind (three with an fp32 residual), a forward in fp32 for each call.
+    """
     stream, note = None, ""
     if residual == "fp32":
-        stream, note = plan_stream(module, calls, dtype)
-    measured = [measure_call(call, a, k, dtype=dtype, stream=stream) for call, a, k in calls]
-    return replace(find_scaling(module, measured, stream), residual_note=note)
+        stream, note = plan_stream(module, [kind[0] for kind in kinds], dtype)
+    try:
+        return replace(_scale_streamed(module, kinds, dtype, stream), residual_note=note)
+    except ScalingError as error:
+        if stream is None:
+            raise
+        note = f"{_NOT_WIDE} {error.what}"
+        return replace(_scale_streamed(module, kinds, dtype, None), residual_note=note)
+
+
+def _scale_streamed(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    stream: ResidualStream | None,
+) -> Scaling:
+    measured = [_measure_kind(module, kind, dtype, stream) for kind in kinds]
+    return find_scaling(module, measured, stream)
+
+
+def _measure_kind(
+    module: torch.nn.Module, kind: Sequence[Call], dtype: torch.dtype, stream: ResidualStream | None
+) -> Measured:
+    """One capture with the merged ranges of all calls of a kind."""
+    call, args, kwargs = kind[0]
+    measured = measure_call(call, args, kwargs, dtype=dtype, stream=stream)
+    for _, args, kwargs in kind[1:]:
+        measured = measure_again(measured, module, args, kwargs)
+    return measured
 
 
 def plan_stream(
@@ -126,7 +166,7 @@ def plan_stream(
             for bare, call in zip(plain, calls, strict=True):
                 demand_agreement(bare, _capture_streamed(*call, dtype, stream))
         except (CaptureError, ScalingError) as error:
-            note = note or f"The residual stream is not kept in fp32: {error.what}"
+            note = note or f"{_NOT_WIDE} {error.what}"
         else:
             return stream, ""
     return None, note
