@@ -18,8 +18,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("formats", "records"),
     ("environment", "numerics", "patches", "media"),
-    # a row of its own: these walk nested values with `numerics`, and read pictures with `media`
-    ("capture", "diagnosis"),
+    # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
+    # as `environment` would for a device that is not here
+    ("backends", "capture", "diagnosis", "profiles"),
     ("pipelines", "scaling"),
     ("consistency", "calibration", "planning", "comparison"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
@@ -30,7 +31,18 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 """Modules and subpackages from the ground up; a module imports only from rows above its own."""
 
-LIGHT = ("errors", "formats", "records", "environment", "media", "diagnosis", "report", "app")
+LIGHT = (
+    "errors",
+    "formats",
+    "records",
+    "backends",
+    "environment",
+    "media",
+    "diagnosis",
+    "profiles",
+    "report",
+    "app",
+)
 """What is loaded before a model is: imports nothing heavy when it is imported itself."""
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL")
