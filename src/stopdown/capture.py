@@ -204,7 +204,7 @@ def _export(
                 _Call(shadow, method, leaves, spec).eval(), given, strict=False
             )
         except Exception as error:
-            raise _describe_failure(error, module) from error
+            raise describe_failure(error, module) from error
     returned = frozenset(path for path, single in singles.items() if single)
     capture = _read_program(program, module, dtype, kept, returned)
     if kept and (mixed := find_mixed_operands(capture.graph)):
@@ -256,7 +256,7 @@ def _make_shadow(
     try:
         return copy.deepcopy(module, memo), kept
     except Exception as error:
-        raise _describe_failure(error, module) from error
+        raise describe_failure(error, module) from error
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
@@ -397,7 +397,8 @@ def _picks_from_region(node: Node, env: dict[Node, Any]) -> bool:
     return isinstance(env.get(node.args[0]), (tuple, list))  # type: ignore[arg-type]
 
 
-def _describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
+def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
+    """Why a module's code did not run on fake tensors, with the line that stopped it."""
     first = str(error).strip().splitlines()
     reason = first[0] if first else type(error).__name__
     return CaptureError(
