@@ -219,14 +219,6 @@ def test_an_output_beyond_the_range_is_refused_by_name() -> None:
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_a_weight_that_is_nan_is_named() -> None:
-    """Weights that are NaN on disk are no matter of precision."""
-    module = nn.Linear(4, 4).requires_grad_(False)
-    module.weight[1, 2] = float("nan")
-    with pytest.raises(ScalingError, match="The weight weight holds 1 values that are NaN or Inf"):
-        rescale_(module, (torch.ones(1, 4),))
-
-
 def test_clamps_at_the_end_of_fp16_do_not_bite() -> None:
     """A clamp that only fp16 executes is kept off by the limits, and the value behind it scales."""
 

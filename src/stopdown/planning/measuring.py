@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, ScalingError, StopdownError
-from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.numerics import iterate_tensors
 from stopdown.planning.recording import RecordedCall, sign_call
 from stopdown.scaling import (
     Measured,
@@ -30,6 +30,7 @@ from stopdown.scaling import (
     scale_calls,
 )
 from stopdown.scaling.rescaling import Call as PlainCall
+from stopdown.scaling.weights import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
 
@@ -83,37 +84,6 @@ def _find_exact(
 
 def _place_call(module: torch.nn.Module, call: RecordedCall) -> PlainCall:
     return find_call(module, call), *place_arguments(module, call)
-
-
-def check_weights(module: torch.nn.Module) -> None:
-    """Refuse weights that hold NaN or Inf, naming every tensor.
-
-    Raises:
-        ScalingError: with all of them.
-    """
-    found = []
-    for name, tensor in module.state_dict().items():
-        bad = sum(count_non_finite(tensor)) if tensor.is_floating_point() else 0
-        if bad:
-            found.append(f"{name} ({bad} of {tensor.numel()})")
-    if found:
-        raise ScalingError(
-            f"{len(found)} of its tensors hold NaN or Inf: {', '.join(found)}.",
-            remedy="Download or save the model again.",
-        )
-
-
-def find_quantised(module: torch.nn.Module) -> str:
-    """How a module is quantised; "" when it is not."""
-    method = getattr(module, "quantization_method", None)
-    if getattr(module, "is_quantized", False) or method is not None:
-        return str(getattr(method, "value", method) or "a method of its own")
-    packed = {
-        str(p.dtype).removeprefix("torch.")
-        for p in module.parameters()
-        if not p.is_floating_point() or p.element_size() == 1
-    }
-    return ", ".join(sorted(packed))
 
 
 def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:

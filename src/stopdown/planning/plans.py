@@ -38,12 +38,13 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.planning.measuring import describe_failure, find_quantised, scale_component
+from stopdown.planning.measuring import describe_failure, scale_component
 from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.precision import ComponentFacts, choose_precision
 from stopdown.planning.recording import Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
+from stopdown.scaling.weights import find_quantised
 
 PROMPTS = (
     "a red circle moving left on a grey background",

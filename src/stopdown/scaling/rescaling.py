@@ -29,6 +29,7 @@ from stopdown.scaling.problem import (
 from stopdown.scaling.ranges import measure_ranges, merge_ranges
 from stopdown.scaling.residual import demand_agreement, find_stream, with_stream
 from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
+from stopdown.scaling.weights import check_weights, refuse_quantised
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
@@ -66,12 +67,15 @@ def rescale_(
 
     Raises:
         CaptureError: the code cannot be traced.
-        ScalingError: no exponents keep it in range; a weight or value is NaN or Inf in fp32; the
-            module would not be what it was. The module was not changed.
+        ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
+            named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
+            not changed.
         OptionError: the residual is none of `RESIDUALS`.
 
     Cost: for each call a capture (seconds; three with an fp32 residual), and three forwards in fp32.
     """
+    refuse_quantised(module)
+    check_weights(module)
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))

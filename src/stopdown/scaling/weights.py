@@ -1,0 +1,84 @@
+"""What a module's weights are before they are scaled: quantised, or NaN and Inf as they came.
+
+**Catches** whole numbers and one-byte floats among the parameters (bitsandbytes, GGUF, layerwise
+casting), tensors that wrap packed data (torchao, quanto), a quantisation method that the loading
+library noted; NaN and Inf in any parameter or buffer of the checkpoint, tensor by tensor.
+**Does not catch** weights that were quantised and brought back to 16 bits: they are ordinary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stopdown.errors import ScalingError
+from stopdown.numerics import count_non_finite
+
+MOST_NAMED = 8
+"""Tensors that a message names; of more it says how many."""
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """True for a weight whose stored numbers are not its values: a power of two cannot be folded."""
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    return not (tensor.is_floating_point() or tensor.is_complex()) or tensor.element_size() == 1
+
+
+def find_quantised(module: torch.nn.Module) -> str:
+    """How a module is quantised: by what method, or its packed weights; "" when it is not."""
+    method = getattr(module, "quantization_method", None)
+    if getattr(module, "is_quantized", False) or method is not None:
+        return str(getattr(method, "value", method) or "a method of its own")
+    packed = {name: x for name, x in module.named_parameters() if is_packed(x)}
+    if not packed:
+        return ""
+    kinds = sorted({_name_kind(x) for x in packed.values()})
+    return f"{', '.join(kinds)}: {_list_names(list(packed))}"
+
+
+def _name_kind(tensor: torch.Tensor) -> str:
+    if is_traceable_wrapper_subclass(tensor):
+        return type(tensor).__name__
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _list_names(names: list[str]) -> str:
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def refuse_quantised(module: torch.nn.Module) -> None:
+    """Refuse a module with quantised weights; it is left alone.
+
+    Raises:
+        ScalingError: with the method, or the weights and how they are packed.
+    """
+    if found := find_quantised(module):
+        raise ScalingError(
+            f"{type(module).__name__} has quantised weights ({found}); they are left alone.",
+            expected="Powers of two are folded into weights that are stored as floats of 16 bits "
+            "or more.",
+            remedy="Load it without quantisation, or keep it out of the rescaling.",
+        )
+
+
+def check_weights(module: torch.nn.Module) -> None:
+    """Refuse weights that hold NaN or Inf, naming every tensor.
+
+    Raises:
+        ScalingError: with all of them.
+
+    Cost: one pass and one host read for each tensor.
+    """
+    found = []
+    for name, tensor in module.state_dict().items():
+        if is_packed(tensor) or tensor.is_meta:
+            continue
+        if bad := sum(count_non_finite(tensor)):
+            found.append(f"{name} ({bad} of {tensor.numel()})")
+    if found:
+        raise ScalingError(
+            f"{len(found)} of its tensors hold NaN or Inf: {', '.join(found)}.",
+            remedy="Download or save the model again.",
+        )
