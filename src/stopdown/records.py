@@ -48,12 +48,16 @@ class Finding:
         site: `component:dotted.path`, a component, or a file.
         evidence: what was measured, with numbers.
         remedy: what to type or do.
+        why: what that leads to, and why.
+        severity: `error` (it raises), `wrong` (NaN, black or other values), `slow`, or `note`.
     """
 
     kind: str
     site: str
     evidence: str
     remedy: str
+    why: str = ""
+    severity: str = "wrong"
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,25 @@ class JournalUse:
 
 
 @dataclass(frozen=True)
+class BlockMaximum:
+    """The largest magnitude that one block of a component returned in one step.
+
+    Attributes:
+        component: `transformer`, `vae.decode`.
+        path: of the block in it: `transformer_blocks.7`.
+        step: of the run, from 0; None outside of denoising.
+        precision: format of what it returned: `fp16`.
+        amax: over all calls of that step; None when it was not finite.
+    """
+
+    component: str
+    path: str
+    step: int | None
+    precision: str
+    amax: float | None
+
+
+@dataclass(frozen=True)
 class GuardRecord:
     """What a guard saw and did so far.
 
@@ -137,6 +160,7 @@ class GuardRecord:
         host_reads: how often a value was read from the device by the watch.
         unwatched: what could not be watched, each with the reason.
         own_s: seconds spent in Stopdown's own code around the calls, repairs included.
+        maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
     """
 
@@ -146,6 +170,7 @@ class GuardRecord:
     host_reads: int
     unwatched: tuple[str, ...]
     own_s: float
+    maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
     kind: str = "guard"
     schema: int = field(default=SCHEMA)
@@ -172,6 +197,8 @@ class RunRecord:
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
         repairs: what was done about each fault.
+        unwatched: what could not be watched, each with the reason.
+        maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
     """
 
@@ -192,6 +219,8 @@ class RunRecord:
     output: str | None
     elapsed_s: float
     repairs: tuple[Repair, ...] = ()
+    unwatched: tuple[str, ...] = ()
+    maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
     kind: str = "run"
     schema: int = field(default=SCHEMA)

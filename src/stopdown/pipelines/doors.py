@@ -109,6 +109,15 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
+def copy_layers(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Put the layers of one module on a copy of it, in their order."""
+    patches = Patches()  # never undone: they belong to the copy
+    for name, found in list(vars(source).items()):
+        stack = _find_stack(found)
+        for layer in stack.layers if stack is not None else ():
+            put_layer(target, name, layer, patches)
+
+
 def put_cast(door: Door, dtype: torch.dtype, patches: Patches) -> None:
     """Bring a door's floating arguments to the dtype of its weights, and its outputs back.
 

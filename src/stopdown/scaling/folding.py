@@ -53,6 +53,10 @@ class Scaling:
     residual_note: str = ""
 
 
+RESCALED = "stopdown_rescaled"
+"""Attribute of a module while exponents are folded into it: it was made to fit fp16."""
+
+
 class Rescaling:
     """Exponents that are folded into a module; `undo` takes them off and restores every bit."""
 
@@ -122,6 +126,7 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
             _scale_eps(module, place, exponent, patches)
         for path, exponent in scaling.multiplies.items():
             _hook_multiply(_find_module(module, path), exponent, patches)
+        patches.set_attribute(module, RESCALED, True)
     except BaseException:
         patches.undo()
         raise

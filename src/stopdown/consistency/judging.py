@@ -1,0 +1,271 @@
+"""What a walk sees, judged by the rules of a backend: observations with their site.
+
+A judge is told of every step of a component's call. What it finds wrong becomes an `Observation`;
+`wording` makes findings of them. An operand is at fault when it has another dtype than most weights of
+the component, and where it got that dtype says what is: an argument (the components disagree), a
+parameter (a partial load, an island that is not cast back), or the code in between.
+
+**Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
+that hide a whole row, clamps at the end of fp16, casts that autocast takes back.
+**Does not catch** what depends on the values of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.backends import Operation, Place, find_operation, judge_format, judge_operands
+from stopdown.consistency.walking import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
+from stopdown.formats import find_format, name_dtype
+
+END_OF_FP16 = 60000.0
+"""A bound of a clamp from here on stands for the end of fp16's range."""
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+_MASKED = ("scaled_dot_product_attention", "add", "add_", "__add__", "masked_fill", "masked_fill_")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One thing that is wrong at one place.
+
+    Attributes:
+        kind: of the finding that it becomes.
+        component: `transformer`, `vae.decode`, or `pipeline` for the code around them.
+        path: dotted path of the module in it; "" for the component itself.
+        operation: name of the operation.
+        facts: what the sentence is made of.
+    """
+
+    kind: str
+    component: str
+    path: str
+    operation: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def site(self) -> str:
+        """`component:dotted.path`, the component without its direction."""
+        component = self.component.partition(".")[0]
+        return f"{component}:{self.path}" if self.path else component
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a judge has to know of a component.
+
+    Attributes:
+        component: its name.
+        main: dtype of most of its weights; None without any.
+        place: where it would run.
+        parameters: dtype of each parameter and buffer.
+        islands: names of parameters that its authors keep in fp32.
+        is_rescaled: it was made to fit fp16 by a plan.
+        ambient: device types whose autocast was on around the check.
+    """
+
+    component: str
+    main: torch.dtype | None
+    place: Place
+    parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    islands: frozenset[str] = frozenset()
+    is_rescaled: bool = False
+    ambient: tuple[str, ...] = ()
+
+
+class Judge:
+    """Judges the steps of one call, and keeps what it finds."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.found: list[Observation] = []
+        self.operations: dict[tuple[str, str], str] = {}
+
+    def __call__(self, step: Step) -> bool:
+        """Judge one step before it is made; True when its operands cannot go together."""
+        refused = self._judge_operands(step)
+        if not refused:
+            self._judge_formats(step)
+        self._judge_mask(step)
+        self._judge_clamp(step)
+        self._judge_autocast(step)
+        return refused
+
+    def watch(self, step: Step, given: Any, made: Any) -> None:
+        """Judge what a step made of known values."""
+        source = given if isinstance(given, torch.Tensor) else None
+        if not isinstance(made, torch.Tensor) or made.dtype not in _SIXTEEN:
+            return
+        is_cast = step.name == "to" and source is not None
+        if is_cast and source is not None and _is_counting(source):
+            distinct, left = source.unique().numel(), made.unique().numel()
+        elif step.name in ("arange", "linspace") and made.numel() > 1:
+            distinct, left = made.numel(), made.unique().numel()
+        else:
+            return
+        if left < distinct:
+            facts = {"distinct": str(distinct), "left": str(left), "dtype": name_dtype(made.dtype)}
+            facts["largest"] = f"{float((source if is_cast else made).abs().max()):.0f}"  # type: ignore[union-attr]
+            self._observe("positions-collapse", step, **facts)
+
+    def _observe(self, kind: str, step: Step, **facts: str) -> None:
+        self.found.append(Observation(kind, self.case.component, step.path, step.name, facts))
+
+    def _judge_operands(self, step: Step) -> bool:
+        is_autocast = bool(step.autocast) and step.name in PRODUCTS
+        if len(step.dtypes) < 2 or is_autocast:
+            return False
+        operation = find_operation(step.name)
+        reason, source, refused = _rule(operation, step, self.case.place.backend)
+        if refused:
+            odd = self._find_odd(step)
+            facts = {"reason": reason, "source": source, "operands": list_operands(step)}
+            facts |= _describe_origin(odd)
+            self._observe(self._classify(odd), step, **facts)
+        return refused
+
+    def _find_odd(self, step: Step) -> Operand:
+        """The operand that is at fault: of another dtype than the component, best an argument."""
+        odd = [operand for operand in step.operands if operand.dtype != self.case.main]
+        order = {"argument": 0, "parameter": 1}
+        odd.sort(key=lambda operand: order.get(operand.origin.kind, 2))
+        return odd[0] if odd else step.operands[0]
+
+    def _classify(self, odd: Operand) -> str:
+        if odd.origin.kind == "argument":
+            return "boundary"
+        root = odd.origin.parameter
+        if not root:
+            return "mixed-operands"
+        return "island-not-cast-back" if root in self.case.islands else "mixed-parameters"
+
+    def _judge_formats(self, step: Step) -> None:
+        operation = find_operation(step.name)
+        formats = {name_dtype(dtype) for dtype in step.dtypes}
+        for name in formats:
+            self.operations.setdefault((step.name, name), step.path)
+        if operation is None:
+            return
+        for name in sorted(formats):
+            ruling = judge_format(operation, self.case.place, name)
+            if not ruling.accepted:
+                facts = {"reason": ruling.reason, "source": ruling.source, "dtype": name}
+                self._observe("not-implemented", step, **facts)
+
+    def _judge_mask(self, step: Step) -> None:
+        if step.name not in _MASKED or len(step.operands) < 1:
+            return
+        mask = _find_mask(step)
+        if mask is None or mask.dim() < 2:
+            return
+        empty = find_empty_rows(mask, is_hidden=step.name.startswith("masked_fill"))
+        if empty:
+            self._observe("mask-empty-row", step, rows=str(empty), shape=str(list(mask.shape)))
+
+    def _judge_clamp(self, step: Step) -> None:
+        if step.name not in ("clamp", "nan_to_num") or self.case.is_rescaled:
+            return
+        if torch.float16 in step.dtypes and _is_end_of_range(step):
+            self._observe("clamp-may-bite", step)
+
+    def _judge_autocast(self, step: Step) -> None:
+        if not self.case.ambient or not step.autocast or step.name not in PRODUCTS:
+            return
+        wide = [o for o in step.operands if o.dtype == torch.float32 and o.origin.kind == "cast"]
+        if wide:
+            facts = {"operand": wide[0].name, "cast": wide[0].origin.path or "its own code"}
+            self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
+
+
+def _rule(operation: Operation | None, step: Step, backend: str) -> tuple[str, str, bool]:
+    """Why a backend refuses a step's operands, by its rules or, without one, by their kind."""
+    if operation is not None and backend in operation.rows:
+        ruling = judge_operands(operation, backend, _name_formats(operation, step))
+        return ruling.reason, ruling.source, not ruling.accepted
+    refused = step.name in SAME_DTYPE and step.name != "rms_norm"
+    reason = f"{step.name} takes operands of one dtype, and got {list_operands(step)}."
+    return reason, "", refused
+
+
+def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
+    """Formats by the operation's own names of its operands; in order where names differ."""
+    named: dict[str, list[str]] = {}
+    for operand in step.operands:
+        named.setdefault(operand.name, []).append(name_dtype(operand.dtype))
+    if set(named) <= set(operation.operands):
+        return named
+    if len(operation.operands) == 1:
+        return {operation.operands[0]: [fmt for formats in named.values() for fmt in formats]}
+    return dict(zip(operation.operands, named.values(), strict=False))
+
+
+def list_operands(step: Step) -> str:
+    """`input fp32, weight fp16`."""
+    return ", ".join(f"{o.name} {name_dtype(o.dtype)}" for o in step.operands)
+
+
+def _describe_origin(odd: Operand) -> dict[str, str]:
+    origin: Origin = odd.origin
+    facts = {"odd": odd.name, "odd_dtype": name_dtype(odd.dtype), "origin": str(origin)}
+    if origin.kind == "argument":
+        facts["argument"] = origin.name
+    if origin.parameter:
+        facts["parameter"] = origin.parameter
+    return facts
+
+
+def _is_counting(values: torch.Tensor) -> bool:
+    """Whether these are positions or the like: several different whole numbers."""
+    if values.numel() < 2 or values.dtype == torch.bool or values.dtype in _SIXTEEN:
+        return False
+    wide = values.double()
+    finite = torch.isfinite(wide).all() and bool((wide == wide.round()).all())
+    return bool(finite) and bool(wide.abs().max() < 2**40)
+
+
+def _find_mask(step: Step) -> torch.Tensor | None:
+    if step.name == "scaled_dot_product_attention":
+        return step.known.get("attn_mask")
+    if step.name.startswith("masked_fill"):
+        value = step.arguments.get("value")
+        hides = isinstance(value, (int, float)) and value < -1e4
+        return step.known.get("mask") if hides else None
+    if len(step.known) == len(step.operands):
+        return None  # a mask that is being built, not used
+    return next((x for x in step.known.values() if x.is_floating_point()), None)
+
+
+def find_empty_rows(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
+    """How many rows of a mask let nothing through.
+
+    Args:
+        mask: `[..., keys]` boolean (True lets through) or floating (added to scores).
+        is_hidden: True in a boolean mask hides instead.
+    """
+    if mask.dtype == torch.bool:
+        hidden = mask if is_hidden else ~mask
+    elif mask.is_floating_point():
+        hidden = mask <= 0.9 * torch.finfo(mask.dtype).min
+    else:
+        return 0
+    return int(hidden.all(dim=-1).sum())
+
+
+def _is_end_of_range(step: Step) -> bool:
+    bounds = [v for k, v in step.arguments.items() if k not in ("self", "input") and v is not None]
+    for bound in bounds:
+        if isinstance(bound, torch.Tensor):
+            return True  # as T5 chooses it, by finfo
+        if isinstance(bound, (int, float)) and abs(bound) >= END_OF_FP16:
+            return True
+    return step.name == "nan_to_num"
+
+
+def largest_of(dtype: torch.dtype) -> float:
+    """The largest finite value of a floating dtype."""
+    found = find_format(dtype)
+    return found.largest if found else float("inf")

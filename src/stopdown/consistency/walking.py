@@ -1,0 +1,499 @@
+"""One call of a component on fake tensors, operation by operation as its code writes them.
+
+Every call of a torch function is seen with the dtypes that its operands have, the module whose code
+makes it, where each operand got its dtype, and its values where they do not depend on weights
+(positions, masks, timesteps: those are computed beside the fake ones). An operation whose operands
+cannot go together is reported and its operands are cast, so that one walk finds all.
+
+**Catches** functions of torch and methods of tensors, in eager order, branches on known values.
+**Does not catch** what a custom kernel does inside, and branches on values that depend on weights:
+a test whether such values are finite is answered with no fault.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+
+LARGEST_KNOWN = 1 << 18
+"""Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
+
+PRODUCTS = frozenset(
+    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul bmm mm mv "
+    "dot addmm addmv baddbmm addbmm einsum bilinear scaled_dot_product_attention".split()
+)
+"""Operations that do nearly all of the arithmetic."""
+
+SAME_DTYPE = PRODUCTS | {"layer_norm", "group_norm", "rms_norm", "batch_norm", "lerp", "prelu"}
+"""Operations whose floating operands must have one dtype where no rule says otherwise."""
+
+_NAMES = {
+    "__matmul__": "matmul",
+    "__rmatmul__": "matmul",
+    "_native_multi_head_attention": "linear",
+    "concat": "cat",
+    "concatenate": "cat",
+    "clip": "clamp",
+    "clip_": "clamp",
+    "clamp_": "clamp",
+    "type_as": "to",
+    "type": "to",
+    "half": "to",
+    "float": "to",
+    "bfloat16": "to",
+    "double": "to",
+    "_softmax": "softmax",
+}
+_VIEWS = frozenset(
+    "view reshape permute transpose t unsqueeze squeeze expand expand_as chunk split select narrow "
+    "flatten unflatten unbind __getitem__ detach view_as swapaxes movedim diagonal real imag "
+    "view_as_real view_as_complex requires_grad_ alias unfold size dim numel stride is_floating_point "
+    "is_complex tensor_split mT T H element_size __get__ __len__ type data_ptr".split()
+)
+_ASKED = frozenset(
+    "item __bool__ __int__ __float__ __index__ tolist __contains__ is_nonzero equal allclose".split()
+)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a tensor got the dtype that it has.
+
+    Attributes:
+        kind: `argument`, `parameter`, `cast`, `made` or `mixed`.
+        name: of the argument or parameter, or of the operation.
+        path: module whose code it is.
+        parameter: name of the parameter that brought the dtype in, "" when none did.
+    """
+
+    kind: str
+    name: str
+    path: str
+    parameter: str = ""
+
+    def __str__(self) -> str:
+        place = f" in {self.path}" if self.path else ""
+        if self.kind in ("argument", "parameter"):
+            return f"the {self.kind} {self.name}"
+        said = {"cast": "a cast", "made": f"{self.name} made"}.get(self.kind, self.name) + place
+        return f"{said}, with the parameter {self.parameter}" if self.parameter else said
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One floating operand of an operation."""
+
+    name: str
+    dtype: torch.dtype
+    origin: Origin
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of a torch function, before it is made.
+
+    Attributes:
+        path: dotted path of the innermost module whose code makes it; "" is the component.
+        name: `linear`, `layer_norm`, `cat`, `to`, `add`…
+        operands: the floating ones, in the order of its arguments.
+        known: argument name to its values, where they are known.
+        arguments: everything by name, as far as names are known.
+        autocast: device types whose autocast is on here.
+    """
+
+    path: str
+    name: str
+    operands: tuple[Operand, ...]
+    known: dict[str, torch.Tensor]
+    arguments: dict[str, Any]
+    autocast: tuple[str, ...]
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        return {operand.dtype for operand in self.operands}
+
+
+@dataclass
+class Work:
+    """What one call costs, by dtype.
+
+    Attributes:
+        flops: of matrix products and convolutions, by the name of the dtype they are done in.
+        bytes: read and written by all operations, in the dtypes as they stand.
+        peak_bytes: largest sum of the sizes of values that live at once, weights aside.
+    """
+
+    flops: dict[torch.dtype, float] = field(default_factory=dict)
+    bytes: float = 0.0
+    peak_bytes: int = 0
+
+
+class Listener(Protocol):
+    """Who is told of each step."""
+
+    def __call__(self, step: Step) -> bool:
+        """Before a step: True when its operands cannot go together and must be cast to go on."""
+
+    def watch(self, step: Step, given: Any, made: Any) -> None:
+        """After a step whose result is known: its first known operand, and the result."""
+
+
+class Walk(TorchFunctionMode):
+    """The walk through one call; see the head of this file.
+
+    Args:
+        judge: told of each step.
+        main: dtype of most of the component's weights.
+        device: what code that asks for a tensor's device is told; everything is on the CPU.
+    """
+
+    def __init__(self, judge: Listener, main: torch.dtype | None, device: str = "cpu") -> None:
+        super().__init__()
+        self._judge, self._main = judge, main
+        self.paths: list[str] = [""]
+        self.is_paused = False
+        self._device = torch.device(device) if device != "cpu" else None
+        self.work = Work()
+        self._alive: list[tuple[StorageWeakRef, int]] = []
+        self._sizes: dict[int, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        if func is _DEVICE:
+            return self._device or func(*args, **kwargs)
+        if self._device is not None:
+            args, kwargs = pytree.tree_map_only(torch.device, _to_cpu, (args, kwargs))
+        name = name_function(func)
+        if name in _ASKED:
+            answer = _answer(func, name, args, kwargs)
+            if answer is not _UNANSWERED:
+                return answer
+        if name == "__get__" or name == "__set__":
+            return func(*args, **kwargs)
+        step = self._describe(func, name, args, kwargs)
+        must_cast = self._judge(step)
+        known = _compute_known(func, args, kwargs)
+        if must_cast:
+            args, kwargs = self._unite(name, args, kwargs)
+        output = func(*args, **kwargs)
+        if must_cast:
+            output = _heal(output, step, self._main)
+        known = output if known is _IS_OUTPUT else known
+        self._mark(step, output, known)
+        if known is not None:
+            self._judge.watch(step, next(iter(step.known.values()), None), known)
+        self._count(step, func, args, kwargs, output)
+        return output
+
+    def _describe(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Step:
+        arguments = name_arguments(func, name, args, kwargs)
+        operands: list[Operand] = []
+        known: dict[str, torch.Tensor] = {}
+        for key, value in arguments.items():
+            for tensor in _direct_tensors(value):
+                if (values := find_known(tensor)) is not None:
+                    known.setdefault(key, values)
+                if tensor.is_floating_point() or tensor.is_complex():
+                    operands.append(Operand(key, tensor.dtype, find_origin(tensor)))
+        return Step(self.paths[-1], name, tuple(operands), known, arguments, list_autocast())
+
+    def _unite(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        floats = [x for x in iterate_tensors((args, kwargs)) if x.is_floating_point()]
+        wanted = self._main if self._main in {x.dtype for x in floats} else floats[-1].dtype
+        with torch._C.DisableTorchFunction():
+            united: tuple[Any, Any] = pytree.tree_map_only(
+                torch.Tensor,
+                lambda x: x.to(wanted) if x.is_floating_point() else x,
+                (args, kwargs),
+            )
+        return united
+
+    def _mark(self, step: Step, output: Any, known: Any) -> None:
+        outputs, values = _direct_tensors(output), _direct_tensors(known)
+        for at, tensor in enumerate(outputs):
+            if not isinstance(tensor, FakeTensor):
+                pass  # real tensors hold their own values
+            elif at < len(values) and values[at].shape == tensor.shape:
+                set_known(tensor, values[at])
+            elif hasattr(tensor, "stopdown_known"):
+                set_known(tensor, None)  # changed in place by something unknown
+            if tensor.is_floating_point():
+                set_origin(tensor, _trace(step, tensor.dtype))
+
+    def _count(self, step: Step, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        outputs = _direct_tensors(output)
+        if step.name in PRODUCTS and outputs:
+            dtype = next((o.dtype for o in step.operands), outputs[0].dtype)
+            flops = self.work.flops.get(dtype, 0.0)
+            self.work.flops[dtype] = flops + count_flops(step, outputs[0])
+        if step.name in _VIEWS:
+            return
+        given = [*_direct_tensors(list(step.arguments.values())), *outputs]
+        self.work.bytes += sum(x.numel() * x.element_size() for x in given)
+        for tensor in outputs:
+            self._keep_alive(tensor)
+
+    def _keep_alive(self, tensor: torch.Tensor) -> None:
+        """Note a value; values that are gone are dropped when the sum would be a new peak."""
+        if not isinstance(tensor, FakeTensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = tensor.numel() * tensor.element_size()
+        self._alive.append((StorageWeakRef(storage), size))
+        self._sizes[key] = size
+        if sum(self._sizes.values()) > self.work.peak_bytes:
+            self._alive = [entry for entry in self._alive if not entry[0].expired()]
+            self._sizes = {reference.cdata: size for reference, size in self._alive}
+            self.work.peak_bytes = max(self.work.peak_bytes, sum(self._sizes.values()))
+
+
+@contextmanager
+def following(walk: Walk, component: torch.nn.Module) -> Iterator[None]:
+    """Tell a walk which module is running, and which parameter is which, inside the block."""
+    with Patches() as patches:
+        for path, module in component.named_modules():
+            if not path:
+                continue
+            before = module.register_forward_pre_hook(_enter(walk, path), prepend=True)
+            patches.defer(before.remove)
+            after = module.register_forward_hook(_leave(walk), always_call=True)
+            patches.defer(after.remove)
+        for name, tensor in [*component.named_parameters(), *component.named_buffers()]:
+            set_origin(tensor, Origin("parameter", name, "", name))
+        yield
+
+
+def _enter(walk: Walk, path: str) -> Callable[..., None]:
+    def enter(*_: Any) -> None:
+        walk.paths.append(path)
+
+    return enter
+
+
+def _leave(walk: Walk) -> Callable[..., None]:
+    def leave(*_: Any) -> None:
+        if len(walk.paths) > 1:
+            walk.paths.pop()
+
+    return leave
+
+
+# ---------------------------------------------------------------------------------------------
+# What is noted on a tensor
+
+
+def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
+    """Note where a tensor got its dtype."""
+    tensor.stopdown_origin = origin  # type: ignore[attr-defined]
+
+
+def find_origin(tensor: torch.Tensor) -> Origin:
+    """Where a tensor got its dtype."""
+    found: Origin | None = getattr(tensor, "stopdown_origin", None)
+    return found or Origin("made", "a tensor", "")
+
+
+def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+    """Note the values of a fake tensor."""
+    tensor.stopdown_known = values  # type: ignore[attr-defined]
+
+
+def find_known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values of a tensor, None when they depend on weights or are many."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor if tensor.numel() <= LARGEST_KNOWN and not tensor.is_meta else None
+    found: torch.Tensor | None = getattr(tensor, "stopdown_known", None)
+    return found
+
+
+def _trace(step: Step, dtype: torch.dtype) -> Origin:
+    """Where the dtype of a step's output comes from: an operand that has it, or the step itself."""
+    same = [operand.origin for operand in step.operands if operand.dtype == dtype]
+    if not same:
+        return Origin("cast" if step.operands else "made", step.name, step.path)
+    chosen = next((origin for origin in same if origin.kind != "parameter"), same[0])
+    if chosen.kind == "parameter":
+        return Origin("mixed", step.name, step.path, chosen.parameter)
+    # The dtype of a cast that an fp32 parameter asked for is that parameter's.
+    root = next((origin.parameter for origin in same if origin.parameter), "")
+    if root and not chosen.parameter and chosen.kind != "argument":
+        return Origin(chosen.kind, chosen.name, chosen.path, root)
+    return chosen
+
+
+def _to_cpu(_: torch.device) -> torch.device:
+    return torch.device("cpu")
+
+
+# ---------------------------------------------------------------------------------------------
+# Names
+
+
+def name_function(func: Any) -> str:
+    """The short name of a torch function: `linear`, `add`, `to`."""
+    name = getattr(func, "__name__", str(func))
+    return _NAMES.get(name, name)
+
+
+@functools.cache
+def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
+    """Names of a function's arguments, in order; empty when nobody tells."""
+    packet = getattr(torch.ops.aten, name.strip("_") or name, None)
+    if inspect.isfunction(func):
+        try:
+            return tuple(inspect.signature(func).parameters)
+        except (TypeError, ValueError):
+            return ()
+    for overload in (packet.overloads() if packet is not None else ())[:1]:
+        return tuple(argument.name for argument in getattr(packet, overload)._schema.arguments)
+    return ()
+
+
+def name_arguments(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
+    """A call's arguments by name; by number where the names are not known."""
+    names = _ORDERS.get(name) or _parameter_names(name, func)
+    padded = [*names, *(str(at) for at in range(len(names), len(args)))]
+    found = dict(zip(padded, args, strict=False)) | dict(kwargs)
+    renames = _RENAMES.get(name, {})
+    return {renames.get(key, key): value for key, value in found.items()}
+
+
+_ORDERS = {
+    "matmul": ("self", "other"),
+    "cat": ("tensors", "dim"),
+    "stack": ("tensors", "dim"),
+    "einsum": ("equation", "tensors"),
+    "to": ("self", "dtype"),
+    "embedding": ("indices", "weight"),
+}
+_RENAMES = {
+    "embedding": {"input": "indices"},
+    "linear": {"self": "input"},
+    "cat": {"0": "tensors"},
+}
+
+
+def _direct_tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in _direct_tensors(item)]
+    return []
+
+
+def list_autocast() -> tuple[str, ...]:
+    """Device types whose autocast is on."""
+    return tuple(kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind))
+
+
+# ---------------------------------------------------------------------------------------------
+# Known values
+
+_UNANSWERED = object()
+_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+def _answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What code that asks for a fake tensor's values is told."""
+    tensors = list(iterate_tensors((args, kwargs)))
+    if not any(isinstance(x, FakeTensor) for x in tensors):
+        return _UNANSWERED
+    values = [find_known(x) for x in tensors]
+    if all(v is not None for v in values):
+        given = iter(values)
+        real = pytree.tree_map_only(torch.Tensor, lambda _: next(given), (args, kwargs))
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            return func(*real[0], **real[1])
+    return False if name in ("__bool__", "is_nonzero", "equal", "allclose") else _UNANSWERED
+
+
+def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives on known values; None when some are not known, or they are too many."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    real = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            leaf = find_known(leaf) if isinstance(leaf, FakeTensor) else leaf
+            if leaf is None or leaf.numel() > LARGEST_KNOWN:
+                return None
+        real.append(leaf)
+    is_fake = any(isinstance(x, FakeTensor) for x in leaves)
+    if not is_fake and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
+        return _IS_OUTPUT
+    if not any(isinstance(x, torch.Tensor) for x in leaves) and name_function(func) not in _MAKERS:
+        return None
+    real_args, real_kwargs = pytree.tree_unflatten(real, spec)
+    if _is_large(real_args, real_kwargs):
+        return None
+    try:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+            values = func(*real_args, **real_kwargs)
+    except Exception:
+        return None  # the fake run says what is wrong
+    small = [x for x in _direct_tensors(values) if x.numel() <= LARGEST_KNOWN]
+    return values if small and len(small) == len(_direct_tensors(values)) else None
+
+
+_IS_OUTPUT = object()
+"""Everything is real here: what comes out is what is known."""
+
+_MAKERS = frozenset(
+    "arange linspace zeros ones full tensor as_tensor eye tril_indices triu_indices logspace".split()
+)
+
+
+def _is_large(args: Any, kwargs: Any) -> bool:
+    """Whether sizes written out in a call ask for a large tensor."""
+    sizes = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, int)]
+    return math.prod(max(1, abs(x)) for x in sizes) > 64 * LARGEST_KNOWN
+
+
+def _heal(output: Any, step: Step, main: torch.dtype | None) -> Any:
+    """The output of a refused step in the component's dtype: what follows is not at fault."""
+    if main is None or main not in step.dtypes:
+        return output
+    with torch._C.DisableTorchFunction():
+        return pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(main) if x.is_floating_point() else x, output
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Costs
+
+
+def count_flops(step: Step, output: torch.Tensor) -> float:
+    """Floating-point operations of a matrix product or convolution, two for each multiply-add."""
+    arguments = step.arguments
+    if step.name == "scaled_dot_product_attention":
+        query, key = arguments.get("query"), arguments.get("key")
+        if query is None or key is None:
+            return 0.0
+        return 4.0 * query.numel() * key.shape[-2]
+    if step.name.startswith("conv") and (weight := arguments.get("weight")) is not None:
+        return 2.0 * output.numel() * math.prod(weight.shape[1:])
+    if step.name == "linear" and (weight := arguments.get("weight")) is not None:
+        return 2.0 * output.numel() * weight.shape[-1]
+    tensors = _direct_tensors(list(arguments.values()))
+    return 2.0 * output.numel() * (tensors[0].shape[-1] if tensors and tensors[0].dim() else 1)

@@ -1,0 +1,102 @@
+"""A pipeline's own code run once without weights, to see what it hands to its components.
+
+Everything outside of the components is real: tokenizer, scheduler, noise, the loop over the steps.
+At each door the call goes to a function of the caller instead, which says what comes back; of that
+only shapes and dtypes count, and the pipeline gets zeros. It ends where the decoder was called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.doors import Call, put_layer
+from stopdown.pipelines.quiet import quiet_libraries
+
+OnCall = Callable[[Door, Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Called at a door: the door, what it would call, positional and keyword arguments."""
+
+_PROMPT = "a red circle on a grey background"
+_SIDE = 32
+
+
+class _DecoderReached(Exception):
+    """Everything that there is to see was seen."""
+
+
+def rehearse(stand_in: Any, on_call: OnCall, arguments: Mapping[str, Any] | None = None) -> None:
+    """Run a stand-in's `__call__`, every call of a component led to `on_call`.
+
+    Args:
+        stand_in: from `build_stand_in` or `copy_stand_in`.
+        on_call: its result goes on into the pipeline; tensors in it become zeros of their shapes
+            and dtypes.
+        arguments: of the pipeline's call, beside or instead of those of `make_arguments`.
+
+    Raises:
+        Exception: whatever the pipeline's code raises.
+    """
+    doors = find_doors(stand_in)
+    last = next((door for door in doors if door.stage == "decode"), None)
+    with Patches() as patches, quiet_libraries(), torch.no_grad():
+        for door in doors:
+            _put_stop(door, on_call, door is last, patches)
+        try:
+            stand_in(**{**make_arguments(stand_in), **(arguments or {})})
+        except _DecoderReached:
+            return
+
+
+def make_arguments(pipe: Any) -> dict[str, Any]:
+    """Arguments for the smallest request that a pipeline takes; sizes are its own defaults."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    arguments: dict[str, Any] = {}
+    if "prompt" in taken:
+        arguments["prompt"] = _PROMPT
+    height, width = _find_size(pipe)
+    picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
+    for name in ("image", "images"):
+        if name in taken and taken[name].default in (None, inspect.Parameter.empty):
+            arguments[name] = picture
+    if "video" in taken and "image" not in arguments:
+        arguments["video"] = [picture] * 9
+    if "generator" in taken:
+        arguments["generator"] = torch.Generator("cpu").manual_seed(0)
+    length = _read_config(pipe, "transformer").get("max_text_seq_length")
+    if length and "max_sequence_length" in taken:
+        arguments["max_sequence_length"] = length
+    return arguments
+
+
+def _read_config(pipe: Any, name: str) -> Any:
+    return getattr(getattr(pipe, name, None), "config", None) or {}
+
+
+def _find_size(pipe: Any) -> tuple[int, int]:
+    """Height and width that a pipeline makes by default, as far as its configs say."""
+    config = _read_config(pipe, "transformer") or _read_config(pipe, "unet")
+    size: Any = config.get("sample_size")
+    both = size if isinstance(size, (list, tuple)) else (size, size)
+    height: Any = config.get("sample_height") or both[0] or _SIDE
+    width: Any = config.get("sample_width") or both[1] or _SIDE
+    scale: Any = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(
+        pipe, "vae_scale_factor", 8
+    )
+    return int(height) * int(scale), int(width) * int(scale)
+
+
+def _put_stop(door: Door, on_call: OnCall, is_last: bool, patches: Patches) -> None:
+    def stop(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = on_call(door, call, args, kwargs)
+        if is_last and door.method == "decode":
+            raise _DecoderReached
+        return output
+
+    put_layer(door.owner, door.method, stop, patches)
