@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stopdown.records import RunRecord
+from stopdown.records import JournalUse, RunRecord
 
 _STAGES = ("prepare", "load", "encode", "denoise", "decode", "other", "write")
 
@@ -17,6 +17,7 @@ def print_card(record: RunRecord, console: Console) -> None:
     parts: list[RenderableType] = [_make_components(record), *_make_reasons(record)]
     parts += [Text(), _make_costs(record)]
     parts += [_make_repairs(record)] if record.repairs else []
+    parts += [_make_journal(record.journal)] if record.journal else []
     parts += [_make_finding(record)] if record.findings else []
     title = f"{record.pipeline} on {record.device}"
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
@@ -69,6 +70,13 @@ def _make_repairs(record: RunRecord) -> Text:
         for x in record.repairs
     ]
     return Text("".join(lines), style="yellow")
+
+
+def _make_journal(use: JournalUse) -> Text:
+    known, made = (f"{n} call{'s' * (n != 1)}" for n in (use.answered, use.written))
+    size = format_bytes(use.bytes)
+    notes = "".join(f" {note}" for note in use.notes)
+    return Text(f"journal {known} answered from {use.folder}, {made} written ({size}).{notes}")
 
 
 def _make_finding(record: RunRecord) -> Text:

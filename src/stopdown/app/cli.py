@@ -93,6 +93,16 @@ def generate(
             "raise: stop there."
         ),
     ] = "repair",
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for what each call gives: after a kill the same command goes on where it "
+            "stopped. It is emptied when the run is done."
+        ),
+    ] = None,
+    journal_limit: Annotated[
+        float, typer.Option(help="GiB at which the journal ends; the run goes on without it.")
+    ] = 4.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
     ] = False,
@@ -120,6 +130,8 @@ def generate(
         config=config,
         strict=strict,
         on_fault=on_fault,
+        journal=journal,
+        journal_limit=journal_limit,
     )
     record = _run_generate(options, as_json)
     raise typer.Exit(1 if record.findings and strict else 0)

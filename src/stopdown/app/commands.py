@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.planning.loading import Loaded
+    from stopdown.runtime.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class GenerateOptions:
         config: for a single file, a Diffusers folder or Hub id with its configs.
         strict: treat findings in the finished frames as a failure.
         on_fault: `repair` a component that gives NaN or Inf and run that call again, or `raise`.
+        journal: folder for the outputs of calls, from which a killed run goes on.
+        journal_limit: GiB at which it ends.
     """
 
     source: str
@@ -61,6 +64,8 @@ class GenerateOptions:
     config: str | None = None
     strict: bool = False
     on_fault: str = "repair"
+    journal: Path | None = None
+    journal_limit: float = 4.0
 
 
 class Display(Protocol):
@@ -108,9 +113,11 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     verify_source(source)
     from stopdown.pipelines.quiet import quiet_libraries
 
-    with quiet_libraries():
-        record = _generate(options, request, device, source, display, started)
-    _write_record(options.output, record)
+    with quiet_libraries(), _open_journal(options, source, display) as journal:
+        record = _generate(options, request, device, source, display, started, journal)
+        _write_record(options.output, record)
+        if journal is not None:
+            journal.clear()
     return record
 
 
@@ -121,6 +128,7 @@ def _generate(
     source: Source,
     display: Display,
     started: float,
+    journal: Journal | None,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.environment import describe_machine, probe_formats
@@ -143,7 +151,7 @@ def _generate(
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
         loaded = _load(loader, described, display, stages)
-        frames, seen = _run(loaded, request, options, display, stages)
+        frames, seen = _run(loaded, request, options, display, stages, journal)
     findings = _write(options, frames, stages)
     return RunRecord(
         source=options.source,
@@ -163,7 +171,33 @@ def _generate(
         output=options.output,
         elapsed_s=time.perf_counter() - started,
         repairs=seen.repairs,
+        journal=seen.journal,
     )
+
+
+@contextlib.contextmanager
+def _open_journal(
+    options: GenerateOptions, source: Source, display: Display
+) -> Iterator[Journal | None]:
+    """The journal that was asked for, refused before anything is loaded when it is another run's."""
+    if options.journal is None:
+        yield None
+        return
+    from stopdown.pipelines.sources import fingerprint
+    from stopdown.runtime.journal import Journal
+
+    run = {name: getattr(options, name) for name in _TOLD_APART_BY}
+    run["checkpoint"] = fingerprint(source)
+    limit = int(options.journal_limit * 2**30)
+    with Journal(options.journal, run, limit_bytes=limit, announce=display.announce) as journal:
+        yield journal
+
+
+_TOLD_APART_BY = (
+    *("prompt", "negative", "image", "video", "steps", "seed"),
+    *("frames", "height", "width", "guidance"),
+)
+"""Options that make another run; what the others decide is seen in the pipeline."""
 
 
 def _read_request(options: GenerateOptions) -> Request:
@@ -177,10 +211,11 @@ def _read_request(options: GenerateOptions) -> Request:
             raise OptionError(
                 f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
             )
-    for name in ("guidance", "fps"):
+    for name in ("guidance", "fps", "journal_limit"):
         value = getattr(options, name)
         if value is not None and not math.isfinite(value):
-            raise OptionError(f"--{name} {value} is not a number.", remedy=f"Use --{name} 6.")
+            flag = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
     if not 0 <= options.seed < 2**63:
         raise OptionError(
             f"--seed {options.seed} is not a seed.",
@@ -280,6 +315,7 @@ def _run(
     options: GenerateOptions,
     display: Display,
     stages: dict[str, float],
+    journal: Journal | None,
 ) -> tuple[Any, GuardRecord]:
     """Frames as `[T, H, W, 3]` uint8, and what the guard saw and did."""
     import torch
@@ -300,6 +336,7 @@ def _run(
         decisions=loaded.decisions,
         observer=observe,
         announce=display.announce,
+        journal=journal,
     )
     begun = time.perf_counter()
     with guarding, torch.no_grad():

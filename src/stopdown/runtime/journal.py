@@ -145,7 +145,7 @@ class Journal:
         _refuse_memories(pipe)
         head = {**self._run, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
-        self._digest = hashlib.sha256(msgspec.json.encode(head)).hexdigest()
+        self._digest = _digest_bytes(msgspec.json.encode(head))
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
@@ -242,7 +242,7 @@ class Journal:
         if sum(path.stat().st_size for path in self._list_entries()) + len(content) > self._limit:
             self._stop(f"it would grow beyond {self._limit / 2**30:.3g} GiB")
             return
-        name = f"{number:06}-{component}.{hashlib.sha256(content).hexdigest()}.safetensors"
+        name = f"{number:06}-{component}.{_digest_bytes(content)}.safetensors"
         _write_whole(self.folder / name, content)
         self._written += 1
 
@@ -342,7 +342,7 @@ def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
     """
     matched = _ENTRY.fullmatch(path.name)
     content = path.read_bytes()
-    if matched is None or hashlib.sha256(content).hexdigest() != matched[2]:
+    if matched is None or _digest_bytes(content) != matched[2]:
         raise PackingError("its bytes are not those that were written")
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
@@ -350,6 +350,10 @@ def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
         return entry, safetensors.torch.load(content)
     except (msgspec.MsgspecError, safetensors.SafetensorError) as error:
         raise PackingError(f"it is no entry of a journal ({error})") from error
+
+
+def _digest_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _read_number(path: Path) -> int:

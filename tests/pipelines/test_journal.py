@@ -1,0 +1,407 @@
+"""Journals: a killed run goes on to the same bits; what is not its own is never trusted."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline_calls import CALLS, call_pipeline
+from stopdown import testing
+from stopdown.app.commands import GenerateOptions, generate
+from stopdown.errors import InputError
+from stopdown.records import JournalUse, RunRecord, read_record
+from stopdown.runtime.guarding import guard
+from stopdown.runtime.journal import Journal
+from stopdown.runtime.packing import digest_call, pack, unpack
+
+make_pipeline = functools.cache(testing.make_pipeline)
+Run = Callable[..., tuple[np.ndarray[Any, Any], JournalUse]]
+
+
+def quiet(text: str) -> None:
+    """Hears and says nothing."""
+
+
+def find_calls(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a journal is to be."""
+    return tmp_path / "journal"
+
+
+def run(pipe: Any, folder: Path, name: str = "cogvideox", **options: Any) -> Any:
+    """Pixels of a run with a journal, and what the journal was good for; the pipeline is as it was."""
+    with (
+        testing.assert_untouched(pipe),
+        Journal(folder, **options) as journal,
+        guard(pipe, journal=journal, announce=quiet) as handle,
+    ):
+        pixels = call_pipeline(pipe, name)
+    return pixels, handle.record.journal
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_answers_are_the_same_bits(folder: Path, name: str) -> None:
+    """With a journal a run is as without; again from any cut of it, the pixels are the same."""
+    pipe = make_pipeline(name)
+    plain = call_pipeline(pipe, name)
+    pixels, use = run(pipe, folder, name)
+    np.testing.assert_array_equal(pixels, plain)
+    assert (use.answered, use.written) == (0, len(find_calls(folder)))
+    for path in find_calls(folder)[use.written // 2 :]:
+        path.unlink()
+    pixels, again = run(pipe, folder, name)
+    np.testing.assert_array_equal(pixels, plain)
+    assert (again.answered, again.answered + again.written) == (use.written // 2, use.written)
+    assert again.notes == ()
+
+
+def test_a_call_that_was_answered_is_not_made(folder: Path, monkeypatch: Any) -> None:
+    """A whole journal answers every call: no component computes anything."""
+    pipe = make_pipeline("sd")
+    pixels, _ = run(pipe, folder, "sd")
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it was called")
+
+    for module in (pipe.unet, pipe.text_encoder, pipe.vae.decoder):
+        monkeypatch.setattr(module, "forward", refuse)
+    np.testing.assert_array_equal(run(pipe, folder, "sd")[0], pixels)
+
+
+class Drawing(torch.nn.Linear):
+    """A component that draws from the global numbers and from those of a generator that it is given."""
+
+    def forward(
+        self, given: torch.Tensor, generator: torch.Generator | None = None
+    ) -> torch.Tensor:
+        noise = torch.randn(3) + torch.randn(3, generator=generator)
+        return super().forward(given) + noise
+
+
+def test_numbers_drawn_inside_a_call_go_on_as_after_it(folder: Path) -> None:
+    """What is drawn after calls that were answered is what is drawn after calls that were made."""
+    module = Drawing(3, 3)
+    pipe = SimpleNamespace(components={"transformer": module}, transformer=module)
+
+    def draw() -> tuple[list[float], int]:
+        torch.manual_seed(3)
+        generator = torch.Generator().manual_seed(4)
+        with torch.no_grad(), guard(pipe, journal=folder, announce=quiet) as handle:
+            sums = [module(torch.ones(3), generator=generator).sum() for _ in range(3)]
+        sums += [torch.randn(1).sum(), torch.randn(1, generator=generator).sum()]
+        assert handle.record.journal is not None
+        return torch.stack(sums).tolist(), handle.record.journal.answered
+
+    first, second = draw(), draw()
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == (0, 3)
+
+
+def test_a_repair_is_in_force_again(folder: Path) -> None:
+    """Calls after the one that was repaired run as repaired, though they come after a resume."""
+    pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
+    with guard(pipe, announce=quiet):
+        plain = call_pipeline(pipe, "cogvideox")
+    np.testing.assert_array_equal(run(pipe, folder)[0], plain)
+    for path in find_calls(folder)[3:]:  # after two prompts and the first step
+        path.unlink()
+    with guard(pipe, journal=folder, announce=quiet) as handle:
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
+    assert [repair.action for repair in handle.repairs] == ["rescaled"]
+    assert handle.record.journal is not None
+    assert handle.record.journal.answered == 3
+
+
+def cut(path: Path) -> None:
+    """Half of a file, under its name."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    """One bit of its last value."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def swap(path: Path) -> None:
+    """A whole file of the same journal in the place of this one."""
+    other = find_calls(path.parent)[3]
+    shutil.copy(other, path.with_name("000002" + other.name[6:]))
+    path.unlink()
+
+
+@pytest.mark.parametrize("harm", [cut, flip, swap, Path.unlink])
+def test_what_is_damaged_is_made_anew(folder: Path, harm: Callable[[Path], None]) -> None:
+    """From the first file that is cut, changed, swapped or gone all is made anew, and it is said."""
+    pipe = make_pipeline("cogvideox")
+    pixels, whole = run(pipe, folder)
+    harm(find_calls(folder)[2])
+    again, use = run(pipe, folder)
+    np.testing.assert_array_equal(again, pixels)
+    assert (use.answered, use.written) == (2, whole.written - 2)
+    (note,) = use.notes
+    assert note.startswith(f"Call 2 of the journal {folder} is ")
+    assert note.endswith("It is made anew from there.")
+
+
+def test_with_the_check_deceived_a_changed_file_is_believed(folder: Path) -> None:
+    """What shows the damage is the checksum in the name: with one that fits, other bits pass."""
+    pipe = make_pipeline("cogvideox")
+    pixels, _ = run(pipe, folder)
+    last = find_calls(folder)[-1]
+    changed = bytearray(last.read_bytes())
+    changed[-1] ^= 0x40
+    last.unlink()
+    named = f"{last.name.split('.')[0]}.decode.{hashlib.sha256(changed).hexdigest()}"
+    last.with_name(f"{named}.safetensors").write_bytes(changed)
+    with pytest.raises(AssertionError):
+        np.testing.assert_array_equal(run(pipe, folder)[0], pixels)
+
+
+@pytest.mark.parametrize("content", [b"", b'{"journal": 1, "pip', b"[]", b'{"journal": 2}'])
+def test_a_head_that_cannot_be_read_begins_anew(folder: Path, content: bytes) -> None:
+    """Without a head nothing says whose calls they are: none is used."""
+    pipe = make_pipeline("cogvideox")
+    pixels, whole = run(pipe, folder)
+    (folder / "journal.json").write_bytes(content)
+    again, use = run(pipe, folder)
+    np.testing.assert_array_equal(again, pixels)
+    assert (use.answered, use.written) == (0, whole.written)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"overflow": "transformer"}, "transformer's weights was "),
+        ({"dtype": torch.bfloat16}, "transformer's precision was ['fp32'] and is ['bf16']"),
+        ({"seed": 1}, "vae's weights was "),
+    ],
+)
+def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: str) -> None:
+    """Other weights or another precision: nothing is run, nothing is lost, the pipeline is as it was."""
+    run(make_pipeline("cogvideox"), folder)
+    kept = find_calls(folder)
+    pipe = make_pipeline("cogvideox", **change)
+    with testing.assert_untouched(pipe), pytest.raises(InputError) as caught:
+        guard(pipe, journal=folder)
+    assert str(caught.value).startswith(f"The journal {folder} belongs to another run: ")
+    assert said in str(caught.value)
+    assert find_calls(folder) == kept
+    run(make_pipeline("cogvideox"), folder)  # the lock was let go
+
+
+def test_another_prompt_is_never_answered(folder: Path) -> None:
+    """From Python, where a journal knows no prompt, the arguments of the calls tell it apart."""
+    pipe = make_pipeline("cogvideox")
+    run(pipe, folder)
+    other = {**CALLS["cogvideox"], "prompt": "b", "num_inference_steps": 2, "output_type": "np"}
+
+    def call() -> Any:
+        return pipe(**other, generator=torch.Generator().manual_seed(0))[0]
+
+    plain = call()
+    with guard(pipe, journal=folder, announce=quiet) as handle:
+        np.testing.assert_array_equal(call(), plain)
+    assert handle.record.journal is not None
+    assert handle.record.journal.answered == 0
+    assert "was made with other arguments" in handle.record.journal.notes[0]
+
+
+def test_a_foreign_folder_is_refused(folder: Path) -> None:
+    """A folder with other things in it is left alone."""
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("mine")
+    with pytest.raises(InputError) as caught:
+        Journal(folder)
+    assert str(caught.value) == (
+        f"The folder {folder} is no journal: it holds thesis.txt. A journal has a folder of its own. "
+        "Name a folder that is empty or new."
+    )
+
+
+def test_two_runs_cannot_share_a_journal(folder: Path) -> None:
+    """The second is refused while the first has it, and not after."""
+    with Journal(folder), pytest.raises(InputError, match="is in use by another run"):
+        Journal(folder)
+    Journal(folder).close()
+
+
+def test_it_ends_at_its_limit(folder: Path) -> None:
+    """Above the limit one word is said, the run goes on, and what is there stays good."""
+    pipe = make_pipeline("cogvideox")
+    pixels, whole = run(pipe, folder)
+    shutil.rmtree(folder)
+    again, use = run(pipe, folder, limit_bytes=whole.bytes // 2)
+    np.testing.assert_array_equal(again, pixels)
+    assert use.bytes <= whole.bytes // 2
+    assert 0 < use.written < whole.written
+    (note,) = use.notes
+    assert note.startswith(
+        f"The journal {folder} ends at call {use.written}: it would grow beyond "
+    )
+    again, after = run(pipe, folder, limit_bytes=whole.bytes // 2)
+    np.testing.assert_array_equal(again, pixels)
+    assert after.answered == use.written
+
+
+def test_a_component_that_remembers_is_refused(folder: Path) -> None:
+    """A step cache would miss the calls that are answered; it is named, with what to do."""
+    from diffusers import FirstBlockCacheConfig
+
+    pipe = testing.make_pipeline("flux")
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(
+        InputError, match=r"`transformer:\S+` has a FBC\w+, which remembers earlier"
+    ):
+        guard(pipe, journal=folder)
+
+
+def test_what_is_packed_comes_back() -> None:
+    """Outputs, distributions, nesting, strides, shared and expanded tensors come back as they were."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+    from transformers.modeling_outputs import BaseModelOutput
+
+    wide = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    value = (
+        BaseModelOutput(last_hidden_state=wide, hidden_states=(wide, wide[:, 1:])),
+        DiagonalGaussianDistribution(torch.randn(1, 4, 2, 2)),
+        [torch.randn(1).expand(3, 4), None, {"a": 1.5, "b": torch.tensor(True)}],
+    )
+    back = unpack(*json.loads(json.dumps(pack(value)[:1])), pack(value)[1])
+    assert digest_call("", back, {}) == digest_call("", value, {})
+    assert back[0].last_hidden_state.stride() == wide.stride()
+    assert back[0].hidden_states[0] is back[0].last_hidden_state
+    assert back[2][0].stride() == (0, 0) or back[2][0].stride() == value[2][0].stride()
+    torch.testing.assert_close(back[1].mode(), value[1].mode(), rtol=0, atol=0)
+
+
+def test_a_structure_can_name_nothing_else() -> None:
+    """A file that names another class than an output is refused; nothing is imported for it."""
+    for name in ("os:system", "subprocess:Popen", "this:anything", "torch.nn:Linear"):
+        for kind in ("output", "distribution"):
+            with pytest.raises(Exception, match="which is no output"):
+                unpack({kind: name, "fields": []}, [])
+    assert "this" not in sys.modules
+
+
+# ---------------------------------------------------------------------------------------------
+# The command, and kill -9
+
+PROMPT = "a red circle moving left on a grey background"
+STEPS = 8
+
+
+def make_command(out: Path, journal: Path, steps: int = STEPS) -> list[str]:
+    options = ["--steps", str(steps), "--seed", "5", "-o", f"{out}/", "--journal", str(journal)]
+    return [sys.executable, "-m", "stopdown.app.cli", "generate", "shapes", PROMPT, *options]
+
+
+def read_frames(out: Path) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(out.iterdir())]
+
+
+def kill_when(command: list[str], is_time: Callable[[], bool]) -> bool:
+    """Start a command and kill it -9 at a moment; whether it was still running."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    quietly = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, **quietly) as process:
+        while process.poll() is None and not is_time():
+            time.sleep(0.002)
+        was_running = process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    return was_running
+
+
+def finish(command: list[str], out: Path) -> RunRecord:
+    """Run a command to its end: its record."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return read_record(out.with_name(out.name + ".json"), RunRecord)
+
+
+def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
+    """Two kills -9 in the middle of one run; the third start ends with the bytes of a run without."""
+    plain = tmp_path / "plain"
+    generate(GenerateOptions("shapes", PROMPT, f"{plain}/", steps=STEPS, seed=5, device="cpu"))
+    out, journal = tmp_path / "out", tmp_path / "journal"
+    command = make_command(out, journal)
+    chance = random.Random(0)
+    for least in (chance.randrange(1, 5), chance.randrange(5, 9)):
+        assert kill_when(command, lambda least=least: len(find_calls(journal)) >= least)  # type: ignore[misc]
+        assert not out.exists()
+    record = finish(command, out)
+    assert record.journal is not None
+    assert record.journal.answered >= 5
+    assert read_frames(out) == read_frames(plain)
+    assert find_calls(journal) == []  # the run is done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
+    """Whenever a process is killed -9, starting included, its resume ends bitwise equal."""
+    plain = tmp_path / "plain"
+    begun = time.monotonic()
+    finish(make_command(plain, tmp_path / "first", 30), plain)
+    whole_s = time.monotonic() - begun
+    expected, chance, answered = read_frames(plain), random.Random(1), []
+    for number in range(20):
+        out, journal = tmp_path / f"out{number}", tmp_path / f"journal{number}"
+        command = make_command(out, journal, 30)
+        if number % 2:  # half anywhere in the process's life, half among its calls
+            until = time.monotonic() + chance.uniform(0, whole_s)
+            kill_when(command, lambda until=until: time.monotonic() >= until)  # type: ignore[misc]
+        else:
+            least = chance.randrange(33)
+            kill_when(command, lambda j=journal, n=least: len(find_calls(j)) >= n)  # type: ignore[misc]
+        record = finish(command, out)
+        assert record.journal is not None
+        answered.append(record.journal.answered)
+        assert read_frames(out) == expected, number
+    assert sum(count > 0 for count in answered) >= 8, answered
+
+
+def test_another_prompt_or_seed_is_refused_early(save_tiny: Any, tmp_path: Path) -> None:
+    """The command names what differs before anything is loaded, and leaves the journal alone."""
+    journal, out = tmp_path / "journal", str(tmp_path / "out")
+    with Journal(journal, {"prompt": "a", "seed": 0}) as opened:
+        opened._begin({"prompt": "a", "seed": 0})
+    source = str(save_tiny("cogvideox"))
+    with pytest.raises(InputError) as caught:
+        generate(GenerateOptions(source, "b", out, seed=1, journal=journal))
+    assert str(caught.value).startswith(
+        f"The journal {journal} belongs to another run: prompt was 'a' and is 'b'; "
+    )
+    assert "seed was 0 and is 1" in str(caught.value)
+
+
+def test_the_journal_of_a_file_holds_its_tensors(folder: Path) -> None:
+    """A call's file is plain safetensors, which any reader opens."""
+    pipe = make_pipeline("cogvideox")
+    run(pipe, folder)
+    tensors = load_file(find_calls(folder)[2])
+    assert tensors["output.0"].dtype == torch.float32
