@@ -119,14 +119,14 @@ def test_an_unknown_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("situation", "actions"),
     [
-        (Situation("range", "fp16", "a", True), ["rescaled", "island", "bf16", "fp32"]),
-        (Situation("range", "fp16", "", False), ["rescaled", "fp32"]),
-        (Situation("clamped", "fp16", "a"), ["rescaled", "island", "fp32"]),
-        (Situation("written", "bf16", "a"), ["island", "fp32"]),
+        (Situation("range", "fp16", ("a",), True), ["rescaled", "island", "bf16", "fp32"]),
+        (Situation("range", "fp16", (), False), ["rescaled", "fp32"]),
+        (Situation("clamped", "fp16", ("a", "b", "c")), ["rescaled", "island", "island", "fp32"]),
+        (Situation("written", "bf16", ("a",)), ["island", "fp32"]),
         (Situation("intermittent", "fp32"), ["replayed"]),
-        (Situation("range", "fp32", "a"), []),
-        (Situation("weight", "fp16", "a"), []),
-        (Situation("input", "fp16", "a"), []),
+        (Situation("range", "fp32", ("a",)), []),
+        (Situation("weight", "fp16", ("a",)), []),
+        (Situation("input", "fp16", ("a",)), []),
     ],
 )
 def test_the_order_of_remedies(situation: Situation, actions: list[str]) -> None:

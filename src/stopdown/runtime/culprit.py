@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class Culprit:
         operands: largest finite magnitude of each floating operand, with dtype and shape.
         reached: what it reaches in fp32; NaN when that is unknown.
         chain: modules from there to the output, at most 12.
+        around: the modules that it happened in, innermost first, without those that do no more
+            than hand its value on: in fp32 these would give what does not fit all the same.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class Culprit:
     operands: tuple[str, ...] = ()
     reached: float = math.nan
     chain: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
@@ -99,6 +102,8 @@ class _Event:
     kind: str = ""
     operands: tuple[str, ...] = ()
     reached: float = math.nan
+    around: tuple[str, ...] = ()
+    returned_by: set[str] = field(default_factory=set)
 
 
 def find_culprit(
@@ -118,17 +123,17 @@ def find_culprit(
     """
     tracer = _Tracer(module, arguments)
     with Patches() as patches, tracer:
-        _track_modules(module, tracer.stack, patches)
+        _track_modules(module, tracer, patches)
         output = call()
     return tracer.conclude(output), output
 
 
-def _track_modules(module: torch.nn.Module, stack: list[str], patches: Patches) -> None:
+def _track_modules(module: torch.nn.Module, tracer: _Tracer, patches: Patches) -> None:
     def enter(path: str, *_: Any) -> None:
-        stack.append(path)
+        tracer.stack.append(path)
 
-    def leave(*_: Any) -> None:
-        stack.pop()
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        tracer.note_returned(tracer.stack.pop(), output)
 
     for path, child in module.named_modules():
         if not path:
@@ -165,6 +170,12 @@ class _Tracer(TorchDispatchMode):
         self.count += 1
         self._look(func, args, kwargs, result)
         return result
+
+    def note_returned(self, path: str, output: Any) -> None:
+        """A module gave this: what is not finite in it was handed on by it."""
+        for tensor in _floats(output):
+            if tensor in self._made:
+                self._made[tensor].returned_by.add(path)
 
     def conclude(self, output: Any) -> Culprit:
         """What the output of the call, or a clamp on the way, leads back to."""
@@ -224,6 +235,7 @@ class _Tracer(TorchDispatchMode):
         event = _Event(self.count, self.stack[-1], name, bad.dtype, real, is_mask)
         if not real and not is_mask:
             event.operands = tuple(_describe_operands(inputs))
+            event.around = tuple(path for path in reversed(self.stack) if path)
             event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
         return event
 
@@ -251,6 +263,8 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
         if not chain or chain[-1] != event.path:
             chain.append(event.path)
         event = min(event.causes, key=lambda cause: cause.index)
+    is_too_large = event.kind == "range" and event.reached > torch.finfo(event.dtype).max
+    hopeless = event.returned_by if is_too_large else ()
     links = [path for path in reversed(chain) if path and path != event.path]
     found = event.kind or "unknown"
     return Culprit(
@@ -261,6 +275,7 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
         event.operands,
         event.reached,
         tuple(links[:_MOST_LINKS]),
+        tuple(path for path in event.around if path not in hopeless),
     )
 
 

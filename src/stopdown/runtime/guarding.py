@@ -79,6 +79,7 @@ class Guard:
         decisions: tuple[Decision, ...] = (),
         observer: Observer | None = None,
         announce: Announce | None = None,
+        maxima: bool = False,
     ) -> None:
         self.pipe, self._on_fault = pipe, on_fault
         self._journal: Journal | None = None
@@ -89,11 +90,9 @@ class Guard:
         self._latest: dict[str, _Latest] = {}
         self._patients: dict[int, Patient] = {}
         self._devices: dict[str, torch.device] = {}
-        self.watch = Watch(pipe, decisions, observer, self._answer)
+        self.watch = Watch(pipe, decisions, observer, self._answer, maxima)
 
-    def put_on(
-        self, plan: Plan | None = None, journal: Journal | str | Path | None = None
-    ) -> None:
+    def put_on(self, plan: Plan | None = None, journal: Journal | str | Path | None = None) -> None:
         """Stand at the doors.
 
         Raises:
@@ -135,8 +134,9 @@ class Guard:
             calls=self.watch.summarize(),
             repairs=tuple(self._repairs),
             host_reads=self.watch.host_reads,
-            unwatched=(),
+            unwatched=self.watch.unwatched,
             own_s=self.watch.own_s + (self._journal.own_s if self._journal else 0.0),
+            maxima=self.watch.maxima,
             journal=self._journal.use if self._journal else None,
         )
 
@@ -197,11 +197,10 @@ class Guard:
         fault, culprit = case.fault, case.culprit
         patient = self._patients[id(find_module(fault.door))]
         before = patient.applied
-        path = culprit.path if culprit.operation else ""
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault.door, patient)
-        situation = Situation(culprit.kind, fault.precision, path, has_bf16)
+        situation = Situation(culprit.kind, fault.precision, culprit.around, has_bf16)
         for remedy in list_remedies(situation):
-            is_good, output = self._try(case, patient, remedy, path, before)
+            is_good, output = self._try(case, patient, remedy, before)
             if is_good:
                 self._tell_precisions(fault.door, patient)
                 self._note(case, _name_action(remedy), remedy.reason)
@@ -215,7 +214,6 @@ class Guard:
         case: _Case,
         patient: Patient,
         remedy: Remedy,
-        path: str,
         before: tuple[Applied, ...],
     ) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
@@ -224,9 +222,7 @@ class Guard:
         name = _name_action(remedy)
         try:
             patient.put_on(before)
-            repairs = patient.find_repair(
-                fault.door, remedy, path, latest.args, dict(latest.kwargs)
-            )
+            repairs = patient.find_repair(fault.door, remedy, latest.args, dict(latest.kwargs))
             patient.put_on(repairs)
         except Exception as error:  # whatever a model's code does: the next remedy is tried
             case.tried.append(f"{name}: {_first_sentence(error)}")
@@ -322,6 +318,7 @@ def guard(
     observer: Observer | None = None,
     announce: Announce | None = None,
     journal: Journal | str | Path | None = None,
+    maxima: bool = False,
 ) -> Guard:
     """Guard every component call of a pipeline until the guard is removed.
 
@@ -338,6 +335,7 @@ def guard(
         journal: folder, or open journal, for the outputs of calls: after a kill the same program
             goes on where it stopped. Its bound is `journal.LIMIT_BYTES`; remove the folder when the
             run is done.
+        maxima: note the largest magnitude of each block at each step, for `.record.maxima`.
 
     Returns:
         A context manager and handle: `.record`, `.repairs`, `.remove()`.
@@ -349,8 +347,8 @@ def guard(
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
     Cost: per call two operations and one host read; one operation more for each module that clamps
-        at the end of fp16. After a fault an instrumented replay, and one run of the call for each
-        repair that is tried.
+        at the end of fp16, and with `maxima` for each output of a block. After a fault an
+        instrumented replay, and one run of the call for each repair that is tried.
     """
     if on_fault not in ON_FAULT:
         raise OptionError(
@@ -358,7 +356,14 @@ def guard(
             expected=f"Known are {', '.join(ON_FAULT)}.",
             remedy='Use on_fault="repair".',
         )
-    made = Guard(pipe, on_fault=on_fault, decisions=decisions, observer=observer, announce=announce)
+    made = Guard(
+        pipe,
+        on_fault=on_fault,
+        decisions=decisions,
+        observer=observer,
+        announce=announce,
+        maxima=maxima,
+    )
     made.put_on(plan, journal)
     return made
 
@@ -367,7 +372,7 @@ def describe_repair(repair: Repair) -> str:
     """A repair in whole sentences, for people."""
     done = {
         "rescaled": f"`{repair.component}` was rescaled",
-        "island": f"`{repair.site}` was put in fp32",
+        "island": "One module was put in fp32",
         "bf16": f"`{repair.component}` was cast to bf16",
         "fp32": f"`{repair.component}` was cast to fp32",
         "replayed": "The call was run again",

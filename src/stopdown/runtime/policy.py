@@ -15,6 +15,7 @@ ON_FAULT: tuple[OnFault, ...] = ("repair", "raise", "warn")
 
 _BY_RANGE = ("range", "clamped", "unknown")
 _HOPELESS = ("weight", "input")
+_MOST_ISLANDS = 2  # each one that does not do costs a call
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class Situation:
     Attributes:
         kind: as `Culprit.kind`.
         precision: of most of the component's weights.
-        path: module at fault; empty when it is the component itself or unknown.
+        around: modules around the fault that can be an island, innermost first.
         has_bf16: the device computes bf16 natively.
     """
 
     kind: str
     precision: str
-    path: str = ""
+    around: tuple[str, ...] = ()
     has_bf16: bool = False
 
 
@@ -42,11 +43,13 @@ class Remedy:
         action: `replay`, `rescale`, `island` or `cast`.
         precision: what the module or component runs in afterwards.
         reason: why this, here; one sentence.
+        path: of the island.
     """
 
     action: Literal["replay", "rescale", "island", "cast"]
     precision: str
     reason: str
+    path: str = ""
 
 
 def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
@@ -61,9 +64,9 @@ def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
         why = "The values do not fit into fp16; exponents bring them there, and the function stays."
         found.append(Remedy("rescale", "fp16", why))
     if situation.precision in ("fp16", "bf16"):
-        if situation.path:
-            why = f"Only {situation.path} is at fault; it alone goes to fp32."
-            found.append(Remedy("island", "fp32", why))
+        for path in situation.around[:_MOST_ISLANDS]:
+            why = f"The fault stays inside of {path}; it alone goes to fp32."
+            found.append(Remedy("island", "fp32", why, path))
         found += _list_casts(situation)
     return tuple(found)
 

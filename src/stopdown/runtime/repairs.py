@@ -64,7 +64,7 @@ class Patient:
         return call_cast(door, call, args, kwargs, self.dtype)
 
     def find_repair(
-        self, door: Door, remedy: Remedy, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, door: Door, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Applied, ...]:
         """The repairs that are to be in force when a remedy is tried.
 
@@ -79,7 +79,7 @@ class Patient:
         if remedy.action == "rescale":
             return (Applied("rescaled", "fp16", scaling=self._find_scaling(door, args, kwargs)),)
         if remedy.action == "island":
-            return (*self.applied, Applied("island", "fp32", path))
+            return (*self.applied, Applied("island", "fp32", remedy.path))
         if remedy.action == "cast":
             return (Applied("cast", remedy.precision),)
         return self.applied

@@ -4,8 +4,9 @@ Of each call's output the smallest and the largest value are found on the device
 and Inf travel, so the output of a call is the only cut that is needed to know that they exist. Where
 the authors of a class clamp its values at the end of fp16's range (T5, CogView3-Plus, Flux), the
 outputs of those modules are bounded as well, because a clamp hides an overflow; they are read with
-the same transfer. A fault stops the run there, before the scheduler or a file has seen the value,
-unless someone who is asked (`answer`) gives a better output.
+the same transfer, and so are, when asked for, those of every block (`sensors`). A fault stops the
+run there, before the scheduler or a file has seen the value, unless someone who is asked (`answer`)
+gives a better output.
 
 **Catches** NaN and +-Inf in any floating tensor that a component returns; in fp16, values that a
 clamp at the end of the range brought back.
@@ -25,16 +26,17 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import NonFiniteError
 from stopdown.formats import find_format, name_dtype
 from stopdown.numerics import bound_values, count_non_finite, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors, read_precisions
-from stopdown.pipelines.doors import Call, find_module, put_door, put_layer
-from stopdown.records import CallSummary, Decision
-from stopdown.runtime.clamps import CLAMPED_FROM, find_clamping
+from stopdown.pipelines.doors import Call, find_argument_names, find_module, put_door, put_layer
+from stopdown.records import BlockMaximum, CallSummary, Decision
+from stopdown.runtime.clamps import CLAMPED_FROM
+from stopdown.runtime.places import describe_place, name_axes
+from stopdown.runtime.sensors import Notes, find_compiled, put_sensors
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
@@ -72,7 +74,7 @@ class _Tally:
     elapsed_s: float = 0.0
     precisions: tuple[str, ...] = ()
     non_finite: int = 0
-    clamping: list[tuple[str, tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=list)
+    notes: Notes = field(default_factory=Notes)
 
 
 @dataclass
@@ -84,6 +86,7 @@ class Watch:
         decisions: precision of each call with its reason, for messages; may be empty.
         observer: told of each finished call.
         answer: asked about each fault; it raises, or gives the output to go on with.
+        wants_maxima: note the largest magnitude of each block at each step.
 
     Raises:
         NonFiniteError: out of the pipeline's call, at the first output with NaN or Inf.
@@ -93,19 +96,25 @@ class Watch:
     decisions: tuple[Decision, ...] = ()
     observer: Observer | None = None
     answer: Callable[[Fault], Any] | None = None
+    wants_maxima: bool = False
     own_s: float = 0.0
     steps_done: int = 0
     host_reads: int = 0
     last_step: Any = None
     _patches: Patches = field(default_factory=Patches)
     _tallies: dict[str, _Tally] = field(default_factory=dict)
+    _maxima: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
 
     def __enter__(self) -> Watch:
         try:
+            notes: dict[int, Notes] = {}  # both directions of an autoencoder share theirs
             for door in find_doors(self.pipe):
-                self._tallies[door.component] = _Tally(door)
+                owner = find_module(door)
+                if id(owner) not in notes:
+                    notes[id(owner)] = Notes()
+                    put_sensors(owner, notes[id(owner)], self._patches, maxima=self.wants_maxima)
+                self._tallies[door.component] = _Tally(door, notes=notes[id(owner)])
                 put_door(door, functools.partial(self._around, door), self._patches)
-                self._hook_clamps(door)
             self._count_steps()
         except BaseException:
             self._patches.undo()
@@ -165,7 +174,7 @@ class Watch:
         if not tally.precisions:
             found = read_precisions(find_module(door))
             tally.precisions = tuple(name_dtype(dtype) for dtype in found)
-        tally.clamping.clear()
+        tally.notes.clear()
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
@@ -193,44 +202,56 @@ class Watch:
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
-        clamping = self._tallies[door.component].clamping
+        notes = self._tallies[door.component].notes
         outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
-        bounds = bound_values(outputs, [seen for _, seen in clamping])
+        bounds = bound_values(outputs, notes.bounds)
         if bounds is None:
             return True, ()
         self.host_reads += 1
         values = bounds.tolist()
         ends = [max(-low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
+        inside = ends[len(outputs) :]
         is_finite = all(map(math.isfinite, values[: 2 * len(outputs)]))
         clamped = tuple(
             path
-            for (path, _), end in zip(clamping, ends[len(outputs) :], strict=True)
+            for (path, _), end in zip(notes.clamping, inside, strict=False)
             if end >= CLAMPED_FROM
         )
-        clamping.clear()
+        self._note_maxima(door, notes, inside[len(notes.clamping) :])
+        notes.clear()
         return is_finite and not clamped, clamped
+
+    def _note_maxima(self, door: Door, notes: Notes, ends: list[float]) -> None:
+        """Keep the largest magnitude of each block in this step; NaN and Inf count as infinite."""
+        step = self._find_step(door)
+        for (path, dtype, _), end in zip(notes.blocks, ends, strict=True):
+            key = (door.component, path, step, name_dtype(dtype))
+            seen = end if math.isfinite(end) else math.inf
+            self._maxima[key] = max(self._maxima.get(key, 0.0), seen)
+
+    @property
+    def unwatched(self) -> tuple[str, ...]:
+        """What nobody looks at, each with the reason."""
+        return tuple(
+            f"{tally.door.component}: inside of compiled code neither clamps nor blocks are looked "
+            "at; what it returns is."
+            for tally in self._tallies.values()
+            if find_compiled(find_module(tally.door))
+        )
+
+    @property
+    def maxima(self) -> tuple[BlockMaximum, ...]:
+        """The largest magnitude of each block at each step, in the order in which they came."""
+        return tuple(
+            BlockMaximum(component, path, step, precision, amax if math.isfinite(amax) else None)
+            for (component, path, step, precision), amax in self._maxima.items()
+        )
 
     def note_precisions(self, module: torch.nn.Module, precisions: tuple[str, ...]) -> None:
         """The weights of a component were cast: what they are now comes before what they were."""
         for tally in self._tallies.values():
             if find_module(tally.door) is module and tally.precisions:
                 tally.precisions = tuple(dict.fromkeys((*precisions, *tally.precisions)))
-
-    def _hook_clamps(self, door: Door) -> None:
-        """Note the bounds of what modules that clamp return, when that is fp16."""
-        owner, clamping = find_module(door), self._tallies[door.component].clamping
-
-        def note(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
-            for tensor in iterate_tensors(output):
-                if isinstance(tensor, FakeTensor):  # a capture runs a copy of the module
-                    continue
-                if tensor.dtype == torch.float16 and tensor.numel():
-                    low, high = torch.aminmax(tensor.detach())
-                    clamping.append((path, (low, high)))
-
-        for path in find_clamping(owner):
-            handle = owner.get_submodule(path).register_forward_hook(functools.partial(note, path))
-            self._patches.defer(handle.remove)
 
     def _find_step(self, door: Door) -> int | None:
         return self.steps_done if door.stage == "denoise" else None
@@ -264,7 +285,8 @@ class Watch:
         nan, infinite = (sum(column) for column in zip(*counts, strict=True))
         total = sum(tensor.numel() for tensor in outputs)
         return (
-            f"`{fault.door.component}` gave {_name_counts(nan, infinite)} in {total} values{place}"
+            f"`{fault.door.component}` gave {_name_counts(nan, infinite)} in {total} values"
+            f"{_describe_part(fault)}{place}"
         )
 
     def _name_place(self, door: Door) -> str:
@@ -277,6 +299,17 @@ class Watch:
             if decision.component == door.component:
                 return f'{decision.precision} was chosen for it: "{decision.reason}"'
         return ""
+
+
+def _describe_part(fault: Fault) -> str:
+    """` (row 2 of 2, frame 3 of 5)`; "" when the fault is everywhere in its output."""
+    names = find_argument_names(fault.door)
+    given = {**dict(zip(names, fault.args, strict=False)), **fault.kwargs}
+    for tensor in iterate_tensors(fault.output):
+        if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
+            place = describe_place(bad, name_axes(fault.door, tuple(tensor.shape), given))
+            return f" ({place})" if place else ""
+    return ""
 
 
 def _most(tally: _Tally) -> str:

@@ -1,0 +1,116 @@
+"""What is noted inside a component while a call of it runs: bounds of modules that clamp, of blocks.
+
+Each note is two scalars on the device (the smallest and the largest value of an output); all notes
+of a call are read with the transfer that reads the output's own bounds. Blocks are the members of a
+component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, `down_blocks.0`.
+
+**Catches** what these modules return.
+**Does not catch** modules inside compiled code, where hooks would not run: they are named.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.runtime.clamps import find_clamping
+
+Bounds = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Notes:
+    """What the modules of one component noted during its call.
+
+    Attributes:
+        clamping: path of a module that clamps at the end of fp16, and the bounds of its output.
+        blocks: path and dtype of a block's output, and its bounds.
+    """
+
+    clamping: list[tuple[str, Bounds]] = field(default_factory=list)
+    blocks: list[tuple[str, torch.dtype, Bounds]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """Forget the call."""
+        self.clamping.clear()
+        self.blocks.clear()
+
+    @property
+    def bounds(self) -> list[Bounds]:
+        """Of the modules that clamp, then of the blocks."""
+        return [*(seen for _, seen in self.clamping), *(seen for *_, seen in self.blocks)]
+
+
+def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:
+    """Note the bounds of what modules that clamp return in fp16, and of blocks when asked.
+
+    Compiled modules are left alone.
+    """
+    compiled = find_compiled(module)
+    for path in find_clamping(module):
+        if not _is_in(path, compiled):
+            _hook(module, path, functools.partial(_note_clamp, notes, path), patches)
+    for path in find_blocks(module) if maxima else ():
+        if not _is_in(path, compiled):
+            _hook(module, path, functools.partial(_note_block, notes, path), patches)
+
+
+def _hook(module: torch.nn.Module, path: str, note: Any, patches: Patches) -> None:
+    handle = module.get_submodule(path).register_forward_hook(note)
+    patches.defer(handle.remove)
+
+
+def _note_clamp(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    for tensor in iterate_tensors(output):
+        if tensor.dtype == torch.float16 and _is_real(tensor):
+            notes.clamping.append((path, _bound(tensor)))
+
+
+def _note_block(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    for tensor in iterate_tensors(output):
+        if tensor.is_floating_point() and _is_real(tensor):
+            notes.blocks.append((path, tensor.dtype, _bound(tensor)))
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and not isinstance(tensor, FakeTensor)  # a capture runs a copy
+
+
+def _bound(tensor: torch.Tensor) -> Bounds:
+    low, high = torch.aminmax(tensor.detach())
+    return low, high
+
+
+def find_blocks(module: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the members of a component's outermost `ModuleList`s."""
+    lists = [p for p, m in module.named_modules() if isinstance(m, torch.nn.ModuleList)]
+    outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
+    return tuple(
+        f"{p}.{name}" for p in outer for name, _ in module.get_submodule(p).named_children()
+    )
+
+
+def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the modules that run as compiled code; "" is the component itself."""
+    return tuple(path for path, child in module.named_modules() if is_compiled(child))
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of a module run as compiled code, by `torch.compile` or its own `compile`."""
+    own = vars(module)
+    if type(module).__name__ == "OptimizedModule":  # its home takes seconds to import
+        return True
+    return own.get("_compiled_call_impl") is not None or any(
+        hasattr(own.get(name), "_torchdynamo_orig_callable")
+        for name in ("forward", "encode", "decode")
+    )
+
+
+def _is_in(path: str, parents: tuple[str, ...]) -> bool:
+    return any(not p or path == p or path.startswith(f"{p}.") for p in parents)
