@@ -22,8 +22,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # as `environment` would for a device that is not here
     ("backends", "capture", "diagnosis", "profiles"),
     ("pipelines", "scaling"),
-    ("consistency", "calibration", "planning", "comparison"),
+    ("consistency", "calibration", "planning"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
+    ("comparison",),  # its runs are opened by `planning` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
     ("app",),
@@ -47,7 +48,14 @@ LIGHT = (
 
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL")
 
-TENSORLESS = ("errors", "records", "report", "runtime.policy")
+TENSORLESS = (
+    "errors",
+    "records",
+    "report",
+    "runtime.policy",
+    "comparison.records",
+    "comparison.verdicts",
+)
 """What never sees a tensor: no torch, not even inside a function."""
 
 Sources = dict[str, ast.Module]

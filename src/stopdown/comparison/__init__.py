@@ -1,0 +1,1 @@
+"""`compare`: the same prompts, seeds and noise under several precisions, measured side by side."""

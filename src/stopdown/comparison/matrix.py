@@ -1,0 +1,371 @@
+"""`compare`: prompts by precisions, one cell after the other, interleaved and resumable.
+
+Row by row each prompt runs in every precision, forwards and backwards in turn, so that a machine
+that grows warm or busy hits all alike. One seed is one noise: PyTorch draws it on the CPU, and the
+same numbers come out rounded to each precision. A cell is written as it is done; when its row is
+whole it is measured against the reference, and only the measures and small pictures stay. A second
+start with the same request goes on behind what is there.
+
+**Catches** a precision that cannot be loaded or fails half way: its cells say so, the rest goes on.
+**Does not catch** noise that a pipeline draws on the device without a generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stopdown.comparison.measuring import (
+    draw_heats,
+    find_parting,
+    join_heats,
+    measure_calls,
+    measure_frames,
+    measure_latents,
+)
+from stopdown.comparison.pictures import make_sheet, share_bytes
+from stopdown.comparison.records import (
+    BadLine,
+    Cell,
+    Comparison,
+    Heat,
+    Row,
+    Thresholds,
+    Variant,
+)
+from stopdown.comparison.running import (
+    Outcome,
+    describe_error,
+    fail_cell,
+    read_outcome,
+    run_cell,
+    write_outcome,
+)
+from stopdown.comparison.subjects import (
+    Progress,
+    Subject,
+    describe_subject,
+    explain_meaning,
+    parse_precisions,
+)
+from stopdown.comparison.verdicts import (
+    choose_reference,
+    compare_pairs,
+    judge_cell,
+    judge_variant,
+    rank_precisions,
+    recommend,
+)
+from stopdown.environment import describe_machine
+from stopdown.media import to_uint8, written_beside
+from stopdown.pipelines.quiet import quiet_libraries
+from stopdown.pipelines.requests import Request
+from stopdown.planning.plan_files import read_class_versions
+from stopdown.records import from_json, to_json
+from stopdown.scaling.problem import CLAMPS_KEPT
+
+Prompt = tuple[int, str]
+"""A line number and a text."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A measured row as it is kept between two starts."""
+
+    row: Row
+    heats: dict[str, tuple[Heat, ...]]
+    peak_source: str
+    elapsed_s: float
+
+
+@dataclass
+class _Matrix:
+    """A comparison while it goes on."""
+
+    subject: Subject
+    request: Request
+    prompts: Sequence[Prompt]
+    names: Sequence[str]
+    thresholds: Thresholds
+    folder: Path
+    progress: Progress
+    ranked: Sequence[str] = ()
+    variants: dict[str, Variant] = field(default_factory=dict)
+
+    def run(self) -> list[_Kept]:
+        """Every row, in order."""
+        rows = []
+        for index, (line, text) in enumerate(self.prompts):
+            path = self.folder / f"row-{_hash(text, self.request.seed + index)}.json"
+            if path.exists():
+                rows.append(from_json(path.read_bytes(), _Kept))
+                continue
+            kept = self._run_row(index, line, text)
+            with written_beside(path) as part:
+                part.write_text(to_json(kept), encoding="utf-8")
+            shutil.rmtree(self._row_folder(index), ignore_errors=True)
+            rows.append(kept)
+        return rows
+
+    def _row_folder(self, index: int) -> Path:
+        text = self.prompts[index][1]
+        return self.folder / f"cells-{_hash(text, self.request.seed + index)}"
+
+    def _run_row(self, index: int, line: int, text: str) -> _Kept:
+        folder = self._row_folder(index)
+        folder.mkdir(exist_ok=True)
+        order = list(self.names) if index % 2 == 0 else list(reversed(self.names))
+        request = dataclasses.replace(
+            self.request, prompt=text or None, seed=self.request.seed + index
+        )
+        for place, name in enumerate(order):
+            path = folder / f"{_hash(name, 0)}.safetensors"
+            self._tell(index * len(order) + place, name, index)
+            if not path.exists():
+                write_outcome(self._run_cell(name, request), path)
+        outcomes = {name: read_outcome(folder / f"{_hash(name, 0)}.safetensors") for name in order}
+        return self._measure_row(outcomes, line, text, request.seed)
+
+    def _tell(self, done: int, name: str, index: int) -> None:
+        total = len(self.prompts) * len(self.names)
+        what = f"{name}, prompt {index + 1} of {len(self.prompts)}, cell {done + 1} of {total}"
+        self.progress("compare", what, done, total)
+
+    def _run_cell(self, name: str, request: Request) -> Outcome:
+        variant = self.variants.get(name, Variant(name, explain_meaning(name)))
+        if variant.error:
+            return fail_cell(name, variant.error)
+        try:
+            with quiet_libraries():
+                opened = self.subject.open(name, self.folder)
+        except Exception as error:  # reported in every cell of it; the others go on
+            said = describe_error(error)
+            self._keep_variant(dataclasses.replace(variant, error=said))
+            return fail_cell(name, said)
+        self._keep_variant(
+            dataclasses.replace(
+                variant,
+                load_s=variant.load_s or opened.load_s,
+                weights_bytes=opened.weights_bytes,
+                decisions=opened.decisions,
+                plan=opened.plan,
+            )
+        )
+
+        def observe(component: str, stage: str, done: int, total: int) -> None:
+            self.progress(stage, component, done + (stage == "denoise"), total)
+
+        return run_cell(opened, name, request, self.subject.device, observe)
+
+    def _keep_variant(self, variant: Variant) -> None:
+        if self.variants.get(variant.name) != variant:
+            self.variants[variant.name] = variant
+            with written_beside(self.folder / "variants.json") as part:
+                part.write_text(to_json(self.variants), encoding="utf-8")
+
+    def read_variants(self) -> None:
+        """What an earlier start knew of the precisions; what could not be loaded is tried again."""
+        path = self.folder / "variants.json"
+        if path.exists():
+            known = json.loads(path.read_bytes())
+            for name, plain in known.items():
+                variant = from_json(json.dumps(plain), Variant)
+                self.variants[name] = dataclasses.replace(variant, error="")
+
+    def _measure_row(self, outcomes: dict[str, Outcome], line: int, text: str, seed: int) -> _Kept:
+        cells = [outcomes[name].cell for name in self.names]
+        reference = outcomes[choose_reference(cells, self.ranked)]
+        most_bytes = share_bytes(len(self.prompts) * len(self.names))
+        measured = [self._measure(outcomes[name], reference, most_bytes) for name in self.names]
+        row = Row(line, text, seed, reference.cell.precision, tuple(measured))
+        heats = {name: draw_heats(outcomes[name].trace) for name in self.names}
+        sources = [outcome.peak_source for outcome in outcomes.values() if outcome.peak_source]
+        elapsed_s = sum(cell.elapsed_s for cell in cells)
+        return _Kept(row, heats, sources[0] if sources else "", elapsed_s)
+
+    def _measure(self, outcome: Outcome, reference: Outcome, most_bytes: int) -> Cell:
+        cell, frames = outcome.cell, outcome.frames
+        if frames is None:
+            return judge_cell(cell, reference.cell, self.thresholds)
+        cell = dataclasses.replace(cell, sheet=make_sheet(to_uint8(frames), most_bytes))
+        other = reference.frames
+        if outcome is reference or other is None or other.shape != frames.shape:
+            return judge_cell(cell, reference.cell, self.thresholds)
+        measures, maps = measure_frames(frames, other)
+        shown = None
+        if maps is not None:
+            shown = make_sheet((maps * 255).round().astype("uint8"), most_bytes // 3)
+        known = self.variants.get(cell.precision)
+        scaled = known is not None and known.plan is not None
+        cell = dataclasses.replace(
+            cell,
+            measures=measures,
+            latents_rel_err=measure_latents(outcome.trace.latents, reference.trace.latents),
+            calls=measure_calls(outcome.trace, reference.trace),
+            parting=find_parting(outcome.trace, reference.trace, scaled=scaled),
+            difference=shown,
+        )
+        return judge_cell(cell, reference.cell, self.thresholds)
+
+
+def compare(
+    pipe_or_source: Any,
+    prompts: Sequence[str | Prompt],
+    precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
+    *,
+    request: Request | None = None,
+    thresholds: Thresholds | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    config: str | Path | None = None,
+    bad_lines: Sequence[BadLine] = (),
+    command: str = "",
+    folder: Path | None = None,
+    progress: Callable[[str, str, int, int], None] | None = None,
+) -> Comparison:
+    """The same prompts, seeds and noise under several precisions, measured against the best of them.
+
+    Args:
+        pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
+            Diffusers folder, single safetensors file or bundled model.
+        prompts: texts, or pairs of a line number and a text; one empty text for a pipeline that
+            takes none.
+        precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
+            `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
+            `plan`, a plan's file, `auto`, or by component `transformer=bf16+vae=fp32`.
+        request: sizes, steps, guidance and the seed of the first prompt; each further prompt has
+            the next seed.
+        thresholds: what counts as the same picture.
+        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+        revision: branch, tag or commit on the Hub.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+        bad_lines: of the prompt file, for the record.
+        command: what repeats this, for the record.
+        folder: where cells are kept until all is done, so that a second start goes on; None takes
+            one that is removed at the end.
+        progress: told of stage, what, done and total.
+
+    Raises:
+        OptionError: a precision is unknown, or the pipeline does not take the request.
+        SourceError: the model is missing, damaged or refused.
+
+    Cost: a run for each prompt and precision; of one row, the latents of every step on disk.
+    """
+    names = parse_precisions(precisions if isinstance(precisions, str) else ",".join(precisions))
+    asked, limits = request or Request(), thresholds or Thresholds()
+    numbered = _number_prompts(prompts)
+    told = progress or (lambda stage, what, done, total: None)
+    first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)
+    with ExitStack() as stack:
+        if folder is None:
+            made = stack.enter_context(tempfile.TemporaryDirectory(prefix="stopdown-compare-"))
+            folder = Path(made)
+        subject = describe_subject(
+            pipe_or_source, first, device=device, revision=revision, config=config, progress=told
+        )
+        stack.callback(subject.close)
+        needs_clamp = any(name.startswith(CLAMPS_KEPT) for name in subject.classes)
+        place = folder / _sign_request(subject, asked, limits, names, len(numbered))
+        place.mkdir(parents=True, exist_ok=True)
+        ranked = rank_precisions(names, needs_clamp=needs_clamp)
+        matrix = _Matrix(subject, asked, numbered, names, limits, place, told, ranked)
+        matrix.read_variants()
+        kept = matrix.run()
+        return _conclude(matrix, kept, bad_lines, command, needs_clamp)
+
+
+def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
+    return [(i, x) if isinstance(x, str) else x for i, x in enumerate(prompts, 1)]
+
+
+def _conclude(
+    matrix: _Matrix,
+    kept: Sequence[_Kept],
+    bad_lines: Sequence[BadLine],
+    command: str,
+    needs_clamp: bool,
+) -> Comparison:
+    rows, subject = [entry.row for entry in kept], matrix.subject
+    variants = []
+    for name in matrix.names:
+        heats: tuple[Heat, ...] = ()
+        for entry in kept:
+            heats = join_heats(heats, entry.heats.get(name, ()))
+        known = matrix.variants.get(name, Variant(name, explain_meaning(name)))
+        variants.append(judge_variant(dataclasses.replace(known, heats=heats), rows))
+    best, headline, reasons = recommend(variants, str(subject.device))
+    references = [row.reference for row in rows]
+    reference = max(references, key=references.count) if references else matrix.ranked[0]
+    return Comparison(
+        source=subject.name,
+        fingerprint=subject.fingerprint,
+        pipeline=subject.pipeline,
+        request=describe_request(matrix.request),
+        command=command,
+        device=str(subject.device),
+        device_reason=subject.device.reason,
+        machine=describe_machine(),
+        thresholds=matrix.thresholds,
+        reference=reference,
+        reference_reason=_explain_reference(reference, matrix.ranked, needs_clamp),
+        recommended=best,
+        headline=headline,
+        reasons=(*reasons, *compare_pairs(rows, matrix.names)),
+        variants=tuple(variants),
+        rows=tuple(rows),
+        bad_lines=tuple(bad_lines),
+        peak_source=next((entry.peak_source for entry in kept if entry.peak_source), ""),
+        elapsed_s=sum(entry.elapsed_s for entry in kept),
+    )
+
+
+def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool) -> str:
+    if needs_clamp:
+        return (
+            f"A clamp at the end of fp16 is part of this model, so {reference}, where the clamp "
+            "acts, is its reference, and unclamped fp32 is not."
+        )
+    if reference == ranked[0]:
+        return f"{reference} is the most precise of those compared."
+    return f"{reference} is the most precise of those compared whose pictures are sound."
+
+
+def describe_request(request: Request) -> dict[str, Any]:
+    """The options of the runs, as plain data."""
+    plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    media = {name: "given" for name in ("image", "video") if plain[name] is not None}
+    return {k: v for k, v in {**plain, **media}.items() if v is not None and k != "prompt"}
+
+
+def _sign_request(
+    subject: Subject, request: Request, thresholds: Thresholds, names: Sequence[str], count: int
+) -> str:
+    """A name for what must be the same when a comparison goes on."""
+    plans = [Path(n).read_text(encoding="utf-8") for n in names if Path(n).is_file()]
+    media = [x.tobytes().hex()[:4096] for x in (request.image, request.video) if x is not None]
+    plain = [
+        subject.name,
+        subject.fingerprint,
+        subject.pipeline,
+        str(subject.device),
+        describe_request(request),
+        dataclasses.asdict(thresholds),
+        list(names),
+        count,
+        plans,
+        media,
+        read_class_versions(),
+    ]
+    return f"compare-{_hash(json.dumps(plain, sort_keys=True), 0)}"
+
+
+def _hash(text: str, seed: int) -> str:
+    return hashlib.sha256(f"{seed}:{text}".encode()).hexdigest()[:16]

@@ -1,0 +1,68 @@
+"""A file of prompts, one a line; a line that cannot be a prompt is reported in its place.
+
+**Catches** lines that are empty, not UTF-8, or longer than any text encoder reads.
+**Does not catch** prompts that a model does not understand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stopdown.comparison.records import BadLine
+from stopdown.errors import InputError
+
+LONGEST = 4096
+"""Characters of a prompt; T5 with 512 tokens reads about 2,000."""
+
+
+def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
+    """Line numbers with their prompts, and the lines that are none.
+
+    Raises:
+        InputError: the file cannot be read, or holds no prompt at all.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
+    except OSError as error:
+        raise InputError(
+            f"The prompt file {path} cannot be read: {error.strerror}.",
+            expected="It is a text file with one prompt on each line.",
+            remedy="Name a file that exists: --prompts prompts.txt",
+        ) from error
+    good: list[tuple[int, str]] = []
+    bad: list[BadLine] = []
+    for number, line in enumerate(lines, 1):
+        read = _read_line(number, line)
+        if isinstance(read, BadLine):
+            bad.append(read)
+        else:
+            good.append((number, read))
+    if not good:
+        raise InputError(
+            f"The prompt file {path} holds no prompt: {_describe_bad(bad)}.",
+            expected="It is a text file with one prompt on each line, in UTF-8.",
+            remedy=f'Write one: echo "a red circle moving left" > {path}',
+        )
+    return good, bad
+
+
+def _read_line(number: int, line: bytes) -> str | BadLine:
+    try:
+        text = line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        shown = line.decode("utf-8", errors="replace")[:60]
+        return BadLine(number, shown, f"Byte {error.start + 1} is not UTF-8.")
+    if not text:
+        return BadLine(number, "", "It is empty.")
+    if len(text) > LONGEST:
+        reason = f"It has {len(text)} characters, more than the {LONGEST} that are read."
+        return BadLine(number, text[:60], reason)
+    if not text.isprintable() and any(ord(sign) < 32 and sign != "\t" for sign in text):
+        return BadLine(number, ascii(text)[:60], "It holds control characters.")
+    return text
+
+
+def _describe_bad(bad: list[BadLine]) -> str:
+    if not bad:
+        return "it is empty"
+    return "; ".join(f"line {x.line}: {x.reason.rstrip('.').lower()}" for x in bad[:3])

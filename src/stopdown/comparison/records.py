@@ -1,0 +1,292 @@
+"""What a comparison of precisions found, as plain data: no tensor is seen here.
+
+Frames and difference maps are kept as small sheets of pictures, so that a record makes a report by
+itself; every number was measured on the frames in full size, before they were made small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a picture must reach against the reference to count as the same; None is not asked.
+
+    Attributes:
+        psnr_db: least peak signal-to-noise ratio.
+        ssim: least structural similarity.
+        flip: largest mean FLIP error.
+        flicker: largest root mean square of what the error changes from frame to frame.
+        source: where the defaults come from.
+    """
+
+    psnr_db: float | None = 33.0
+    ssim: float | None = 0.95
+    flip: float | None = None
+    flicker: float | None = None
+    source: str = (
+        "33 dB and 0.95 are where viewers begin to call a picture good (mean opinion score 4 of 5) "
+        "in Zinner, Hohlfeld, Abboud and Hossfeld, Impact of frame rate and resolution on objective "
+        "QoE metrics, QoMEX 2010. FLIP and flicker have no limit of that kind, so none is asked."
+    )
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """The frames of a clip in one picture, row by row.
+
+    Attributes:
+        width, height: of one frame as it is kept, in pixels.
+        frames: how many there are.
+        columns: frames in a row of the sheet.
+        every: one in so many frames of the clip was kept.
+        mime: `image/webp` or `image/png`.
+        data: the file, in base64.
+    """
+
+    width: int
+    height: int
+    frames: int
+    columns: int
+    every: int
+    mime: str
+    data: str
+
+
+@dataclass(frozen=True)
+class Measures:
+    """How far the frames of a run are from those of the reference, `[0, 1]` for black to white.
+
+    Attributes:
+        identical: bit for bit the same; `psnr_db` is None then, because it would be infinite.
+        rmse: root mean square of the difference over all values.
+        psnr_db: peak signal-to-noise ratio over all values.
+        ssim: structural similarity, mean over frames; None for frames below 11 pixels.
+        flip: mean FLIP error over frames, at 67 pixels a degree; None where it is not installed.
+        flicker: root mean square of what the error changes from frame to frame; None for a picture.
+    """
+
+    identical: bool
+    rmse: float
+    psnr_db: float | None
+    ssim: float | None
+    flip: float | None
+    flicker: float | None
+
+
+@dataclass(frozen=True)
+class CallError:
+    """How far one call's output is from that of the reference.
+
+    Attributes:
+        component: `transformer`, `vae.encode`.
+        step: of the run, from 0; None outside of denoising.
+        rel_err: 2-norm of the difference over that of the reference; None when it is not finite.
+    """
+
+    component: str
+    step: int | None
+    rel_err: float | None
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two runs first part by more than a limit.
+
+    Attributes:
+        component, step: the call.
+        site: the first block of it that parts: `transformer:transformer_blocks.1`.
+        rel_err: relative error there, over a sample of its values; None when it is not finite.
+        limit: what it passed.
+    """
+
+    component: str
+    step: int | None
+    site: str
+    rel_err: float | None
+    limit: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One prompt under one precision.
+
+    Attributes:
+        precision: as it was named.
+        error: why it has no frames, "" when it has.
+        stages_s: seconds by stage, without those of the probes.
+        elapsed_s: seconds in all.
+        peak_bytes: highest memory.
+        non_finite: NaN and Inf in what the components returned and in the frames.
+        saturated: values at the outputs of blocks that stand at the end of fp16, in fp16.
+        clamped: values that a clamp brought back.
+        headroom_bits: bits between the largest magnitude at a block's output and 65504, the end of
+            fp16, whatever the precision; negative where fp16 would overflow. None when not finite.
+        tightest: where that is.
+        faults: what the guard saw, each with where it began; nothing was repaired.
+        findings: frames that are black, grey, frozen or noise.
+        measures: against the reference; None without frames.
+        latents_rel_err: of the latents after each step; None where not finite.
+        calls: of what each component returned.
+        parting: where the run first parts from the reference.
+        sheet, difference: frames, and FLIP error maps from 0 (black) to 1 (white).
+        verdict: `reference`, `same`, `other`, `broken` or `failed`.
+        reasons: whole sentences.
+    """
+
+    precision: str
+    error: str = ""
+    stages_s: dict[str, float] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    peak_bytes: int = 0
+    non_finite: int = 0
+    saturated: int = 0
+    clamped: int = 0
+    headroom_bits: float | None = None
+    tightest: str = ""
+    faults: tuple[Repair, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    measures: Measures | None = None
+    latents_rel_err: tuple[float | None, ...] = ()
+    calls: tuple[CallError, ...] = ()
+    parting: Parting | None = None
+    sheet: Sheet | None = None
+    difference: Sheet | None = None
+    verdict: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt under every precision.
+
+    Attributes:
+        line: of the prompt file, from 1.
+        prompt: the text.
+        seed: of the noise.
+        reference: the precision that the others are measured against here.
+        cells: in the order of the precisions.
+    """
+
+    line: int
+    prompt: str
+    seed: int
+    reference: str
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line of the prompt file that was not run.
+
+    Attributes:
+        line: its number, from 1.
+        text: its beginning.
+        reason: what is wrong with it, a whole sentence.
+    """
+
+    line: int
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Headroom of a component's blocks over the calls of a run, the tightest of all prompts.
+
+    Attributes:
+        component: `transformer`, `vae.decode`.
+        sites: paths of the blocks, in the order of the module.
+        bits: for each site one value for each step: bits to the end of fp16; None when it was not
+            called, -1000 when a value was not finite.
+    """
+
+    component: str
+    sites: tuple[str, ...]
+    bits: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One precision over all prompts.
+
+    Attributes:
+        name: as it was named.
+        meaning: what it is, in one sentence.
+        error: why it could not be loaded, "" when it could.
+        load_s: seconds of loading, the making of a plan included.
+        weights_bytes: of its parameters and buffers.
+        decisions: precision of each component.
+        plan: what it was rescaled by.
+        heats: headroom by component.
+        time_ratios: stage to its time over the reference's, the median over prompts; `all` for the
+            whole run.
+        peak_bytes: largest of its cells.
+        verdict: the worst of its cells': `reference`, `same`, `other`, `broken` or `failed`.
+        reasons: whole sentences.
+    """
+
+    name: str
+    meaning: str
+    error: str = ""
+    load_s: float = 0.0
+    weights_bytes: int = 0
+    decisions: tuple[Decision, ...] = ()
+    plan: Plan | None = None
+    heats: tuple[Heat, ...] = ()
+    time_ratios: dict[str, float] = field(default_factory=dict)
+    peak_bytes: int = 0
+    verdict: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompts, seeds and noise under several precisions.
+
+    Attributes:
+        source: the model as it was named; the class of a pipeline in memory.
+        fingerprint: sha256 over its files, empty for a pipeline in memory.
+        pipeline: class of the pipeline.
+        request: options of the runs.
+        command: what repeats this.
+        device, device_reason: where it ran, and why there.
+        machine: versions and hardware.
+        thresholds: what counts as the same picture.
+        reference: the precision that the others are measured against; a row may have another one.
+        reference_reason: why.
+        recommended: the precision to take; None when there is none.
+        headline: the verdict in one sentence.
+        reasons: whole sentences.
+        variants: the precisions.
+        rows: the prompts.
+        bad_lines: lines of the prompt file that were not run.
+        peak_source: how memory was read.
+        elapsed_s: seconds of all runs, also those of an earlier start.
+    """
+
+    source: str
+    fingerprint: str
+    pipeline: str
+    request: dict[str, Any]
+    command: str
+    device: str
+    device_reason: str
+    machine: dict[str, Any]
+    thresholds: Thresholds
+    reference: str
+    reference_reason: str
+    recommended: str | None
+    headline: str
+    reasons: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    rows: tuple[Row, ...]
+    bad_lines: tuple[BadLine, ...]
+    peak_source: str
+    elapsed_s: float
+    kind: str = "comparison"
+    schema: int = field(default=SCHEMA)

@@ -1,0 +1,175 @@
+"""One cell of a comparison: one prompt run in one precision, and kept until its row is measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+
+from stopdown.comparison.measuring import Frames, clean_frames, find_headroom
+from stopdown.comparison.probing import Probe, Trace
+from stopdown.comparison.records import Cell
+from stopdown.comparison.subjects import Opened
+from stopdown.environment import Device, peak_memory
+from stopdown.media import find_frame_faults, to_uint8, written_beside
+from stopdown.pipelines.quiet import quiet_libraries
+from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.records import Finding, GuardRecord
+from stopdown.runtime.guarding import guard
+from stopdown.runtime.watch import Observer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A cell before it is measured.
+
+    Attributes:
+        cell: what is known without a reference.
+        frames: `[T, H, W, 3]` fp32 in [0, 1]; None when it failed.
+        trace: what the probes read.
+        peak_source: how memory was read.
+    """
+
+    cell: Cell
+    frames: Frames | None
+    trace: Trace
+    peak_source: str = ""
+
+
+def run_cell(
+    opened: Opened, name: str, request: Request, device: Device, observer: Observer | None
+) -> Outcome:
+    """Run one prompt in one precision; an error of the run becomes part of the cell.
+
+    Nothing is repaired: what the guard sees is said, and the run goes on with the bad value.
+    """
+    begun = time.perf_counter()
+    try:
+        return _run(opened, name, request, device, observer)
+    except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
+        elapsed_s = time.perf_counter() - begun
+        return Outcome(Cell(name, error=describe_error(error), elapsed_s=elapsed_s), None, Trace())
+
+
+def describe_error(error: Exception) -> str:
+    """An error in one paragraph, with its class when it is none of Stopdown's."""
+    text = " ".join(str(error).split())[:600] or type(error).__name__
+    is_own = type(error).__module__.startswith("stopdown")
+    return text if is_own else f"{type(error).__name__}: {text}"
+
+
+def _run(
+    opened: Opened, name: str, request: Request, device: Device, observer: Observer | None
+) -> Outcome:
+    arguments = build_arguments(opened.pipe, request)
+    opened.pipe.set_progress_bar_config(disable=True)
+    guarding = guard(
+        opened.pipe,
+        on_fault="warn",
+        decisions=opened.decisions,
+        observer=observer,
+        announce=lambda text: None,
+    )
+    begun = time.perf_counter()
+    with (
+        guarding,
+        Probe(opened.pipe, clamps=opened.clamps) as probe,
+        quiet_libraries(),
+        torch.no_grad(),
+        opened.arithmetic(),
+        peak_memory(device) as memory,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", RuntimeWarning)  # NaN cast to a pixel: counted below
+        result = opened.pipe(**arguments)
+    elapsed_s = time.perf_counter() - begun
+    frames, broken = clean_frames(read_frames(result))
+    trace, seen = probe.trace, guarding.record
+    headroom, tightest = find_headroom(trace)
+    cell = Cell(
+        precision=name,
+        stages_s=_sum_stages(seen, trace),
+        elapsed_s=elapsed_s,
+        peak_bytes=memory.peak_bytes,
+        non_finite=trace.non_finite + broken,
+        saturated=trace.saturated,
+        clamped=trace.clamped,
+        headroom_bits=headroom,
+        tightest=tightest,
+        faults=seen.repairs,
+        findings=_find_faults(frames),
+    )
+    return Outcome(cell, frames, trace, memory.method)
+
+
+def _sum_stages(seen: GuardRecord, trace: Trace) -> dict[str, float]:
+    """Seconds in the components by stage, without those of the probes."""
+    stages: dict[str, float] = {}
+    for call in seen.calls:
+        stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
+    return {
+        stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
+        for stage, seconds in stages.items()
+    }
+
+
+def _find_faults(frames: Frames) -> tuple[Finding, ...]:
+    return tuple(
+        Finding(f"{fault.kind}-frames", "frames", fault.evidence, fault.remedy)
+        for fault in find_frame_faults(to_uint8(frames))
+    )
+
+
+def write_outcome(outcome: Outcome, path: Path) -> None:
+    """Keep a cell as a file, whole or not at all."""
+    tensors: dict[str, torch.Tensor] = {}
+    if outcome.frames is not None:
+        tensors["frames"] = torch.from_numpy(outcome.frames).contiguous()
+    trace = outcome.trace
+    tensors |= {f"latents.{i}": x.contiguous() for i, x in enumerate(trace.latents)}
+    tensors |= {f"outputs.{i}": x.contiguous() for i, (_, _, x) in enumerate(trace.outputs)}
+    tensors |= {f"samples.{i}": x.contiguous() for i, x in enumerate(trace.samples.values())}
+    plain = {
+        "cell": msgspec.to_builtins(outcome.cell),
+        "peak_source": outcome.peak_source,
+        "outputs": [[component, step] for component, step, _ in trace.outputs],
+        "samples": list(trace.samples),
+        "amax": [[*key, repr(value)] for key, value in trace.amax.items()],
+        "order": trace.order,
+    }
+    with written_beside(path) as part:
+        save_file(tensors, part, metadata={"plain": json.dumps(plain)})
+
+
+def read_outcome(path: Path) -> Outcome:
+    """A cell as it was kept."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as opened:
+        plain: dict[str, Any] = json.loads(opened.metadata()["plain"])
+    tensors = load_file(path)
+    count = sum(name.startswith("latents.") for name in tensors)
+    trace = Trace(
+        amax={(c, step, site): float(value) for c, step, site, value in plain["amax"]},
+        samples={tuple(key): tensors[f"samples.{i}"] for i, key in enumerate(plain["samples"])},
+        outputs=[
+            (c, step, tensors[f"outputs.{i}"]) for i, (c, step) in enumerate(plain["outputs"])
+        ],
+        latents=[tensors[f"latents.{i}"] for i in range(count)],
+        order={name: tuple(paths) for name, paths in plain["order"].items()},
+    )
+    frames = tensors["frames"].numpy() if "frames" in tensors else None
+    return Outcome(msgspec.convert(plain["cell"], Cell), frames, trace, plain["peak_source"])
+
+
+def fail_cell(name: str, error: str) -> Outcome:
+    """A cell whose precision could not be loaded."""
+    return Outcome(dataclasses.replace(Cell(name), error=error), None, Trace())

@@ -1,0 +1,328 @@
+"""What is compared: a checkpoint or a pipeline in memory, opened in one precision after the other.
+
+As many pipelines are kept open as the device holds with room for a run; the one that was used
+longest ago is closed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.environment import Device, Support, choose_device, probe_formats
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS, parse_precision
+from stopdown.pipelines.components import cast_component_, find_components, find_doors
+from stopdown.pipelines.loading import complete_source, find_class
+from stopdown.pipelines.requests import Request, choose_class, name_arguments
+from stopdown.pipelines.sizes import read_configs
+from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
+from stopdown.planning.applying import apply_plan, load_planned
+from stopdown.planning.choosing import choose_loader
+from stopdown.planning.loading import gather_facts
+from stopdown.planning.plan_files import read_plan, write_plan
+from stopdown.planning.plans import make_plan
+from stopdown.planning.precision import ComponentFacts
+from stopdown.records import Decision, Plan
+
+Progress = Callable[[str, str, int, int], None]
+
+MEANINGS = {
+    "fp32": "Weights and arithmetic in fp32.",
+    "bf16": "Weights and arithmetic in bf16.",
+    "fp16": "Weights and arithmetic in fp16 as Diffusers loads it; nothing is repaired.",
+    "autocast": "Weights in fp32, run under torch.autocast in fp16.",
+    "clamp": "fp16, with the output of every layer brought back to 65504 and NaN to 0.",
+    "plan": "fp16, rescaled by a plan that was made for this comparison.",
+    "auto": "What Stopdown chooses on this device.",
+}
+
+
+def parse_precisions(text: str) -> tuple[str, ...]:
+    """The precisions of a list such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
+
+    One entry may differ by component, joined by `+`: `transformer=bf16+vae=fp32`.
+
+    Raises:
+        OptionError: an entry is unknown, there are fewer than two, or one stands twice.
+    """
+    names = tuple(_parse_entry(entry.strip()) for entry in text.split(",") if entry.strip())
+    twice = {name for name in names if names.count(name) > 1}
+    if twice or len(names) < 2:
+        found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
+        raise OptionError(
+            f'--precisions "{text}" is no list of precisions to compare: {found}.',
+            expected="A comparison has two or more, each once.",
+            remedy="Use --precisions fp32,bf16,fp16,plan",
+        )
+    return names
+
+
+def _parse_entry(entry: str) -> str:
+    if entry in ("autocast", "clamp", "plan", "auto") or entry.endswith(".json") or "=" in entry:
+        return entry
+    try:
+        return parse_precision(entry)
+    except OptionError as error:
+        raise OptionError(
+            f"The precision {entry} in --precisions is unknown.",
+            expected=f"Known are {', '.join(MEANINGS)}, a plan's file such as plan.json, and by "
+            "component: transformer=bf16+vae=fp32.",
+            remedy="Use --precisions fp32,bf16,fp16,autocast,clamp,plan",
+        ) from error
+
+
+def explain_meaning(name: str) -> str:
+    """What a precision of a comparison is, in one sentence."""
+    if name.endswith(".json"):
+        return f"fp16, rescaled by {Path(name).name}."
+    return MEANINGS.get(name, f"By component: {name.replace('+', ', ')}.")
+
+
+@dataclass
+class Opened:
+    """A pipeline in one precision.
+
+    Attributes:
+        pipe: on its device.
+        decisions: precision of each component.
+        plan: what it was rescaled by.
+        load_s: seconds that it took.
+        weights_bytes: of its parameters and buffers.
+        uses_autocast, clamps: how it is to be run.
+    """
+
+    pipe: Any
+    decisions: tuple[Decision, ...]
+    plan: Plan | None
+    load_s: float = 0.0
+    weights_bytes: int = 0
+    uses_autocast: bool = False
+    clamps: bool = False
+
+    @contextlib.contextmanager
+    def arithmetic(self) -> Iterator[None]:
+        """What a run of it stands in: `torch.autocast`, or nothing."""
+        if not self.uses_autocast:
+            yield
+            return
+        device = next(next(iter(find_components(self.pipe).values())).parameters()).device
+        with torch.autocast(device.type, dtype=torch.float16):
+            yield
+
+
+@dataclass
+class Subject:
+    """What is compared, and how it is opened.
+
+    Attributes:
+        name: of the model.
+        fingerprint: of its files, empty in memory.
+        pipeline: class of the pipeline.
+        device: where it runs.
+        classes: class names of its components.
+    """
+
+    name: str
+    fingerprint: str
+    pipeline: str
+    device: Device
+    classes: tuple[str, ...]
+    _open: Callable[[str], tuple[Any, tuple[Decision, ...]]]
+    _plan: Callable[[], Plan]
+    _open_planned: Callable[[Plan, str], tuple[Any, tuple[Decision, ...]]]
+    _opened: dict[str, Opened] = field(default_factory=dict)
+
+    def open(self, name: str, folder: Path) -> Opened:
+        """The pipeline in one precision; an open one is given again.
+
+        Args:
+            folder: where a plan that has to be made is kept for the next start.
+
+        Raises:
+            StopdownError: it cannot be loaded so, or has no plan.
+        """
+        found = self._opened.pop(name, None)
+        if found is None:
+            self._make_room()
+            begun = time.perf_counter()
+            found = self._load(name, folder)
+            found.load_s = time.perf_counter() - begun
+            found.weights_bytes = _count_bytes(found.pipe)
+        self._opened[name] = found
+        return found
+
+    def close(self) -> None:
+        """Let every pipeline go."""
+        self._opened.clear()
+        gc.collect()
+
+    def _load(self, name: str, folder: Path) -> Opened:
+        if name == "plan" or name.endswith(".json"):
+            plan = self._find_plan(name, folder)
+            pipe, decisions = self._open_planned(plan, name)
+            return Opened(pipe, decisions, plan)
+        plain = {"autocast": "fp32", "clamp": "fp16"}.get(name, name).replace("+", ",")
+        pipe, decisions = self._open(plain)
+        return Opened(
+            pipe, decisions, None, uses_autocast=name == "autocast", clamps=name == "clamp"
+        )
+
+    def _find_plan(self, name: str, folder: Path) -> Plan:
+        if name != "plan":
+            return read_plan(name)
+        path = folder / "plan.json"
+        if not path.exists():
+            write_plan(self._plan(), path)
+        return read_plan(path)
+
+    def _make_room(self) -> None:
+        """Close what was used longest ago until another one and its run have room."""
+        while self._opened:
+            sizes = [opened.weights_bytes for opened in self._opened.values()]
+            if sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes:
+                return
+            self._opened.pop(next(iter(self._opened)))
+            gc.collect()
+
+
+def describe_subject(
+    given: Any,
+    request: Request,
+    *,
+    device: str = "auto",
+    revision: str | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Subject:
+    """What is to be compared, before anything is loaded.
+
+    Args:
+        given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
+            folder, single safetensors file or bundled model.
+        request: of the runs.
+
+    Raises:
+        SourceError: the model is missing, damaged or refused.
+        OptionError: the pipeline does not take the request.
+    """
+    if not isinstance(given, (str, Path, Source)):
+        return _describe_pipe(given, request, progress)
+    target = choose_device(device)
+    source = given if isinstance(given, Source) else resolve_source(given, revision=revision)
+    verify_source(source)
+    source, described = complete_source(source, config=config)
+    source = dataclasses.replace(
+        source, pipeline_class=choose_class(source.pipeline_class, request)
+    )
+    name_arguments(find_class("diffusers", source.pipeline_class), request)
+    facts, supports = gather_facts(source, read_configs(described)), probe_formats(target)
+    return Subject(
+        source.name,
+        fingerprint(source),
+        source.pipeline_class,
+        target,
+        tuple(class_name for _, class_name in source.components.values()),
+        partial(_open_source, source, described, facts, supports, target, request),
+        partial(
+            make_plan,
+            source,
+            device=target.torch_name,
+            request=request,
+            config=described,
+            progress=progress,
+        ),
+        partial(_open_planned_source, source, described, facts, target),
+    )
+
+
+def _open_source(
+    source: Source,
+    described: Path,
+    facts: list[ComponentFacts],
+    supports: Mapping[str, Support],
+    device: Device,
+    request: Request,
+    precision: str,
+) -> tuple[Any, tuple[Decision, ...]]:
+    loader = choose_loader(
+        source, precision, facts, supports, device, request=request, config=described
+    )
+    loaded = loader(config=described)
+    return loaded.pipe, loaded.decisions
+
+
+def _open_planned_source(
+    source: Source,
+    described: Path,
+    facts: list[ComponentFacts],
+    device: Device,
+    plan: Plan,
+    name: str,
+) -> tuple[Any, tuple[Decision, ...]]:
+    loaded = load_planned(source, plan, Path(name).name, facts, device, config=described)
+    return loaded.pipe, loaded.decisions
+
+
+def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:
+    name_arguments(type(pipe), request)
+    classes = tuple(type(module).__name__ for module in find_components(pipe).values())
+    return Subject(
+        type(pipe).__name__,
+        "",
+        type(pipe).__name__,
+        choose_device(str(pipe.device)),
+        classes,
+        partial(_copy_pipe, pipe),
+        partial(make_plan, pipe, request=request, progress=progress),
+        partial(_copy_planned, pipe),
+    )
+
+
+def _copy_pipe(pipe: Any, precision: str) -> tuple[Any, tuple[Decision, ...]]:
+    """A copy of a pipeline with every component in one precision.
+
+    Raises:
+        OptionError: the precision is not the same for all components.
+    """
+    if precision not in FORMATS:
+        raise OptionError(
+            f"A pipeline in memory cannot be compared in {precision}.",
+            expected="Known for it are fp32, bf16, fp16, autocast, clamp, plan, and a plan's file.",
+            remedy="Save it with save_pretrained and compare the folder.",
+        )
+    copied, dtype = copy.deepcopy(pipe), FORMATS[precision].torch_dtype
+    for module in find_components(copied).values():
+        cast_component_(module, dtype)
+    reason = "copied from a pipeline in memory"
+    return copied, tuple(Decision(door.component, precision, reason) for door in find_doors(copied))
+
+
+def _copy_planned(pipe: Any, plan: Plan, name: str) -> tuple[Any, tuple[Decision, ...]]:
+    copied = copy.deepcopy(pipe)
+    for module in find_components(copied).values():
+        cast_component_(module, torch.float32)
+    apply_plan(copied, plan)
+    reason = f"rescaled by {Path(name).name}"
+    return copied, tuple(
+        Decision(entry.component, entry.precision, reason) for entry in plan.components
+    )
+
+
+def _count_bytes(pipe: Any) -> int:
+    tensors = {
+        tensor.data_ptr(): tensor.numel() * tensor.element_size()
+        for module in find_components(pipe).values()
+        for tensor in (*module.parameters(), *module.buffers())
+    }
+    return sum(tensors.values())

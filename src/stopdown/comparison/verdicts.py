@@ -1,0 +1,206 @@
+"""Which precision may be used: from measures and limits to a word, its reasons and a choice.
+
+Pure rules over records; no tensor is seen here. A cell is `broken` when a picture is, `other` when it
+is a sound picture that differs from the reference, and `same` when it is within the thresholds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant
+
+WORST_FIRST = ("failed", "broken", "other", "same", "reference")
+
+_ORDER = ("fp32", "auto", "autocast", "plan", "bf16", "fp16", "clamp")
+"""From the most to the least precise; `plan` stands for any plan, and lists by component follow it."""
+
+
+def rank_precisions(names: Iterable[str], *, needs_clamp: bool) -> list[str]:
+    """Precisions from the most to the least precise that is valid for a model.
+
+    Args:
+        needs_clamp: a clamp at the end of fp16 is part of the model, so fp16 is what it was made
+            in, and unclamped arithmetic is another function.
+    """
+    order = ("fp16", "clamp", "plan", "autocast", "bf16", "auto", "fp32") if needs_clamp else _ORDER
+
+    def rank(name: str) -> int:
+        kind = "plan" if name.endswith(".json") or "=" in name else name
+        return order.index(kind)
+
+    return sorted(names, key=rank)
+
+
+def is_sound(cell: Cell) -> bool:
+    """Whether a cell has frames in which nothing is broken."""
+    return not cell.error and not cell.non_finite and not cell.findings and not cell.faults
+
+
+def choose_reference(cells: Sequence[Cell], ranked: Sequence[str]) -> str:
+    """The most precise run that is sound; the most precise at all when none is."""
+    by_name = {cell.precision: cell for cell in cells}
+    sound = [name for name in ranked if name in by_name and is_sound(by_name[name])]
+    return sound[0] if sound else ranked[0]
+
+
+def judge_cell(cell: Cell, reference: Cell, thresholds: Thresholds) -> Cell:
+    """A cell with its verdict and reasons."""
+    verdict, reasons = _judge(cell, reference, thresholds)
+    return dataclasses.replace(cell, verdict=verdict, reasons=tuple(reasons))
+
+
+def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, list[str]]:
+    if cell.error:
+        return "failed", [cell.error]
+    if broken := list(_list_breaks(cell, reference)):
+        return "broken", broken
+    if cell.precision == reference.precision:
+        return "reference", ["The others are measured against it."]
+    if cell.measures is None:
+        return "other", ["There is no reference to measure it against."]
+    misses = list(_list_misses(cell.measures, thresholds))
+    if misses:
+        return "other", misses
+    return "same", [_describe_measures(cell.measures)]
+
+
+def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
+    if cell.non_finite:
+        yield f"{cell.non_finite} values are NaN or Inf."
+    known = {finding.kind for finding in reference.findings}
+    own = cell.precision == reference.precision
+    for finding in cell.findings:
+        if own or finding.kind not in known:
+            yield f"{finding.kind}: {finding.evidence}"
+    for fault in cell.faults:
+        if fault.kind == "clamped":
+            yield fault.evidence
+
+
+def _list_misses(measures: Measures, thresholds: Thresholds) -> Iterable[str]:
+    limits = (
+        ("PSNR", measures.psnr_db, thresholds.psnr_db, 1, "dB"),
+        ("SSIM", measures.ssim, thresholds.ssim, 1, ""),
+        ("FLIP", measures.flip, thresholds.flip, -1, ""),
+        ("Flicker", measures.flicker, thresholds.flicker, -1, ""),
+    )
+    for name, value, limit, sign, unit in limits:
+        if value is not None and limit is not None and sign * value < sign * limit:
+            word = "at least" if sign > 0 else "at most"
+            yield f"{name} is {value:.4g}{' ' * bool(unit)}{unit}; {word} {limit:g} was asked."
+
+
+def _describe_measures(measures: Measures) -> str:
+    if measures.identical:
+        return "Bit for bit the reference."
+    parts = [f"PSNR {measures.psnr_db:.1f} dB"]
+    parts += [f"SSIM {measures.ssim:.4f}"] if measures.ssim is not None else []
+    parts += [f"FLIP {measures.flip:.4f}"] if measures.flip is not None else []
+    return f"{', '.join(parts)}."
+
+
+def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
+    """The cells of one precision."""
+    return [cell for row in rows for cell in row.cells if cell.precision == name]
+
+
+def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
+    """A precision with its verdict over all prompts, its time ratios and its peak memory."""
+    cells = pick_cells(rows, variant.name)
+    if variant.error or not cells:
+        return dataclasses.replace(variant, verdict="failed", reasons=(variant.error,))
+    verdict = min((cell.verdict for cell in cells), key=WORST_FIRST.index)
+    return dataclasses.replace(
+        variant,
+        verdict=verdict,
+        reasons=tuple(_summarise(cells, verdict)),
+        time_ratios=_find_ratios(rows, variant.name),
+        peak_bytes=max(cell.peak_bytes for cell in cells),
+    )
+
+
+def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
+    count = len(cells)
+    if verdict == "reference":
+        yield "The others are measured against it."
+        return
+    counts = {word: sum(cell.verdict == word for cell in cells) for word in WORST_FIRST}
+    words = {
+        "failed": "did not run",
+        "broken": "broken",
+        "other": "another picture",
+        "same": "the same picture",
+        "reference": "the reference itself",
+    }
+    said = [f"{counts[w]} {words[w]}" for w in reversed(WORST_FIRST) if counts[w]]
+    yield f"Of {count} prompt{'s' * (count != 1)}: {', '.join(said)}."
+    measured = [cell.measures for cell in cells if cell.measures and cell.verdict != "reference"]
+    known = [m.psnr_db for m in measured if m.psnr_db is not None]
+    if known:
+        yield f"PSNR {statistics.median(known):.1f} dB in the median, {min(known):.1f} in the worst."
+    worst = next(cell for cell in cells if cell.verdict == verdict)
+    if verdict in ("failed", "broken", "other"):
+        yield f"First such: {worst.reasons[0]}"
+
+
+def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
+    """Stage to the median over prompts of its time over the reference's."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        by_name = {cell.precision: cell for cell in row.cells}
+        cell, reference = by_name.get(name), by_name.get(row.reference)
+        if cell is None or reference is None or cell.error or reference.error:
+            continue
+        for stage, seconds in cell.stages_s.items():
+            if reference.stages_s.get(stage, 0.0) > 0.0:
+                ratios.setdefault(stage, []).append(seconds / reference.stages_s[stage])
+        if (whole := sum(reference.stages_s.values())) > 0:
+            ratios.setdefault("all", []).append(sum(cell.stages_s.values()) / whole)
+    return {stage: statistics.median(found) for stage, found in ratios.items()}
+
+
+def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str, tuple[str, ...]]:
+    """The precision to take, the verdict in one sentence, and its reasons."""
+    usable = [v for v in variants if v.verdict in ("same", "reference")]
+    reasons = [f"{v.name}: {' '.join(v.reasons)}" for v in variants]
+    if not usable:
+        return None, "None of these precisions gives the reference's pictures.", tuple(reasons)
+    best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
+    ratio = best.time_ratios.get("all")
+    speed = "" if ratio is None or best.verdict == "reference" else f" at {ratio:.2g} of its time"
+    headline = f"Use {best.name} on {device}: " + (
+        "it is the reference, and nothing that gives the same pictures is faster."
+        if best.verdict == "reference"
+        else f"the reference's pictures{speed}."
+    )
+    return best.name, headline, tuple(reasons)
+
+
+def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
+    """Of each two precisions with measures, on how many prompts the one is nearer, in sentences."""
+    for index, one in enumerate(names):
+        for other in names[index + 1 :]:
+            pairs = [(_find_rmse(row, one), _find_rmse(row, other)) for row in rows]
+            known = [(a, b) for a, b in pairs if a is not None and b is not None]
+            nearer = sum(a < b for a, b in known)
+            further = sum(a > b for a, b in known)
+            if known and nearer + further:
+                pair, count = ((one, other), nearer)
+                if further > nearer:
+                    pair, count = ((other, one), further)
+                yield (
+                    f"{pair[0]} is nearer to the reference than {pair[1]} on {count} of "
+                    f"{len(known)} prompts."
+                )
+
+
+def _find_rmse(row: Row, name: str) -> float | None:
+    for cell in row.cells:
+        if cell.precision == name and name != row.reference:
+            is_measured = is_sound(cell) and cell.measures is not None
+            return cell.measures.rmse if is_measured and cell.measures else math.inf
+    return None
