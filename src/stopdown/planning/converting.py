@@ -1,0 +1,457 @@
+"""`convert`: a plan written into weights and configurations, for programs that know nothing of plans.
+
+The checkpoint is loaded in fp32, each component's exponents are brought into a form that files hold
+(`expressing`), folded in, cast to fp16 and written with the descriptions of the original beside them.
+A single file is written again row by row, with its own names. Everything is written beside its place
+and renamed at the end.
+
+**Catches** plans for another checkpoint, what files cannot hold, weights beyond fp16, places that
+cannot be written; all of it before the first byte stays.
+**Does not catch** programs that change eps, precision or attention by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.environment import choose_device
+from stopdown.errors import CaptureError, OptionError, OutputError, ScalingError
+from stopdown.formats import FORMATS
+from stopdown.media import written_beside
+from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
+from stopdown.pipelines.loading import complete_source, load_pipeline
+from stopdown.pipelines.quiet import quiet_libraries
+from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.saving import (
+    copy_descriptions,
+    copy_weights,
+    edit_config,
+    find_dtype_field,
+    write_weights,
+)
+from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
+from stopdown.pipelines.sources import (
+    Source,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
+from stopdown.planning.applying import apply_plan, check_source, read_scaling
+from stopdown.planning.expressing import EFFECT_LIMIT, Expressed, express_component
+from stopdown.planning.measuring import describe_failure
+from stopdown.planning.plan_files import read_plan
+from stopdown.planning.plans import list_requests
+from stopdown.planning.recording import Progress, RecordedCall, record_calls
+from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, to_json
+from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.scaling.folding import split_name
+
+RECORD_NAME = "stopdown.json"
+"""The record inside a converted folder."""
+
+
+@dataclass
+class _Work:
+    """A checkpoint on its way to other files.
+
+    Attributes:
+        source: complete, with its class and components.
+        described: folder of its configurations.
+        pipe: the pipeline in fp32.
+        plan: what belongs to it.
+        leave: components that are written as they are stored.
+        is_file: it becomes a single file.
+        expressed: component to its exponents as files hold them.
+        problems: component to why it cannot be written.
+    """
+
+    source: Source
+    described: Path
+    pipe: Any
+    plan: Plan
+    leave: tuple[str, ...]
+    is_file: bool
+    expressed: dict[str, Expressed] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def convert(
+    source: str | Path | Source,
+    output: str | Path,
+    plan: Plan | str | Path,
+    *,
+    leave: Sequence[str] = (),
+    allow_eps: bool = False,
+    force: bool = False,
+    device: str = "cpu",
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a checkpoint so that programs without Stopdown run it in fp16 as its plan says.
+
+    Args:
+        source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
+        output: a folder that does not exist or is empty, or for a single file a `.safetensors`.
+        plan: of this checkpoint, or its path.
+        leave: components that are written as they are stored.
+        allow_eps: write also where eps that no configuration sets change an output by more than
+            `EFFECT_LIMIT`.
+        force: replace a folder that holds a `model_index.json`, or a `.safetensors` file.
+        device: where components are run when their exponents are found anew.
+        request: sizes, picture or video of those runs, as for `make_plan`.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+        progress: told of stage, what, done and total.
+
+    Raises:
+        OptionError: a component cannot be written so, with all reasons; an option does not fit.
+        OutputError: the place is taken or cannot be written.
+        PlanError: the plan is damaged or belongs to another checkpoint.
+        SourceError: the model is missing, damaged or refused.
+
+    Cost: the pipeline in fp32 in memory; where a plan cannot be written as it is, a run in fp32 for
+    each of its prompts, and captures as for `make_plan`.
+    """
+    started = time.perf_counter()
+    wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+    found = source if isinstance(source, Source) else resolve_source(source)
+    verify_source(found)
+    target = Path(output)
+    _check_target(found, target, force)
+    with quiet_libraries():
+        work = _open(found, target, wanted, leave, device, request, config, progress)
+        _express_all(work, allow_eps, request or Request(), progress)
+        _refuse(work, allow_eps)
+        with _written(target, force) as part:
+            unread = _write(work, part, progress)
+            record = _describe(work, output, unread, time.perf_counter() - started)
+            if not work.is_file:
+                (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+    return record
+
+
+def _check_target(source: Source, target: Path, force: bool) -> None:
+    """Refuse a place before anything is loaded."""
+    is_file = target.suffix.lower() == ".safetensors"
+    if is_file and source.kind != "file":
+        raise OptionError(
+            f"OUT {target} is a single file and {source.name} is a folder.",
+            expected="A single file is made from a single file, whose names it keeps.",
+            remedy=f"Give a folder: stopdown convert {source.name} {target.with_suffix('')}",
+        )
+    if target.exists() and target.resolve() == source.path.resolve():
+        raise OutputError(
+            f"OUT {target} is the model itself.",
+            remedy="Give another place; it is not overwritten.",
+        )
+    if target.exists() and not _is_free(target):
+        _check_taken(target, is_file, force)
+    with written_beside(target, probe=True, option="as OUT") as part:
+        part.write_text("") if is_file else part.mkdir()
+
+
+def _is_free(target: Path) -> bool:
+    return target.is_dir() and target.suffix != ".safetensors" and not any(target.iterdir())
+
+
+def _check_taken(target: Path, is_file: bool, force: bool) -> None:
+    replaceable = target.is_file() if is_file else (target / "model_index.json").is_file()
+    if not replaceable:
+        kind = "a .safetensors file" if is_file else "a folder with a model_index.json"
+        raise OutputError(
+            f"OUT {target} exists and is not {kind}.",
+            expected="It is a new place or an empty folder; --force replaces only converted models.",
+            remedy="Give another place.",
+        )
+    if not force:
+        raise OutputError(
+            f"OUT {target} exists and holds a model.",
+            expected="It is a new place or an empty folder.",
+            remedy="Give another place, or add --force to replace it.",
+        )
+
+
+@contextmanager
+def _written(target: Path, force: bool) -> Iterator[Path]:
+    """Where to write; what stood there before is removed once everything is in its place."""
+    with written_beside(target, option="as OUT") as part:
+        yield part
+        old = part.with_suffix(".old")
+        if force and target.is_dir() and any(target.iterdir()):
+            os.replace(target, old)
+    if old.is_dir():
+        shutil.rmtree(old)
+
+
+def _open(
+    source: Source,
+    target: Path,
+    plan: Plan,
+    leave: Sequence[str],
+    device: str,
+    request: Request | None,
+    config: str | Path | None,
+    progress: Progress | None,
+) -> _Work:
+    """The pipeline in fp32, after a look whether plan and options belong to it."""
+    check_source(plan, source)
+    source, described = complete_source(source, config=config)
+    chosen = choose_class(source.pipeline_class, request or Request())
+    source = dataclasses.replace(source, pipeline_class=chosen)
+    names = [entry.component for entry in plan.components]
+    for name in leave:
+        if name not in names:
+            raise OptionError(
+                f"--leave {name} names no component of {source.name}.",
+                expected=f"It has {', '.join(names)}.",
+                remedy=f"Use --leave {names[0]}.",
+            )
+
+    def report(what: str, done: int, total: int) -> None:
+        _tell(progress, "load", what, done, total)
+
+    where = choose_device(device)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report, config=described)
+    inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
+    apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
+    if where.type != "cpu":
+        pipe.to(where.torch_name)
+    pipe.set_progress_bar_config(disable=True)
+    return _Work(source, described, pipe, plan, tuple(leave), target.suffix == ".safetensors")
+
+
+def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(stage, what, done, total)
+
+
+def _is_left(work: _Work, entry: ComponentPlan) -> bool:
+    return entry.component in work.leave or entry.precision == "as loaded"
+
+
+def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progress | None) -> None:
+    """Bring every component into a form that files hold, or note why there is none."""
+
+    @functools.cache
+    def record() -> Mapping[str, Sequence[RecordedCall]]:
+        requests = list_requests(work.pipe, work.plan.prompts or None, work.plan.steps, request)
+        return record_calls(work.pipe, requests, progress)
+
+    for number, entry in enumerate(work.plan.components):
+        name = entry.component
+        _tell(progress, "measure", name, number, len(work.plan.components))
+        if _is_left(work, entry):
+            continue
+        if entry.precision != "fp16":
+            reasons = " ".join(entry.reasons)
+            work.problems[name] = f"its plan runs it in {entry.precision}. {reasons}"
+            continue
+        try:
+            found = express_component(
+                getattr(work.pipe, name),
+                entry,
+                read_scaling(entry),
+                lambda name=name: record().get(name, ()),  # type: ignore[misc]
+                has_config=not work.is_file,
+            )
+        except (CaptureError, ScalingError) as error:
+            work.problems[name] = describe_failure(error)
+            continue
+        work.expressed[name] = found
+        if found.effect > EFFECT_LIMIT and not allow_eps:
+            work.problems[name] = _describe_effect(found)
+
+
+def _describe_effect(found: Expressed) -> str:
+    named = sorted(found.left)
+    rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return (
+        f"no configuration sets {', '.join(named[:3])}{rest}, and without that its output is "
+        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+    )
+
+
+def _refuse(work: _Work, allow_eps: bool) -> None:
+    """Refuse what cannot be written, all components in one message."""
+    if not work.problems:
+        return
+    parts = [f"{name}: {why}" for name, why in work.problems.items()]
+    is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
+    leave = " ".join(f"--leave {name}" for name in work.problems)
+    raise OptionError(
+        f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
+        f"{' '.join(parts)}",
+        expected="Files hold weights and configurations: no multiplies, islands or casts.",
+        remedy=f"Write as stored what cannot be: {leave}."
+        + (" Or take the difference: --allow-eps." if is_eps else "")
+        + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",
+    )
+
+
+def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
+    """Write everything; the tensors of a single file that Diffusers does not read come back."""
+    if work.is_file:
+        return _write_file(work, part, progress)
+    names = [name for name in work.source.components if (work.described / name).is_dir()]
+    copy_descriptions(work.described, part, names)
+    for number, entry in enumerate(work.plan.components):
+        _tell(progress, "write", entry.component, number, len(work.plan.components))
+        if _is_left(work, entry):
+            _write_as_stored(work, entry.component, part)
+        else:
+            _write_component(work, entry.component, part / entry.component)
+    _tell(progress, "write", "done", len(work.plan.components), len(work.plan.components))
+    return ()
+
+
+def _write_component(work: _Work, name: str, folder: Path) -> None:
+    """Fold, cast and write one component, and let its fp32 weights go."""
+    module, found = getattr(work.pipe, name), work.expressed[name]
+    fold_scaling(module, found.scaling)
+    cast_(module, torch.float16, found.scaling)
+    _demand_finite(name, module)
+    write_weights(module, folder)
+    changes = _list_fields(work, name)
+    if dtype_field := find_dtype_field(folder / "config.json"):
+        changes[dtype_field] = "float16"
+    edit_config(folder / "config.json", changes)
+
+
+def _demand_finite(name: str, module: torch.nn.Module) -> None:
+    """Refuse weights that fp16 does not hold: those of layers that no call reached."""
+    bad = [
+        f"{name}:{tensor_name}"
+        for tensor_name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+    if bad:
+        raise OptionError(
+            f"Weights are beyond 65504 in {', '.join(bad)}.",
+            expected="No measured call used them, so the plan has no exponent for them.",
+            remedy=f"Use --leave {name}, or make a plan whose runs use them.",
+        )
+
+
+def _list_fields(work: _Work, name: str) -> dict[str, Any]:
+    """Fields of a component's configuration that change, with their new values."""
+    module = getattr(work.pipe, name)
+    fields: dict[str, Any] = dict(work.expressed[name].fields)
+    if is_autoencoder(module) and getattr(module.config, "force_upcast", False):
+        fields["force_upcast"] = False
+    return fields
+
+
+def _write_as_stored(work: _Work, name: str, part: Path) -> None:
+    """A component that is left: its own files, or from a single file, in the dtype stored there."""
+    if work.source.kind != "file":
+        copy_weights(work.source.path / name, part / name)
+        return
+    module = getattr(work.pipe, name)
+    cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
+    write_weights(module, part / name)
+
+
+def _find_stored(work: _Work, name: str) -> str:
+    """The format that most of a component is stored in, among those that Diffusers loads."""
+    stored = read_stored_dtypes(work.source)
+    counts = stored.get(name, stored.get("checkpoint", {}))
+    known = {dtype: size for dtype, size in counts.items() if dtype in ("fp16", "bf16", "fp32")}
+    return max(known, key=lambda dtype: known[dtype], default="fp32")
+
+
+def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
+    left = [entry.component for entry in work.plan.components if _is_left(work, entry)]
+    folds = {name: found.scaling.exponents for name, found in work.expressed.items()}
+    _tell(progress, "write", "names", 0, 2)
+    try:
+        rows = trace_rows(work.source, work.described)
+        spread = spread_exponents(rows, folds, left)
+        _tell(progress, "write", part.suffix, 1, 2)
+        write_single_file(work.source.path, part, spread)
+    except ScalingError as error:
+        raise OptionError(
+            f"{work.source.name} cannot be written as a single file. {error.what}",
+            expected="Each row of the file belongs to rows of parameters with one exponent.",
+            remedy="Give a folder as OUT, or leave that component: --leave COMPONENT.",
+        ) from error
+    _tell(progress, "write", "done", 2, 2)
+    return rows.find_unread()
+
+
+def _describe(
+    work: _Work, output: str | Path, unread: tuple[str, ...], elapsed_s: float
+) -> Conversion:
+    components = tuple(_describe_component(work, entry) for entry in work.plan.components)
+    return Conversion(
+        source=work.source.name,
+        output=str(output),
+        plan=work.plan.seal,
+        components=components,
+        load=_describe_load(work, output),
+        unread=unread,
+        elapsed_s=round(elapsed_s, 3),
+    )
+
+
+def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent:
+    name = entry.component
+    if _is_left(work, entry):
+        why = "It was left as it is stored."
+        if entry.precision == "as loaded":
+            why = f"{why} {' '.join(entry.reasons)}"
+        return ConvertedComponent(name, "as stored", reasons=(why,))
+    found = work.expressed[name]
+    return ConvertedComponent(
+        component=name,
+        precision="fp16",
+        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
+        solved_anew=found.anew,
+        fields={} if work.is_file else _list_fields(work, name),
+        eps_left=dict(found.left),
+        effect=found.effect,
+        calls=found.calls if found.left else 0,
+        kept_fp32=find_kept_fp32(type(getattr(work.pipe, name)), "fp16"),
+        reasons=tuple(_list_reasons(work, entry, found)),
+    )
+
+
+def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
+    if found.anew:
+        yield "Its exponents were found anew, because a file cannot hold those of the plan."
+    if found.left:
+        yield (
+            f"Eps that no configuration sets: {len(found.left)}. Without them its output changes by "
+            f"{found.effect:.1e} in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+        )
+    else:
+        yield "In fp32 it is bit for bit the original."
+    if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
+        yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."
+
+
+def _describe_load(work: _Work, output: str | Path) -> str:
+    """How plain Diffusers loads what was written."""
+    dtypes = {
+        entry.component: f"torch.{FORMATS[_find_stored(work, entry.component)].torch_dtype}"
+        for entry in work.plan.components
+        if entry.component in work.leave
+    }
+    wanted = "torch.float16"
+    if dtypes:
+        listed = [
+            f'"{name}": {dtype.replace("torch.torch", "torch")}' for name, dtype in dtypes.items()
+        ]
+        wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
+    method = "from_single_file" if work.is_file else "from_pretrained"
+    return f'{work.source.pipeline_class}.{method}("{output}", torch_dtype={wanted})'
