@@ -13,6 +13,8 @@ _HOMES = {
     "CallSummary": "records",
     "CaptureError": "errors",
     "ComponentPlan": "records",
+    "Conversion": "records",
+    "ConvertedComponent": "records",
     "Decision": "records",
     "Diagnosis": "records",
     "Finding": "records",
@@ -32,6 +34,7 @@ _HOMES = {
     "StopdownWarning": "errors",
     "apply_plan": "planning.applying",
     "cast_": "scaling.folding",
+    "convert": "planning.converting",
     "explain": "diagnosis",
     "guard": "runtime.guarding",
     "load": "planning.opening",
@@ -45,6 +48,8 @@ __all__ = [
     "CallSummary",
     "CaptureError",
     "ComponentPlan",
+    "Conversion",
+    "ConvertedComponent",
     "Decision",
     "Diagnosis",
     "Finding",
@@ -64,6 +69,7 @@ __all__ = [
     "StopdownWarning",
     "apply_plan",
     "cast_",
+    "convert",
     "explain",
     "guard",
     "load",
@@ -89,12 +95,15 @@ if TYPE_CHECKING:
         StopdownWarning,
     )
     from stopdown.planning.applying import apply_plan
+    from stopdown.planning.converting import convert
     from stopdown.planning.opening import load
     from stopdown.planning.plan_files import read_plan, write_plan
     from stopdown.planning.plans import make_plan
     from stopdown.records import (
         CallSummary,
         ComponentPlan,
+        Conversion,
+        ConvertedComponent,
         Decision,
         Diagnosis,
         Finding,

@@ -13,6 +13,7 @@ import stopdown
 
 if TYPE_CHECKING:
     from stopdown.app.commands import GenerateOptions
+    from stopdown.app.convert_command import ConvertOptions
     from stopdown.app.plan_command import PlanOptions
     from stopdown.records import RunRecord
 
@@ -204,6 +205,73 @@ def plan(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="New folder; from a single file also a .safetensors file."
+        ),
+    ],
+    plan: Annotated[Path, typer.Option(help="The plan that is written down: plan.json.")],
+    leave: Annotated[
+        list[str] | None,
+        typer.Option(help="Component to write as it is stored; give it again for more."),
+    ] = None,
+    allow_eps: Annotated[
+        bool,
+        typer.Option(
+            "--allow-eps", help="Write also where eps that no config sets change the output."
+        ),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a model that stands at OUT.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Where exponents are found anew: cuda, cuda:1, mps or cpu.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="Picture for those runs.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video for those runs.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of those runs.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels of those runs.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels of those runs.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale of those runs.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the summary.")
+    ] = False,
+) -> None:
+    """Write a plan into the weights: an fp16 model that runs right without Stopdown."""
+    from stopdown.app.convert_command import ConvertOptions
+    from stopdown.app.plan_command import PlanOptions
+
+    runs = PlanOptions(
+        source=source,
+        device=device,
+        image=image,
+        video=video,
+        frames=frames,
+        height=height,
+        width=width,
+        guidance=guidance,
+        revision=revision,
+        config=config,
+    )
+    options = ConvertOptions(output, plan, runs, tuple(leave or ()), allow_eps, force)
+    _run_convert(options, as_json)
+
+
+@app.command()
 def explain(
     subject: Annotated[
         str | None,
@@ -243,6 +311,21 @@ def _run_plan(options: PlanOptions, as_json: bool) -> None:
         sys.stdout.write(to_json(made))
     else:
         plan_command.print_plan(made, options.output, Console())
+
+
+def _run_convert(options: ConvertOptions, as_json: bool) -> None:
+    from rich.console import Console
+
+    from stopdown.app import convert_command
+    from stopdown.app.displays import Bars
+    from stopdown.records import to_json
+
+    with Bars(Console(stderr=True)) as display:
+        made = convert_command.convert(options, display)
+    if as_json:
+        sys.stdout.write(to_json(made))
+    else:
+        convert_command.print_conversion(made, Console())
 
 
 def _run_generate(options: GenerateOptions, as_json: bool) -> RunRecord:

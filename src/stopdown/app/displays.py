@@ -23,6 +23,7 @@ _LABELS = {
     "encode": "Encoding",
     "denoise": "Denoising",
     "decode": "Decoding",
+    "write": "Writing",
 }
 
 

@@ -61,7 +61,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     from stopdown.scaling import check_residual
 
     check_residual(options.residual)
-    request = _read_request(options)
+    request = read_request(options)
     with written_beside(options.output, probe=True) as part:
         part.write_text("")  # refused here rather than after an hour
     from stopdown.pipelines.quiet import quiet_libraries
@@ -91,7 +91,13 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     return made
 
 
-def _read_request(options: PlanOptions) -> Request:
+def read_request(options: PlanOptions) -> Request:
+    """What the runs are to make, with its files read.
+
+    Raises:
+        OptionError: a size is less than 1.
+        InputError: a file cannot be read.
+    """
     from stopdown.media import read_image, read_video
     from stopdown.pipelines.requests import Request
 
