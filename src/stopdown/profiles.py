@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Literal
@@ -145,8 +146,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def say(self, name: str) -> str:
         """What is known of a format here, in whole sentences with the source."""
         fact = self.formats[name]
+        is_told = fact.rate and name != "fp32"
         rate = (
-            f" Peak rate of matrix products: {fact.rate:g} times that of fp32." if fact.rate else ""
+            f" Peak rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
         )
         note = f" {fact.note}" if fact.note else ""
         return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
@@ -332,6 +334,29 @@ def _find_bad_fact(formats: Mapping[str, FormatFact]) -> str:
         if fact.rate is not None and fact.rate <= 0:
             return f"gives formats.{name} the rate {fact.rate}, which is not above 0"
     return ""
+
+
+def format_profile(profile: Profile) -> str:
+    """A profile as TOML, which `parse_profile` reads back."""
+    lines = [*_format_plain(profile)]
+    for name in ("capability", "memory"):
+        if getattr(profile, name):
+            lines += ["", f"[{name}]", *_format_plain(getattr(profile, name))]
+    for name, fact in profile.formats.items():
+        lines += ["", f"[formats.{name}]", *_format_plain(fact)]
+    for fault in profile.faults:
+        lines += ["", "[[faults]]", *_format_plain(fault)]
+    return "\n".join(lines) + "\n"
+
+
+def _format_plain(entry: msgspec.Struct) -> Iterator[str]:
+    """The fields of a record that are text, numbers or lists of them, empty ones left out."""
+    for name in entry.__struct_fields__:
+        value = getattr(entry, name)
+        if isinstance(value, tuple):
+            value = list(value) if all(isinstance(item, str | int) for item in value) else None
+        if value not in (None, "", []) and not isinstance(value, dict | msgspec.Struct):
+            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
 
 
 def _bad_profile(name: str, problem: str) -> OptionError:

@@ -177,6 +177,31 @@ class GuardRecord:
 
 
 @dataclass(frozen=True)
+class ScriptRecord:
+    """What a script did with its pipelines under the guard.
+
+    Attributes:
+        script: its path, or the name of its module.
+        arguments: what it was given.
+        exit_code: of the script itself.
+        runs: one for each call of a pipeline, in order.
+        findings: what should be looked at in what the pipelines returned.
+        remarks: what was done otherwise than the script says, and what could not be guarded.
+        elapsed_s: seconds in all.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    exit_code: int
+    runs: tuple[GuardRecord, ...]
+    findings: tuple[Finding, ...]
+    remarks: tuple[str, ...]
+    elapsed_s: float
+    kind: str = "script"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """What one run really did.
 
@@ -439,6 +464,100 @@ class Diagnosis:
     reports: tuple[str, ...]
     alternatives: tuple[Alternative, ...]
     kind: str = "diagnosis"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
+class FormatHealth:
+    """How a device computes in one format.
+
+    Attributes:
+        name: `bf16`.
+        state: `native`, `emulated`, `slow`, `broken` or `missing`.
+        time_ratio: time of a product over that of fp32; measured here, or 1 over the peak rate of a
+            profile; None when unknown.
+        reason: what is known and what was measured, in whole sentences with the source.
+    """
+
+    name: str
+    state: str
+    time_ratio: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What `auto` would choose for one component of a well-known model.
+
+    Attributes:
+        model: its name.
+        component: `transformer`.
+        precision: name of the format.
+        planned: True when it would run by a plan of its own.
+        reason: why, in whole sentences.
+    """
+
+    model: str
+    component: str
+    precision: str
+    planned: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class DeviceHealth:
+    """What is known of one device.
+
+    Attributes:
+        device: its name.
+        kind: `cuda`, `mps` or `cpu`.
+        tried: True for a device of this machine, False for a profile.
+        capability: CUDA compute capability: `7.0`; None elsewhere.
+        memory_bytes: memory of the device, 0 when unknown.
+        formats: how it computes in each.
+        attention: formats that each kernel of attention takes, by its name.
+        faults: what is known to go wrong on it, each with a remedy and a source.
+        outlooks: what `auto` would choose.
+    """
+
+    device: str
+    kind: str
+    tried: bool
+    capability: str | None
+    memory_bytes: int
+    formats: tuple[FormatHealth, ...]
+    attention: dict[str, tuple[str, ...]]
+    faults: tuple[str, ...]
+    outlooks: tuple[Outlook, ...]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A switch of torch that changes what sums are taken in: its name, its value, what `True` means."""
+
+    name: str
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class MachineHealth:
+    """What `stopdown doctor` found.
+
+    Attributes:
+        machine: versions and hardware.
+        devices: each device that was looked at.
+        switches: how accumulation is set.
+        settings: environment variables that are set and change numbers.
+        faults: known faults of the installed versions.
+    """
+
+    machine: dict[str, Any]
+    devices: tuple[DeviceHealth, ...]
+    switches: tuple[Switch, ...]
+    settings: dict[str, str]
+    faults: tuple[str, ...]
+    kind: str = "machine"
     schema: int = field(default=SCHEMA)
 
 

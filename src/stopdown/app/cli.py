@@ -298,6 +298,38 @@ def explain(
     raise typer.Exit(explain_command.choose_code(diagnosis))
 
 
+@app.command()
+def doctor(
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cuda, cuda:1, mps or cpu; a profile such as v100, t4, a100 or mps-m1; or a profile "
+            "of your own: mine.toml. Without it, each device of this machine."
+        ),
+    ] = None,
+    as_toml: Annotated[
+        bool, typer.Option("--toml", help="Print the device as a profile, to start your own from.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as JSON instead of the page.")
+    ] = False,
+) -> None:
+    """Say what a machine computes in, natively or emulated, and what auto would choose on it."""
+    from stopdown.app import doctor_command
+    from stopdown.records import to_json
+
+    if as_toml:
+        sys.stdout.write(doctor_command.write_profile(device))
+        return
+    health = doctor_command.diagnose(device)
+    if as_json:
+        sys.stdout.write(to_json(health))
+    else:
+        from rich.console import Console
+
+        doctor_command.print_health(health, Console(highlight=False))
+
+
 def _run_plan(options: PlanOptions, as_json: bool) -> None:
     from rich.console import Console
 

@@ -1,0 +1,97 @@
+"""`stopdown doctor`, as plain functions: a machine or a profile in, its health out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stopdown.errors import OptionError
+from stopdown.records import DeviceHealth, MachineHealth
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def diagnose(device: str | None) -> MachineHealth:
+    """What is known of this machine, or of the one device that was named.
+
+    Raises:
+        OptionError: the device is neither here nor known.
+    """
+    from stopdown.planning.examining import examine
+
+    return examine(device)
+
+
+def write_profile(device: str | None) -> str:
+    """A device as a profile in TOML, to start a file of one's own from.
+
+    Raises:
+        OptionError: no device was named, or it is unknown.
+    """
+    from stopdown.profiles import find_target, format_profile
+
+    if device is None:
+        raise OptionError(
+            "A profile is written for one device, and none was named.",
+            remedy="Write stopdown doctor --device v100 --toml, or --device cuda for the one here.",
+        )
+    return format_profile(find_target(device)[1])
+
+
+def print_health(health: MachineHealth, console: Console) -> None:
+    """Print each device: formats, attention, faults, and what `auto` would choose."""
+    for device in health.devices:
+        _print_device(device, console)
+    _print_switches(health, console)
+    settings = tuple(f"{name}={value}" for name, value in health.settings.items())
+    _print_list("Environment variables that change numbers or speed", settings, console)
+    _print_list("Faults of these versions", health.faults, console)
+    versions = health.machine["versions"]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    console.print(f"\nPython {health.machine['python']}, {shown}", soft_wrap=True)
+
+
+def _print_device(device: DeviceHealth, console: Console) -> None:
+    memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
+    capability = f", compute capability {device.capability}" if device.capability else ""
+    origin = "" if device.tried else " (from its profile; nothing was tried)"
+    console.print(f"\n[bold]{device.device}[/bold]{capability}{memory}{origin}", soft_wrap=True)
+    for entry in device.formats:
+        ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
+        console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())
+        console.print(f"        {entry.reason}", soft_wrap=True)
+    kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
+    console.print(f"  attention kernels: {kernels or 'none known'}", soft_wrap=True)
+    _print_list("Known faults of this device", device.faults, console)
+    _print_outlook(device, console)
+
+
+def _print_outlook(device: DeviceHealth, console: Console) -> None:
+    """What `auto` would choose, components with one reason together."""
+    console.print("\n  What --precision auto would choose", style="bold")
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    for outlook in device.outlooks:
+        key = (outlook.model, outlook.precision, outlook.reason)
+        grouped.setdefault(key, []).append(outlook.component)
+    model = ""
+    for (name, precision, reason), components in grouped.items():
+        if name != model:
+            console.print(f"  {name}")
+            model = name
+        console.print(f"    {', '.join(components)}: {precision}")
+        console.print(f"      {reason}", soft_wrap=True)
+
+
+def _print_switches(health: MachineHealth, console: Console) -> None:
+    console.print("\nSwitches of accumulation", style="bold")
+    for switch in health.switches:
+        console.print(f"  {switch.name} = {switch.value}: {switch.meaning}", soft_wrap=True)
+    if not health.switches:
+        console.print("  none on these devices")
+
+
+def _print_list(title: str, entries: tuple[str, ...], console: Console) -> None:
+    if entries:
+        console.print(f"\n{title}", style="bold")
+    for entry in entries:
+        console.print(f"  - {entry}", soft_wrap=True)
