@@ -22,6 +22,7 @@ from stopdown.pipelines.components import cast_component_, find_components, find
 from stopdown.pipelines.doors import put_cast
 from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.planning.adapters import watch_adapters
 from stopdown.planning.loading import Loaded
 from stopdown.planning.plan_files import read_class_versions
 from stopdown.planning.plans import count_folds, sample_weights
@@ -77,6 +78,7 @@ def apply_plan(
             apply_component(getattr(pipe, entry.component), entry, own, cast=cast)
         if cast:
             put_boundaries(pipe, plan, own)
+        watch_adapters(pipe, plan, own)
     except ScalingError as error:
         own.undo()
         raise PlanError(
@@ -237,6 +239,7 @@ def load_planned(
         apply_component(getattr(pipe, entry.component), entry, Patches())
     patches = Patches()
     put_boundaries(pipe, plan, patches)
+    watch_adapters(pipe, plan, patches)
     if device.type != "cpu":
         pipe.to(device.torch_name)
     return Loaded(pipe, decide_by_plan(plan, name, facts), patches)

@@ -1,0 +1,172 @@
+"""LoRA and plans: captured when it is there, said when it comes after; on a tiny CogVideoX pipeline."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
+
+from stopdown.errors import PlanError, StopdownWarning
+from stopdown.numerics import relative_l2
+from stopdown.pipelines.components import Door, find_components
+from stopdown.pipelines.doors import cast_floats
+from stopdown.pipelines.tiny import overflow_
+from stopdown.planning.applying import apply_plan
+from stopdown.planning.measuring import scale_component
+from stopdown.planning.plan_files import read_class_versions, seal_plan
+from stopdown.planning.plans import describe_scaling, sample_weights
+from stopdown.planning.recording import RecordedCall
+from stopdown.records import ComponentPlan, Plan
+from stopdown.testing import assert_untouched, make_pipeline
+
+LAYERS = ("attn1.to_q", "attn1.to_v", "attn1.to_out.0")
+
+
+def write_lora(pipe: Any, folder: Path, size: float = 0.3) -> Path:
+    """A folder with a LoRA of rank 2 for the attention of every block."""
+    torch.manual_seed(5)
+    weights = {}
+    for i, block in enumerate(pipe.transformer.transformer_blocks):
+        for name in LAYERS:
+            layer, place = block.get_submodule(name), f"transformer.transformer_blocks.{i}.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(2, layer.in_features) * size
+            weights[f"{place}.lora_B.weight"] = torch.randn(layer.out_features, 2) * size
+    save_file(weights, folder / "pytorch_lora_weights.safetensors")
+    return folder
+
+
+def build() -> Any:
+    """A tiny pipeline whose transformer leaves fp16."""
+    pipe = make_pipeline("cogvideox")
+    overflow_(pipe.transformer)
+    return pipe
+
+
+def make_arguments(pipe: Any) -> dict[str, Any]:
+    """Of one call of the transformer."""
+    config, made = pipe.transformer.config, torch.Generator().manual_seed(0)
+    return {
+        "hidden_states": torch.randn(1, 2, config.in_channels, 4, 4, generator=made),
+        "encoder_hidden_states": torch.randn(1, 8, config.text_embed_dim, generator=made),
+        "timestep": torch.tensor([500]),
+        "return_dict": False,
+    }
+
+
+def call_transformer(pipe: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    with torch.no_grad():
+        return pipe.transformer(**cast_floats(make_arguments(pipe), dtype))[0]  # type: ignore[no-any-return]
+
+
+def plan_pipe(pipe: Any) -> Plan:
+    """The transformer scaled for that call, everything else in fp32: as `make_plan` would say it."""
+    bare = {
+        name: ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
+        for name, module in find_components(pipe).items()
+    }
+    door = Door("transformer", pipe.transformer, "forward", "denoise")
+    calls = [RecordedCall(door, (), make_arguments(pipe))]
+    scaling, _ = scale_component(pipe.transformer, calls, torch.float16)
+    bare["transformer"] = describe_scaling(bare["transformer"], scaling, "fp16", 1)
+    name, versions = type(pipe).__name__, read_class_versions()
+    return seal_plan(
+        Plan(name, "", name, "fp16", versions, tuple(bare.values()), (), 1, "cpu", 0.0)
+    )
+
+
+def load_lora(pipe: Any, folder: Path) -> None:
+    """Without the words of the library about itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pipe.load_lora_weights(folder, adapter_name="style")
+
+
+@pytest.fixture(scope="module")
+def bare_plan() -> Plan:
+    """The plan of a pipeline without adapters."""
+    return plan_pipe(build())
+
+
+@pytest.fixture(scope="module")
+def styled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Plan]:
+    """A pipeline with a LoRA in place, and the plan that was made so."""
+    pipe = build()
+    load_lora(pipe, write_lora(pipe, tmp_path_factory.mktemp("lora")))
+    return pipe, plan_pipe(pipe)
+
+
+def test_a_lora_that_is_there_is_planned_with(styled: tuple[Any, Plan]) -> None:
+    """Exact in fp32, near in fp16, and of use: without it the output is another."""
+    pipe, plan = styled
+    reference = call_transformer(pipe)
+    assert relative_l2(call_transformer(build()), reference) > 0.05
+    entry = next(x for x in plan.components if x.component == "transformer")
+    assert entry.precision == "fp16"
+    assert any("lora_B" in name for name in entry.exponents)
+    with assert_untouched(pipe):
+        with apply_plan(pipe, plan, cast=False):
+            assert torch.equal(call_transformer(pipe), reference)
+        with apply_plan(pipe, plan):
+            low = call_transformer(pipe, torch.float16)
+    assert relative_l2(low, reference) < 0.01
+
+
+def test_another_strength_and_taking_out_are_said(styled: tuple[Any, Plan]) -> None:
+    """What is computed is right, but was not measured so: each is said once."""
+    pipe, plan = styled
+    with apply_plan(pipe, plan):
+        pipe.set_adapters("style", 0.5)
+        with pytest.warns(StopdownWarning, match="'style' has the strength 0.5, it was 1. What it"):
+            call_transformer(pipe, torch.float16)
+        call_transformer(pipe, torch.float16)  # said once: a warning would be an error here
+        pipe.set_adapters("style", 1.0)
+        pipe.transformer.disable_adapters()
+        with pytest.warns(StopdownWarning, match="has the strength 1, it was 0.5"):
+            call_transformer(pipe, torch.float16)
+        pipe.unload_lora_weights()
+        with pytest.warns(StopdownWarning, match="the adapter 'style' was taken out"):
+            call_transformer(pipe, torch.float16)
+
+
+def test_a_lora_loaded_after_the_plan_is_refused(bare_plan: Plan, tmp_path: Path) -> None:
+    """At the next call, by name, with what to do; without it the call is as before."""
+    pipe = build()
+    with apply_plan(pipe, bare_plan):
+        before = call_transformer(pipe, torch.float16)
+        load_lora(pipe, write_lora(pipe, tmp_path))
+        with pytest.raises(PlanError) as caught:
+            call_transformer(pipe, torch.float16)
+        pipe.unload_lora_weights()
+        assert torch.equal(call_transformer(pipe, torch.float16), before)
+    text = str(caught.value)
+    assert "transformer is not what its plan was put on: the adapter 'style' was loaded" in text
+    assert "make_plan(pipe)" in text
+
+
+def test_a_lora_fused_after_the_plan_is_refused(bare_plan: Plan, tmp_path: Path) -> None:
+    """Also when nothing of it is left but the weights."""
+    pipe = build()
+    with apply_plan(pipe, bare_plan):
+        load_lora(pipe, write_lora(pipe, tmp_path))
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+        with pytest.raises(PlanError, match="'style' was fused into the pipeline's weights"):
+            call_transformer(pipe, torch.float16)
+
+
+def test_a_layer_that_was_replaced_is_refused(bare_plan: Plan) -> None:
+    """Whatever put it there: the numbers of modules stand in the message."""
+    pipe = build()
+    block = pipe.transformer.transformer_blocks[0].attn1
+    with apply_plan(pipe, bare_plan):
+        held = block.to_q
+        block.to_q = torch.nn.Sequential(held)
+        with pytest.raises(PlanError, match=r"its modules are others \(\d+ then, \d+ now\)"):
+            call_transformer(pipe, torch.float16)
+        block.to_q = held
