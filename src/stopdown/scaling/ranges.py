@@ -40,17 +40,20 @@ class Range:
         amax: largest magnitude.
         rms: root of the mean square.
         least: smallest positive magnitude.
+        certain: True when no input makes it larger; False when it was measured.
     """
 
     amax: float
     rms: float
     least: float
+    certain: bool = False
 
     def merged(self, other: Range) -> Range:
         """A range that holds for both; of two typical sizes the smaller one that is not 0."""
         sizes = [x for x in (self.rms, other.rms) if x > 0]
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
-        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least)
+        certain = self.certain and other.certain
+        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least, certain)
 
 
 Ranges = Mapping[str, tuple[Range, ...]]
