@@ -3,14 +3,15 @@
 Every change is recorded with what was there before, "absent" included, and is taken back in reverse
 order. Undoing twice is harmless. Values of tensors that are changed in place are kept as clones.
 
-**Catches** attributes set on instances (their `__dict__` is restored, not shadowed), entries of
-mappings, tensor values, and anything else through `defer`.
+**Catches** attributes set on instances (their `__dict__` is restored, not shadowed) and classes, entries
+of mappings, tensor values, and anything else through `defer`.
 **Does not catch** what others change on the same object meanwhile: their change is overwritten when
 it sits on the same attribute.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, MutableMapping
 from types import TracebackType
 from typing import Any
@@ -31,6 +32,17 @@ class Patches:
         before = vars(target).get(name, _ABSENT)
         vars(target)[name] = value
         self._undo.append(lambda: _restore(vars(target), name, before))
+
+    def set_class_attribute(self, target: type, name: str, value: object) -> None:
+        """Set an attribute of a class; undoing restores it, or removes it where it was inherited."""
+        before = vars(target).get(name, _ABSENT)
+        setattr(target, name, value)
+        restore = (
+            functools.partial(delattr, target, name)
+            if before is _ABSENT
+            else functools.partial(setattr, target, name, before)
+        )
+        self._undo.append(restore)
 
     def remove_attribute(self, target: object, name: str) -> None:
         """Remove an attribute from the instance's own `__dict__`; undoing puts it back."""

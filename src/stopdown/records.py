@@ -187,6 +187,7 @@ class ScriptRecord:
         runs: one for each call of a pipeline, in order.
         findings: what should be looked at in what the pipelines returned.
         remarks: what was done otherwise than the script says, and what could not be guarded.
+        unrepaired: True when a fault stayed, or ended a pipeline's call.
         elapsed_s: seconds in all.
     """
 
@@ -196,6 +197,7 @@ class ScriptRecord:
     runs: tuple[GuardRecord, ...]
     findings: tuple[Finding, ...]
     remarks: tuple[str, ...]
+    unrepaired: bool
     elapsed_s: float
     kind: str = "script"
     schema: int = field(default=SCHEMA)
@@ -292,6 +294,8 @@ class ComponentPlan:
         pinned: operation without a rule to the places where it stands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those that
             are outside the checkpoint.
+        outputs: number of an output that it returns in fp32, because fp16 cannot hold it, to the
+            exponent that is taken off there.
         stream: how its residual stream is kept in fp32; None when it is as the model has it.
         reasons: whole sentences.
     """
@@ -312,6 +316,7 @@ class ComponentPlan:
     prompts: int = 0
     pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     kept_buffers: tuple[str, ...] | None = None
+    outputs: dict[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
     reasons: tuple[str, ...] = ()
 

@@ -1,0 +1,192 @@
+"""`stopdown run`, as a plain function: a script runs unedited, its pipelines guarded; a record comes back.
+
+The script has its own `sys.argv`, standard output and exit code. What Stopdown has to say goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
+from stopdown.records import ScriptRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True)
+class ScriptOptions:
+    """Options of `stopdown run`.
+
+    Attributes:
+        script: path of a Python file, or the name of a module.
+        arguments: of the script.
+        is_module: `script` names a module, as after `python -m`.
+        on_fault: `repair`, `raise` or `warn`.
+        device: where to send what the script sends to CUDA; None leaves its choice alone.
+        strict: findings in what the pipelines return are a failure.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    on_fault: str = "repair"
+    device: str | None = None
+    strict: bool = False
+
+
+def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> ScriptRecord:
+    """Run a script to its end, each call of a Diffusers pipeline guarded.
+
+    Returns:
+        What its pipelines did; an exception of the script is printed, and its exit code is 1.
+
+    Raises:
+        InputError: there is no such script or module.
+        OptionError: the device or `on_fault` is unknown.
+    """
+    started = time.perf_counter()
+    start = _find_start(options)
+    _check_on_fault(options)
+    from stopdown.environment import choose_device
+    from stopdown.patches import Patches
+    from stopdown.pipelines.interception import redirect_devices
+    from stopdown.runtime.scripts import ScriptGuard
+
+    remarks: list[str] = []
+
+    def remark(text: str) -> None:
+        remarks.append(text)
+        announce(text)
+
+    watching = ScriptGuard(options.on_fault, remark)  # type: ignore[arg-type]  # checked above
+    with Patches() as patches, _as_main(options, patches):
+        watching.put_on(patches)
+        if options.device is not None:
+            device = choose_device(options.device)
+            redirect_devices(str(device.torch_name), remark, patches)
+        code = _execute(start, remark)
+    return ScriptRecord(
+        script=options.script,
+        arguments=options.arguments,
+        exit_code=code,
+        runs=tuple(watching.runs),
+        findings=tuple(watching.findings),
+        remarks=tuple(remarks),
+        unrepaired=watching.failed,
+        elapsed_s=time.perf_counter() - started,
+    )
+
+
+def _find_start(options: ScriptOptions) -> Callable[[], Any]:
+    """What runs the script, after a look whether it is there."""
+    import importlib.util
+    import runpy
+
+    if not options.is_module:
+        if not Path(options.script).is_file():
+            raise InputError(
+                f"There is no script {options.script}.",
+                remedy="Name a Python file, or a module: stopdown run -m MODULE",
+            )
+        return lambda: runpy.run_path(options.script, run_name="__main__")
+    try:
+        found = importlib.util.find_spec(options.script)
+    except (ImportError, ValueError):
+        found = None
+    if found is None:
+        raise InputError(
+            f"There is no module {options.script}.",
+            remedy="Name a module that `python -m` finds, or a file: stopdown run SCRIPT",
+        )
+    return lambda: runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+
+
+def _check_on_fault(options: ScriptOptions) -> None:
+    if options.on_fault not in ("repair", "raise", "warn"):
+        raise OptionError(
+            f"--on-fault {options.on_fault} is unknown.",
+            expected="Known are repair, raise and warn.",
+            remedy="Use --on-fault repair.",
+        )
+
+
+@contextlib.contextmanager
+def _as_main(options: ScriptOptions, patches: Any) -> Iterator[None]:
+    """With the arguments and the search path that Python would give the script."""
+    patches.set_attribute(sys, "argv", [options.script, *options.arguments])
+    first = "" if options.is_module else str(Path(options.script).resolve().parent)
+    patches.set_attribute(sys, "path", [first, *sys.path])
+    main = sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
+    """Run it: its exit code; what it raises is printed as Python would."""
+    try:
+        start()
+    except SystemExit as left:
+        return _read_code(left)
+    except NonFiniteError as error:
+        remark(str(error))
+        return 1
+    except StopdownError:
+        raise
+    except Exception as error:
+        _print_traceback(error)
+        if "CUDA" in str(error) or "accelerator" in str(error):
+            remark("There is no such device here; `stopdown run --device cpu` sends it elsewhere.")
+        return 1
+    return 0
+
+
+def _read_code(left: SystemExit) -> int:
+    if left.code is None or isinstance(left.code, int):
+        return left.code or 0
+    sys.stderr.write(f"{left.code}\n")
+    return 1
+
+
+def _print_traceback(error: Exception) -> None:
+    """The script's own frames: from its first line on."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") != "__main__":
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace or error.__traceback__)
+
+
+def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
+    """The script's exit code; 1 when it ended well though a fault was not repaired.
+
+    Args:
+        strict: findings are a failure as well.
+    """
+    return record.exit_code or int(record.unrepaired or (strict and bool(record.findings)))
+
+
+def print_script(record: ScriptRecord, console: Console) -> None:
+    """Print what its pipelines did, what was repaired, and what was found."""
+    if not record.runs:
+        console.print(f"stopdown: {record.script} called no Diffusers pipeline.", soft_wrap=True)
+    for number, run in enumerate(record.runs, 1):
+        counts = ", ".join(
+            f"{call.component} {call.calls}x {'+'.join(call.precisions)}" for call in run.calls
+        )
+        said = f"stopdown: run {number}, {run.pipeline}: {counts}."
+        for repair in run.repairs:
+            said += f" {repair.site}: {repair.action}, {repair.replays} call run again."
+        console.print(said, soft_wrap=True, highlight=False)
+    for finding in record.findings:
+        text = f"stopdown: {finding.kind} in {finding.site}: {finding.evidence} {finding.remedy}"
+        console.print(text, style="yellow", soft_wrap=True, highlight=False)

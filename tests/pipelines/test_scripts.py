@@ -1,0 +1,274 @@
+"""`stopdown run`: scripts as people write them, unedited; guarded, repaired, and nothing left behind."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from stopdown.app.run_command import ScriptOptions, choose_code, run_script
+from stopdown.errors import InputError, OptionError
+from stopdown.patches import Patches
+from stopdown.pipelines.interception import redirect_devices
+from stopdown.records import ScriptRecord, from_json, to_json
+from stopdown.runtime.scripts import collect_videos
+
+SaveTiny = Callable[..., Path]
+Run = Callable[..., tuple[ScriptRecord, list[str]]]
+
+PAINT = """
+import sys
+import torch
+from diffusers import CogView3PlusPipeline
+
+pipe = CogView3PlusPipeline.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+pipe.set_progress_bar_config(disable=True)
+
+def paint(**more):
+    size = dict(height=32, width=32, max_sequence_length=16, num_inference_steps=2)
+    return pipe("a", generator=torch.Generator().manual_seed(0), **size, **more)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """A script's text, run with arguments: its record, and what was said."""
+
+    def run_text(text: str, *arguments: object, **options: Any) -> tuple[ScriptRecord, list[str]]:
+        script, said = tmp_path / "script.py", []
+        script.write_text(text)
+        given = ScriptOptions(str(script), tuple(map(str, arguments)), **options)
+        before = take_classes()
+        try:
+            record = run_script(given, said.append)
+        finally:
+            assert take_classes() == before
+        assert from_json(to_json(record), ScriptRecord) == record
+        return record, said
+
+    return run_text
+
+
+def take_classes() -> list[Any]:
+    """What a run changes for its time."""
+    kinds = (diffusers.DiffusionPipeline, diffusers.CogView3PlusPipeline)
+    methods = [dict(vars(kind)) for kind in kinds]
+    names = ("to", "cuda")
+    held = [vars(kind).get(name) for kind in (torch.Tensor, torch.nn.Module) for name in names]
+    return [
+        *methods,
+        *held,
+        torch.Generator,
+        list(sys.argv),
+        list(sys.path),
+        sys.modules["__main__"],
+    ]
+
+
+def test_an_overflow_is_repaired_and_the_exit_code_kept(
+    run: Run, save_tiny: SaveTiny, tmp_path: Path
+) -> None:
+    """A script that asks for fp16 where it overflows gets a picture near that of fp32."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    text = (
+        PAINT
+        + "import numpy as np\nnp.save(sys.argv[3], paint(output_type='np').images)\nsys.exit(7)"
+    )
+    record, said = run(text, folder, "float16", tmp_path / "half.npy")
+    plain, _ = run(text, folder, "float32", tmp_path / "full.npy")
+    assert (record.exit_code, choose_code(record)) == (7, 7)
+    assert record.arguments[1] == "float16"
+    (repair,) = record.runs[0].repairs
+    assert (repair.component, repair.action) == ("vae.decode", "rescaled")
+    assert any("`vae.decode` was rescaled" in line for line in said)
+    difference = np.load(tmp_path / "half.npy") - np.load(tmp_path / "full.npy")
+    assert np.sqrt(np.mean(difference**2)) < 0.01
+    assert (record.findings, plain.findings, plain.remarks) == ((), (), ())
+
+
+def test_without_repair_the_picture_is_black_and_found(run: Run, save_tiny: SaveTiny) -> None:
+    """With `warn` the script runs as ever: black, exit code 0 of its own, 1 of ours."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    with pytest.warns(RuntimeWarning, match="invalid value encountered in cast"):
+        record, _ = run(PAINT + "paint()", folder, "float16", on_fault="warn")
+    assert [finding.kind for finding in record.findings] == ["black-frames"]
+    assert (record.exit_code, choose_code(record)) == (0, 1)
+
+
+def test_a_script_that_swallows_the_error_fails(run: Run, save_tiny: SaveTiny) -> None:
+    """A fault that was not repaired is exit code 1, whatever the script makes of it."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    text = PAINT + "try:\n    paint()\nexcept Exception:\n    pass"
+    record, _ = run(text, folder, "float16", on_fault="raise")
+    assert (record.exit_code, choose_code(record)) == (0, 1)
+
+
+def test_a_healthy_script_gives_the_same_bits(
+    run: Run, save_tiny: SaveTiny, tmp_path: Path
+) -> None:
+    """Two calls of a pipeline are guarded one by one; pixels and saved weights are as without."""
+    folder = save_tiny("cogview3plus")
+    text = PAINT + (
+        "import numpy as np\nfirst, second = (paint(output_type='np').images for _ in range(2))\n"
+        "assert (first == second).all()\nnp.save(sys.argv[3], first)\n"
+        "assert not any(callable(x) for x in vars(pipe.transformer).values())\n"
+    )
+    record, said = run(text, folder, "bfloat16", tmp_path / "guarded.npy")
+    assert (record.exit_code, len(record.runs), said) == (0, 2, [])
+    words = ["script", str(folder), "bfloat16", str(tmp_path / "plain.npy")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        exec(compile(text, "script", "exec"), {"__name__": "__main__"})  # our own text
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "guarded.npy"), np.load(tmp_path / "plain.npy")
+    )
+
+
+def test_between_calls_a_script_has_its_own_weights(
+    run: Run, save_tiny: SaveTiny, tmp_path: Path
+) -> None:
+    """What a script saves after a repaired call are the weights that it loaded."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    text = PAINT + (
+        "before = {k: v.clone() for k, v in pipe.vae.state_dict().items()}\npaint()\n"
+        "after = pipe.vae.state_dict()\n"
+        "assert all(torch.equal(v, after[k]) and v.dtype == after[k].dtype for k, v in before.items())"
+    )
+    record, _ = run(text, folder, "float16")
+    assert record.exit_code == 0
+    assert len(record.runs[0].repairs) == 1
+
+
+def test_its_exceptions_are_its_own(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """A traceback begins in the script; the exit code is 1."""
+    record, said = run("def fail():\n    raise ValueError('my own')\nfail()")
+    error = capsys.readouterr().err
+    assert (record.exit_code, said) == (1, [])
+    assert error.splitlines()[1].endswith('script.py", line 3, in <module>')
+    assert error.endswith("ValueError: my own\n")
+
+
+def test_it_leaves_with_a_text_as_python_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sys.exit("text")` is the text on standard error and exit code 1; without a code it is 0."""
+    record, _ = run("import sys; sys.exit('no such file')")
+    assert (record.exit_code, capsys.readouterr().err) == (1, "no such file\n")
+    assert run("import sys; sys.exit()")[0].exit_code == 0
+
+
+def test_it_sees_itself_as_main_beside_its_neighbours(run: Run, tmp_path: Path) -> None:
+    """`__name__`, `__file__`, `sys.argv` and imports from its own folder are as under Python."""
+    (tmp_path / "neighbour.py").write_text("word = 'here'")
+    text = (
+        "import sys, neighbour\nassert __name__ == '__main__' and neighbour.word == 'here'\n"
+        "assert sys.argv == [__file__, '--dtype', 'float16'], sys.argv\n"
+    )
+    assert run(text, "--dtype", "float16")[0].exit_code == 0
+
+
+def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`-m MODULE` finds it in the folder that the command is given in."""
+    (tmp_path / "painting_module.py").write_text("import sys; sys.exit(len(sys.argv))")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = ScriptOptions("painting_module", ("a", "b"), is_module=True)
+    assert run_script(options, print).exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"script": "nowhere.py"},
+            InputError,
+            "There is no script nowhere.py. Name a Python file, or a module: stopdown run -m MODULE",
+        ),
+        (
+            {"script": "no.such.module", "is_module": True},
+            InputError,
+            "There is no module no.such.module. Name a module that `python -m` finds, or a file: "
+            "stopdown run SCRIPT",
+        ),
+        (
+            {"script": __file__, "on_fault": "ignore"},
+            OptionError,
+            "--on-fault ignore is unknown. Known are repair, raise and warn. Use --on-fault repair.",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused(options: Any, kind: type, message: str) -> None:
+    """A mistake of the user is one message, before anything is loaded."""
+    with pytest.raises(kind) as caught:
+        run_script(ScriptOptions(**options), print)
+    assert str(caught.value) == message
+
+
+# ---------------------------------------------------------------------------------------------
+# Scripts written for CUDA
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is CUDA, and the script would run there"
+)
+def test_without_a_device_the_script_is_told_of_the_option(run: Run, capsys: Any) -> None:
+    """Where there is no CUDA the script fails as ever, with a word about `--device`."""
+    record, said = run("import torch\ntorch.ones(1).to('cuda')")
+    assert record.exit_code == 1
+    assert said == ["There is no such device here; `stopdown run --device cpu` sends it elsewhere."]
+
+
+def test_a_device_takes_what_goes_to_cuda(run: Run, save_tiny: SaveTiny) -> None:
+    """Pipelines, modules, tensors, generators, device maps and offloading, each said once."""
+    text = PAINT.replace("sys.argv[1],", "sys.argv[1], device_map='cuda',") + (
+        "pipe.to('cuda')\npipe.vae.cuda()\nassert torch.ones(1).cuda().device.type == 'cpu'\n"
+        "assert torch.Generator(device='cuda').device.type == 'cpu'\n"
+        "assert isinstance(torch.Generator('cuda:0'), torch.Generator)\n"
+        "pipe.enable_model_cpu_offload()\npipe.enable_sequential_cpu_offload()\n"
+        "assert pipe.device.type == 'cpu'\npaint(output_type='latent')\n"
+    )
+    record, said = run(text, save_tiny("cogview3plus"), "float32", device="cpu")
+    assert (record.exit_code, len(record.runs)) == (0, 1)
+    assert said == [
+        "The script asks for a device_map; with --device there is none.",
+        "The script asks for cuda; it gets cpu, as --device says.",
+        "The script asks for cuda:0; it gets cpu, as --device says.",
+        *(
+            f"The script calls {name}(), which needs an accelerator; on the CPU it is left out."
+            for name in ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
+        ),
+    ]
+
+
+def test_what_goes_elsewhere_is_left_alone() -> None:
+    """Only CUDA is redirected: dtypes, the meta device and other arguments pass."""
+    said: list[str] = []
+    with Patches() as patches:
+        redirect_devices("cpu", said.append, patches)
+        assert torch.ones(1).to("meta").device.type == "meta"
+        assert torch.nn.Linear(1, 1).to(torch.float16).weight.dtype == torch.float16
+        assert torch.ones(1).to("cpu", torch.float64, copy=True).dtype == torch.float64
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("output", "shapes"),
+    [
+        ({"frames": [[np.zeros((4, 5, 3), np.uint8)] * 2]}, [(2, 4, 5, 3)]),
+        ({"frames": np.zeros((1, 2, 4, 5, 3), np.float32)}, [(2, 4, 5, 3)]),
+        ({"images": [np.zeros((4, 5, 3), np.uint8)] * 2}, [(1, 4, 5, 3)] * 2),
+        ({"images": np.full((1, 4, 5, 3), np.nan, np.float16)}, [(1, 4, 5, 3)]),
+        ({"images": torch.zeros(1, 4, 8, 8)}, []),
+        ({"frames": []}, []),
+        ({}, []),
+    ],
+)
+def test_frames_of_every_form(output: dict[str, Any], shapes: list[tuple[int, ...]]) -> None:
+    """Pictures, videos, arrays and lists are looked at; latents and other things are not."""
+    found = collect_videos(type("Output", (), output)())
+    assert [video.shape for video in found] == shapes
+    assert all(video.dtype == np.uint8 for video in found)
