@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stopdown.app.commands import GenerateOptions
     from stopdown.app.convert_command import ConvertOptions
     from stopdown.app.plan_command import PlanOptions
+    from stopdown.app.run_command import ScriptOptions
     from stopdown.records import RunRecord
 
 app = typer.Typer(
@@ -271,6 +272,54 @@ def convert(
     _run_convert(options, as_json)
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="Python file to run; with -m its first argument."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed to the script.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, mps or cuda:1: where to send what the script sends to CUDA. Without it the "
+            "script's choice stands."
+        ),
+    ] = None,
+    on_fault: Annotated[
+        str, typer.Option(help="repair: mend it, run that call again, go on. raise: stop. warn.")
+    ] = "repair",
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
+    ] = False,
+) -> None:
+    """Run a script unedited: its Diffusers pipelines are guarded, its exit code is kept."""
+    from stopdown.app.run_command import ScriptOptions
+
+    given = tuple(arguments or ())
+    if module is not None:
+        given = (script, *given) if script is not None else given
+    elif script is None:
+        raise typer.BadParameter("Name a SCRIPT, or a module with -m.")
+    options = ScriptOptions(
+        script=module or script or "",
+        arguments=given,
+        is_module=module is not None,
+        on_fault=on_fault,
+        device=device,
+        strict=strict,
+    )
+    raise typer.Exit(_run_script(options, as_json))
+
+
 @app.command()
 def explain(
     subject: Annotated[
@@ -328,6 +377,25 @@ def doctor(
         from rich.console import Console
 
         doctor_command.print_health(health, Console(highlight=False))
+
+
+def _run_script(options: ScriptOptions, as_json: bool) -> int:
+    from rich.console import Console
+
+    from stopdown.app import run_command
+    from stopdown.records import to_json
+
+    console = Console(stderr=True)
+
+    def announce(text: str) -> None:
+        console.print(f"stopdown: {text}", style="yellow", soft_wrap=True, highlight=False)
+
+    record = run_command.run_script(options, announce)
+    if as_json:
+        sys.stdout.write(to_json(record))
+    else:
+        run_command.print_script(record, console)
+    return run_command.choose_code(record, strict=options.strict)
 
 
 def _run_plan(options: PlanOptions, as_json: bool) -> None:
