@@ -22,6 +22,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # as `environment` would for a device that is not here
     ("backends", "capture", "diagnosis", "profiles"),
     ("pipelines", "scaling"),
+    ("memory",),  # rehearses whole pipelines; planning and the guard ask it what fits
     ("consistency", "calibration", "planning"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
     ("comparison",),  # its runs are opened by `planning` and looked at by the guard of `runtime`

@@ -96,7 +96,7 @@ def _load_folder(source: Source, dtypes: Dtypes, progress: Progress | None) -> A
         components[name] = _load_component(source, name, choose_dtype(dtypes, name))
         done += size
     _report(progress, "pipeline", done, total)
-    return build_pipeline(source, components)
+    return _build_pipeline(source, components)
 
 
 def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
@@ -166,12 +166,7 @@ def _shorten(error: Exception) -> str:
     return text if len(text) <= 400 else f"{text[:400]}…"
 
 
-def build_pipeline(source: Source, components: dict[str, Any]) -> Any:
-    """The pipeline of a folder around these components; tokenizers and scheduler are read there.
-
-    Raises:
-        SourceError: they do not fit together.
-    """
+def _build_pipeline(source: Source, components: dict[str, Any]) -> Any:
     import diffusers
 
     absent: dict[str, Any] = {

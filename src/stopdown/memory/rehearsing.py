@@ -1,0 +1,293 @@
+"""A whole run of a pipeline without its weights: what each call of each component takes.
+
+A stand-in of the pipeline runs for real, with its tokenizer, its scheduler and its own
+loop; at the door of each component the arguments become fake tensors, the component's code runs on
+them, and zeros of the right shape come back. Meanwhile every storage is counted. A call that was
+seen before (same shapes, dtypes and plain arguments) is not run again. So sizes, lifetimes, tiling,
+slicing and chunking are those of the real code, not of a formula.
+
+**Catches** what the pipeline does between the calls, in Python, too.
+**Does not catch** what `tracking` does not; a component whose code reads values of its inputs: it
+raises `CaptureError` and names the line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from stopdown.capture import describe_failure, name_parameters
+from stopdown.memory.tracking import StorageTracker
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_components, find_doors
+from stopdown.pipelines.doors import Call, put_door
+from stopdown.pipelines.stand_ins import find_mode
+
+MOST_STEPS = 3
+"""Steps that are rehearsed: a multistep scheduler has then kept what it keeps."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a call during which the same module runs.
+
+    Attributes:
+        path: the innermost module, "" is the component itself.
+        peak_bytes: most bytes alive beside weights, counted from the start of the run.
+    """
+
+    path: str
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class RehearsedCall:
+    """One call of a component.
+
+    Attributes:
+        component: `text_encoder`, `vae.decode`.
+        stage: `encode`, `denoise` or `decode`.
+        segments: in order.
+        flops: of its matrix products, convolutions and attention.
+        entries: module path → how often it was entered.
+    """
+
+    component: str
+    stage: str
+    segments: tuple[Segment, ...]
+    flops: int
+    entries: dict[str, int] = field(default_factory=dict, repr=False)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive during the call, weights aside."""
+        return max(segment.peak_bytes for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run takes, weights aside, and the weights.
+
+    Attributes:
+        calls: in order.
+        weights: component → module path → bytes of the parameters and buffers directly in it.
+        between_bytes: most bytes alive outside of calls.
+    """
+
+    calls: tuple[RehearsedCall, ...]
+    weights: dict[str, dict[str, int]]
+    between_bytes: int
+
+    def weigh(self, component: str) -> int:
+        """Bytes of all weights of a component; directions of an autoencoder share theirs."""
+        return sum(self.weights[component.partition(".")[0]].values())
+
+
+@dataclass
+class Rehearser:
+    """Rehearses runs of one empty pipeline; calls that it has seen answer at once.
+
+    Attributes:
+        pipe: from `stand_ins`.
+        fused: whether attention runs in a kernel that keeps no score matrix.
+    """
+
+    pipe: Any
+    fused: bool = True
+    _seen: dict[str, tuple[RehearsedCall, Any]] = field(default_factory=dict)
+
+    def rehearse(self, arguments: dict[str, Any], variant: str = "") -> Rehearsal:
+        """Run the pipeline once.
+
+        Args:
+            arguments: of the pipeline's call; steps are cut to `MOST_STEPS`.
+            variant: tells apart what was put on the components (tiling…), for what was seen.
+
+        Raises:
+            CaptureError: a component reads values of its inputs.
+        """
+        tracker = StorageTracker()
+        calls: list[RehearsedCall] = []
+        arguments = _cut_steps(arguments)
+        with Patches() as patches, torch.no_grad(), tracker:
+            for door in find_doors(self.pipe):
+                layer = functools.partial(self._stand, door, tracker, calls, variant)
+                put_door(door, layer, patches)
+            self.pipe(**arguments)
+        return Rehearsal(tuple(calls), self._weigh(), tracker.peak_bytes)
+
+    def _weigh(self) -> dict[str, dict[str, int]]:
+        return {name: weigh_modules(module) for name, module in find_components(self.pipe).items()}
+
+    def _stand(
+        self,
+        door: Door,
+        tracker: StorageTracker,
+        calls: list[RehearsedCall],
+        variant: str,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Answer a call of a component with zeros, and note what it would have taken."""
+        between, start = tracker.restart(), tracker.live_bytes
+        signature = f"{variant}|{door.component}|{_sign(args, kwargs)}"
+        if signature not in self._seen:
+            self._seen[signature] = self._run(door, tracker, call, args, kwargs)
+        seen, output = self._seen[signature]
+        calls.append(_shift(seen, start))
+        tracker.peak_bytes = max(
+            between, tracker.live_bytes
+        )  # the call's own peak stands in `seen`
+        return _map_tensors(output, _make_zeros)
+
+    def _run(
+        self,
+        door: Door,
+        tracker: StorageTracker,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[RehearsedCall, Any]:
+        """One call on fake tensors; its segments are counted from its own start."""
+        mode = find_mode(door.owner)
+        tracker.ignore(name_parameters(door.owner).values())
+        args, kwargs = _map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
+        start, flops = tracker.live_bytes, tracker.flops
+        clock = _Clock(tracker, start)
+        with Patches() as patches, _attention(self.fused):
+            clock.put_on(door.owner, patches)
+            try:
+                with _on_top(tracker, mode):
+                    output = call(*args, **kwargs)
+            except Exception as error:
+                raise describe_failure(error, door.owner) from error
+        clock.close()
+        shapes = _map_tensors(output, lambda x: torch.empty_like(x, device="meta"))
+        del output
+        segments = tuple(clock.segments)
+        spent = tracker.flops - flops
+        return RehearsedCall(door.component, door.stage, segments, spent, clock.entries), shapes
+
+
+class _Clock:
+    """Closes a segment whenever a module is entered or left."""
+
+    def __init__(self, tracker: StorageTracker, start: int) -> None:
+        self.segments: list[Segment] = []
+        self.entries: dict[str, int] = {}
+        self._tracker, self._start, self._stack = tracker, start, [""]
+
+    def put_on(self, module: torch.nn.Module, patches: Patches) -> None:
+        for path, part in module.named_modules():
+            if path:
+                before, after = functools.partial(self._enter, path), self._leave
+                patches.defer(part.register_forward_pre_hook(before).remove)
+                patches.defer(part.register_forward_hook(after).remove)
+
+    def close(self) -> None:
+        segment = Segment(self._stack[-1], self._tracker.restart() - self._start)
+        if self.segments and self.segments[-1].path == segment.path:
+            before = self.segments.pop()
+            segment = max(segment, before, key=lambda one: one.peak_bytes)
+        self.segments.append(segment)
+
+    def _enter(self, path: str, module: Any, args: Any) -> None:
+        self.close()
+        self._stack.append(path)
+        self.entries[path] = self.entries.get(path, 0) + 1
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.close()
+        self._stack.pop()
+
+
+def weigh_modules(module: torch.nn.Module) -> dict[str, int]:
+    """Module path → bytes of the parameters and buffers directly in it; tied ones count once."""
+    weights: dict[str, int] = {}
+    for name, tensor in name_parameters(module).items():
+        path = name.rpartition(".")[0]
+        size = tensor.numel() * tensor.element_size()
+        weights[path] = weights.get(path, 0) + size
+    return weights
+
+
+def is_within(path: str, unit: str) -> bool:
+    """Whether a module is another one or inside of it."""
+    return not unit or path == unit or path.startswith(unit + ".")
+
+
+def _shift(call: RehearsedCall, start: int) -> RehearsedCall:
+    moved = tuple(Segment(one.path, one.peak_bytes + start) for one in call.segments)
+    return RehearsedCall(call.component, call.stage, moved, call.flops, call.entries)
+
+
+def _cut_steps(arguments: dict[str, Any]) -> dict[str, Any]:
+    name = "num_inference_steps"
+    return {**arguments, name: min(MOST_STEPS, arguments.get(name) or MOST_STEPS)}
+
+
+@contextlib.contextmanager
+def _on_top(tracker: StorageTracker, mode: FakeTensorMode) -> Iterator[None]:
+    """Fake tensors with the tracker above them: beneath, it would see what makes them up."""
+    tracker.__exit__(None, None, None)
+    try:
+        with mode, tracker:
+            yield
+    finally:
+        tracker.__enter__()
+
+
+@contextlib.contextmanager
+def _attention(fused: bool) -> Iterator[None]:
+    """Without a fused kernel, attention is three operations, and its scores are a tensor."""
+    if fused:
+        yield
+        return
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _make_fake(mode: FakeTensorMode, tracker: StorageTracker, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor like a real one, whose memory the real one stands for."""
+    fake = mode.from_tensor(tensor.detach())
+    tracker.ignore([fake])
+    return fake
+
+
+def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if callable(getattr(leaf, "sample", None)) and callable(getattr(leaf, "mode", None)):
+            leaf = copy.copy(leaf)
+            vars(leaf).update({name: visit(item) for name, item in vars(leaf).items()})
+        return leaf
+
+    return pytree.tree_map(visit, value)
+
+
+def _sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return "|".join([str(spec), *map(_sign_leaf, leaves)])
+
+
+def _sign_leaf(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else "?"

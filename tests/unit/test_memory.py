@@ -1,0 +1,126 @@
+"""Peaks counted without weights against what PyTorch's own allocator says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from stopdown.errors import CaptureError
+from stopdown.memory import tracking
+from stopdown.memory.rehearsing import Rehearser
+from stopdown.memory.tracking import StorageTracker
+from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.stand_ins import build_stand_in
+from stopdown.testing import make_pipeline, save_pipeline
+
+
+def measure_allocator(call: Callable[[], Any]) -> int:
+    """Peak bytes of PyTorch's allocator during a call, from its own events."""
+    call()  # what is allocated once and kept is not this call's
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def count_call(module: torch.nn.Module, *args: torch.Tensor) -> int:
+    tracker = StorageTracker()
+    tracker.ignore([*module.parameters(), *args])
+    with torch.no_grad(), tracker:
+        module(*args)
+    return tracker.peak_bytes
+
+
+def make_stack() -> torch.nn.Module:
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4)
+    )
+
+
+@torch.no_grad()
+def test_a_call_takes_what_the_allocator_says() -> None:
+    """Counted storages of a call give the allocator's own peak, to the byte."""
+    module, given = make_stack(), torch.randn(32, 8)
+    assert count_call(module, given) == measure_allocator(lambda: module(given))
+
+
+@torch.no_grad()
+def test_what_dies_is_given_back() -> None:
+    """After the outputs are gone nothing is counted as alive."""
+    module, given = make_stack(), torch.randn(32, 8)
+    tracker = StorageTracker()
+    tracker.ignore([*module.parameters(), given])
+    with tracker:
+        output = module(given)
+        assert tracker.live_bytes == output.numel() * 4
+        del output
+    assert tracker.live_bytes == 0
+
+
+@torch.no_grad()
+def test_columns_of_a_convolution_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unfolded input of a plain convolution is in the peak, and not when nobody counts it."""
+    module, given = torch.nn.Conv3d(4, 4, 3, padding=1), torch.randn(1, 4, 3, 8, 8)
+    measured = measure_allocator(lambda: module(given))
+    assert count_call(module, given) == measured
+    monkeypatch.setattr(tracking, "count_workspace", lambda *_: 0)
+    assert count_call(module, given) < 0.1 * measured
+
+
+@torch.no_grad()
+def test_a_limit_is_a_device_of_that_size() -> None:
+    """One byte less than the peak raises what a device out of memory raises; the peak itself does."""
+    module, given = make_stack(), torch.randn(32, 8)
+    peak = count_call(module, given)
+
+    def run(limit: int) -> None:
+        tracker = StorageTracker(limit_bytes=limit)
+        tracker.ignore([*module.parameters(), given])
+        with tracker:
+            module(given)
+
+    run(peak)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory: tried to allocate"):
+        run(peak - 1)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "cogview3plus"])
+def test_a_rehearsed_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
+    """A whole run without weights predicts the allocator's peak of the real run within 2 %."""
+    pipe = make_pipeline(name)
+    arguments = {
+        "prompt": "a red circle",
+        "num_inference_steps": 2,
+        "height": 64,
+        "width": 64,
+        "output_type": "np",
+        "max_sequence_length": 16,
+    }
+    arguments |= {"num_frames": 9} if name == "cogvideox" else {}
+    source = resolve_source(save_pipeline(name, tmp_path / name, dtype=torch.float32))
+    empty = build_stand_in(source, {})
+    rehearsal = Rehearser(empty).rehearse(arguments)
+    predicted = max([rehearsal.between_bytes, *(call.peak_bytes for call in rehearsal.calls)])
+    with torch.no_grad():
+        assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
+
+
+def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:
+    """Code that depends on values of tensors cannot be rehearsed; the message has its line."""
+
+    source = resolve_source(save_pipeline("cogview3plus", tmp_path / "m", dtype=torch.float32))
+    empty = build_stand_in(source, {})
+    empty.transformer.norm_out.forward = lambda *a, **k: float(a[0].sum().item())
+    with pytest.raises(CaptureError, match=r"CogView3PlusTransformer2DModel cannot be captured"):
+        Rehearser(empty).rehearse(
+            {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64}
+        )
