@@ -1,9 +1,9 @@
 """Helpers for tests: tiny real pipelines, overflow on demand, injected faults, untouched or not.
 
 `make_pipeline` and `save_pipeline` give pipelines of real Diffusers classes with small random
-weights; `overflow` names a component that then overflows in fp16 only. `inject` makes a component's
-output partly NaN or Inf at one call. `assert_untouched` proves that what was put on a pipeline came
-off again.
+weights; `overflow` names a component that then overflows in fp16 only. `inject` makes one call of a
+component go wrong: NaN, Inf, a bad frame or row, overflow, saturation. `assert_untouched` proves that
+what was put on a pipeline came off again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import torch
 
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.doors import Call, find_module, put_door
 from stopdown.pipelines.tiny import RECIPES, build_pipeline, overflow_
+from stopdown.runtime.places import name_axes
 
 PIPELINE_NAMES = tuple(RECIPES)
 """What `make_pipeline` and `save_pipeline` can build."""
@@ -69,53 +72,160 @@ def save_pipeline(
 
 @contextmanager
 def inject(
-    pipe: Any, component: str, *, step: int, kind: Literal["nan", "inf"] = "nan", site: str = ""
+    pipe: Any,
+    component: str,
+    *,
+    step: int,
+    kind: Literal["nan", "inf", "row", "frame", "range", "clamp"] = "nan",
+    site: str = "",
+    lasting: bool = False,
 ) -> Iterator[None]:
-    """Make a component's output partly non-finite at one call, inside the `with` block.
+    """Make one call of a component go wrong, inside the `with` block.
 
     Put it on before a guard: the fault belongs to the component, beneath what watches it.
 
     Args:
         component: `text_encoder`, `transformer`, `unet`, `vae.encode`, `vae.decode`…
         step: index of the call, from 0, counted from here on.
-        kind: every seventh value becomes NaN, or +Inf.
-        site: dotted path of a submodule whose output is spoilt instead; then its calls are counted.
+        kind: `nan`, `inf`: every seventh value of the output becomes NaN, or +Inf. `row`, `frame`:
+            the last row of the batch, or the last frame (of a text the last token), becomes NaN.
+            `range`: from that call on the weights are so large that fp16 overflows, as `overflow`
+            of `make_pipeline` makes them. `clamp`: in fp16 values reach the end of the range and
+            are clamped there, so that the output is finite and wrong; fp32 and bf16 stay right.
+        site: dotted path of a submodule that it happens in; then its calls are counted. For `clamp`
+            a linear or convolution, without it the first one.
+        lasting: in that call and every later one as long as the site computes in the same format,
+            as a fault of range does. Otherwise in that call alone: a second one is right.
+
+    Raises:
+        ValueError: there is no rule to make the component overflow, or it has no frames.
     """
-    name, _, method = component.partition(".")
-    target = getattr(pipe, name)
-    if site:
-        target, method = target.get_submodule(site), "forward"
+    door = next(found for found in find_doors(pipe) if found.component == component)
     with Patches() as patches:
-        method = method or "forward"
-        spoilt = _spoil_call(getattr(target, method), step, float(kind))
-        patches.set_attribute(target, method, spoilt)
+        if kind == "range":
+            _overflow_from(door, step, patches)
+        elif kind == "clamp":
+            _saturate_from(door, site, step, lasting, patches)
+        else:
+            _spoil_from(door, site, step, lasting, kind, patches)
         yield
 
 
-def _spoil_call(call: Callable[..., Any], step: int, value: float) -> Callable[..., Any]:
+def _spoil_from(
+    door: Door, site: str, step: int, lasting: bool, kind: str, patches: Patches
+) -> None:
+    target = door.owner.get_submodule(site)
+    method = "forward" if site else door.method
+    formats: set[torch.dtype] = set()  # in which it goes wrong
+
+    def spoil(call: int, output: Any, kwargs: dict[str, Any]) -> None:
+        tensor = next(x for x in iterate_tensors(output) if x.is_floating_point() and x.numel())
+        if call == step:
+            formats.add(tensor.dtype)
+        if call == step or (lasting and call > step and tensor.dtype in formats):
+            with torch.no_grad():
+                _spoil(tensor, kind, door, kwargs)
+
+    patches.set_attribute(target, method, _follow_calls(getattr(target, method), spoil))
+
+
+def _follow_calls(
+    call: Callable[..., Any], follow: Callable[[int, Any, dict[str, Any]], None]
+) -> Callable[..., Any]:
+    """The same function, with each call's number, output and keyword arguments shown to `follow`."""
     calls = 0
 
     @functools.wraps(call)
-    def spoilt(*args: Any, **kwargs: Any) -> Any:
+    def followed(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         output = call(*args, **kwargs)
-        if calls == step:
-            _spoil_output(output, value)
+        follow(calls, output, kwargs)
         calls += 1
         return output
 
-    return spoilt
+    return followed
 
 
-def _spoil_output(output: Any, value: float) -> None:
-    tensor = next(
-        tensor
-        for tensor in iterate_tensors(output)
-        if tensor.is_floating_point() and tensor.numel()
-    )
-    mask = torch.arange(tensor.numel(), device=tensor.device) % 7 == 0
+def _spoil(tensor: torch.Tensor, kind: str, door: Door, kwargs: dict[str, Any]) -> None:
+    if kind == "row":
+        tensor[-1].fill_(torch.nan)
+    elif kind == "frame":
+        axes = name_axes(door, tuple(tensor.shape), kwargs)
+        named = [axis for axis, name in enumerate(axes) if name in ("frame", "token")]
+        if not named:
+            raise ValueError(f"what {door.component} gives has no frames: {tuple(tensor.shape)}")
+        tensor.select(named[0], -1).fill_(torch.nan)
+    else:
+        mask = torch.arange(tensor.numel(), device=tensor.device) % 7 == 0
+        tensor.masked_fill_(mask.view(tensor.shape), float(kind))
+
+
+def _overflow_from(door: Door, step: int, patches: Patches) -> None:
+    module, calls = find_module(door), 0
+
+    def overflowing(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal calls
+        if calls == step:
+            for tensor in module.state_dict(keep_vars=True).values():
+                patches.defer(functools.partial(_put_values, tensor, tensor.detach().clone()))
+            overflow_(module)
+        calls += 1
+        return call(*args, **kwargs)
+
+    put_door(door, overflowing, patches)
+
+
+def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     with torch.no_grad():
-        tensor.masked_fill_(mask.view(tensor.shape), value)
+        tensor.copy_(values)
+
+
+class Saturation(torch.nn.Module):
+    """Clamps at the end of its argument's format, as authors of models do against Inf."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same values `x`, none beyond the end."""
+        return x.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)
+
+
+_GROWTH = 2.0**18
+
+
+class _Saturating:
+    """Mixed into the class of a linear or convolution: its values grow, are clamped, and shrink."""
+
+    saturation: Saturation
+    is_saturating: Callable[[], bool]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = super().forward(x)  # type: ignore[misc]
+        if not self.is_saturating():
+            return output
+        return self.saturation(output * _GROWTH) / _GROWTH
+
+
+def _saturate_from(door: Door, site: str, step: int, lasting: bool, patches: Patches) -> None:
+    module = find_module(door)
+    layer = module.get_submodule(site or _find_first_layer(module, door.component))
+    calls = 0
+
+    def is_saturating() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > step if lasting else calls == step + 1
+
+    before = type(layer)
+    patches.set_item(layer._modules, "saturation", Saturation())
+    patches.set_attribute(layer, "is_saturating", is_saturating)
+    patches.defer(lambda: setattr(layer, "__class__", before))
+    layer.__class__ = type(before.__name__, (_Saturating, before), {})
+
+
+def _find_first_layer(module: torch.nn.Module, component: str) -> str:
+    part = {"encode": "encoder.", "decode": "decoder."}.get(component.partition(".")[2], "")
+    layers = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
+    found = module.named_modules()
+    return next(p for p, child in found if p.startswith(part) and isinstance(child, layers))
 
 
 @contextmanager

@@ -169,7 +169,8 @@ class Guard:
         restore = save_random(self._find_device(door, patient), kwargs)
         self._latest[door.component] = _Latest(args, kwargs, restore)
         self.watch.own_s += time.perf_counter() - begun
-        return patient.call(door, call, args, kwargs)
+        is_mixed = any(other.dtype is not None for other in self._patients.values())
+        return patient.call(door, call, args, kwargs, is_mixed=is_mixed)
 
     def _find_device(self, door: Door, patient: Patient) -> torch.device:
         found = self._devices.get(door.component)

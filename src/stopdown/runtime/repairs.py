@@ -57,11 +57,27 @@ class Patient:
     _patches: Patches = field(default_factory=Patches)
     _calibration: Calibration | None = None
 
-    def call(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of it, with arguments in the dtype that a repair brought it to."""
-        if self.dtype is None:
+    def call(
+        self,
+        door: Door,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_mixed: bool = False,
+    ) -> Any:
+        """One call of it, with arguments in the dtype that a repair brought it to.
+
+        Args:
+            is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
+                others get (Flux does), so each gets its arguments in its own.
+        """
+        if self.dtype is None and not is_mixed:
             return call(*args, **kwargs)
-        return call_cast(door, call, args, kwargs, self.dtype)
+        dtype = self.dtype or next(iter(read_precisions(self.module)), None)
+        return (
+            call(*args, **kwargs) if dtype is None else call_cast(door, call, args, kwargs, dtype)
+        )
 
     def find_repair(
         self, door: Door, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -1,0 +1,266 @@
+"""Tests of each repair on faults that need it, and of what is told when none can help."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.errors import NonFiniteError, StopdownWarning
+from stopdown.runtime import guarding
+from stopdown.runtime.guarding import Guard, guard
+
+SITE = "transformer_blocks.1.ff"
+
+
+@functools.cache
+def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
+    """A pipeline that has run once: some classes make themselves ready in their first run."""
+    pipe = testing.make_pipeline(name, dtype=dtype)
+    call_pipeline(pipe, name)
+    return pipe
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+def run_faulty(name: str, component: str, **fault: Any) -> tuple[Guard, float]:
+    """The guard after a run with a fault, and the distance of its pixels from those of fp32."""
+    is_bug = fault["kind"] not in ("range", "clamp")
+    wide, pipe = make_pipeline(name, torch.float32), make_pipeline(name)
+    with testing.inject(wide, component, **({"step": 99} if is_bug else fault)):
+        reference = call_pipeline(wide, name)
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, component, **fault),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        pixels = call_pipeline(pipe, name)
+    return handle, float(np.sqrt(np.mean((pixels - reference) ** 2)))
+
+
+def have_bf16(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
+    """As on a device with bf16 of its own, or without."""
+    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: answer)
+
+
+def test_a_fault_inside_of_a_module_makes_an_island_of_it() -> None:
+    """NaN that one module writes in fp16 alone: it goes to fp32, and everything else stays."""
+    handle, error = run_faulty(
+        "cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True
+    )
+    (repair,) = handle.repairs
+    assert (repair.action, repair.site) == ("island", f"transformer:{SITE}")
+    assert (repair.kind, repair.step, repair.replays, repair.tried) == ("written", 1, 1, ())
+    assert "it alone goes to fp32" in repair.reason
+    assert error < 2e-3
+    (seen,) = (call for call in handle.record.calls if call.component == "transformer")
+    assert seen.precisions == ("fp16", "fp32")
+
+
+@pytest.mark.parametrize(("has_bf16", "action"), [(True, "bf16"), (False, "fp32")])
+def test_a_fault_of_the_whole_component_casts_it(
+    monkeypatch: pytest.MonkeyPatch, has_bf16: bool, action: str
+) -> None:
+    """Without a module to blame the component is cast: to bf16 where that is native, else to fp32."""
+    have_bf16(monkeypatch, has_bf16)
+    handle, error = run_faulty("cogvideox", "transformer", step=1, kind="nan", lasting=True)
+    (repair,) = handle.repairs
+    assert (repair.action, repair.site, repair.replays) == (action, "transformer", 1)
+    assert error < 1e-2
+
+
+def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flux asks its text encoder for a dtype and casts what the transformer gets to it."""
+    have_bf16(monkeypatch, True)
+    handle, error = run_faulty("flux", "text_encoder_2", step=0, kind="nan", lasting=True)
+    assert [repair.action for repair in handle.repairs] == ["bf16"]
+    assert error < 1e-2
+
+
+def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A remedy that cannot be had is named with the reason, and the next one is taken."""
+    have_bf16(monkeypatch, False)
+    monkeypatch.setattr(guarding.Patient, "_find_scaling", fail_to_scale)
+    handle, _ = run_faulty("cogvideox", "transformer", step=0, kind="clamp", lasting=True)
+    (repair,) = handle.repairs
+    assert repair.tried == ("rescaled: no exponents today",)
+    assert repair.action == "island"
+
+
+def fail_to_scale(*_: Any) -> None:
+    """As where a graph cannot be captured."""
+    raise RuntimeError("no exponents today\nand more")
+
+
+def test_saturation_is_seen_although_it_is_finite() -> None:
+    """Values that a clamp brought back are a fault, and a rescaled component needs no clamp."""
+    handle, error = run_faulty("cogvideox", "transformer", step=1, kind="clamp", lasting=True)
+    (repair,) = handle.repairs
+    assert (repair.action, repair.kind, repair.step) == ("rescaled", "clamped", 1)
+    assert repair.site == "transformer:patch_embed.proj"
+    assert "1 clamps at the end of fp16 were hit" in repair.evidence
+    assert error < 2e-3
+
+
+def test_a_clamp_of_the_authors_is_seen() -> None:
+    """T5 turns Inf in its stream into 64504 and goes on: finite, wrong, and found."""
+    wide, pipe = make_pipeline("cogvideox", torch.float32), make_pipeline("cogvideox")
+    pixels = []
+    with testing.assert_untouched(wide), testing.assert_untouched(pipe):
+        scales = [scale_stream(wide.text_encoder), scale_stream(pipe.text_encoder)]
+        pixels.append(call_pipeline(wide, "cogvideox"))
+        plain = call_pipeline(pipe, "cogvideox")
+        with guard(pipe, announce=quiet) as handle:
+            pixels.append(call_pipeline(pipe, "cogvideox"))
+        for undo in scales:
+            undo()
+    assert np.isfinite(plain).all()
+    assert [(x.action, x.kind) for x in handle.repairs] == [("rescaled", "clamped")]
+    assert np.sqrt(np.mean((pixels[1] - pixels[0]) ** 2)) < 2e-3
+
+
+def scale_stream(encoder: torch.nn.Module) -> Any:
+    """Make a T5's residual stream larger than fp16; what comes back makes it as it was."""
+    exponents = {"shared": 13, ".o.": 15, ".wo.": 15}
+    named = [
+        (weight, bits)
+        for name, weight in encoder.named_parameters()
+        for part, bits in exponents.items()
+        if part in name
+    ]
+    kept = [weight.detach().clone() for weight, _ in named]
+    with torch.no_grad():
+        for weight, bits in named:
+            weight.mul_(2.0**bits)
+
+    def undo() -> None:
+        with torch.no_grad():
+            for (weight, _), before in zip(named, kept, strict=True):
+                weight.copy_(before)
+
+    return undo
+
+
+def test_bad_arguments_are_traced_to_the_component_before() -> None:
+    """With `warn` a text encoder's NaN reaches the transformer, which is not blamed for it."""
+    pipe = make_pipeline("cogvideox")
+    with (
+        testing.inject(pipe, "text_encoder", step=0, kind="row", lasting=True),
+        guard(pipe, on_fault="warn", announce=quiet) as handle,
+    ):
+        call_pipeline(pipe, "cogvideox")
+    first = next(r for r in handle.repairs if r.component == "transformer")
+    assert (first.kind, first.action, first.site) == ("input", "none", "transformer")
+    assert "Its argument encoder_hidden_states was not finite already." in first.evidence
+    assert "It came from `text_encoder`, where the fault began: `text_encoder` gave" in (
+        first.evidence
+    )
+
+
+def test_warn_says_it_once(recwarn: pytest.WarningsRecorder) -> None:
+    """Each component that gives bad values is told of once, and looked at once."""
+    pipe = make_pipeline("cogvideox")
+    with (
+        testing.inject(pipe, "transformer", step=0, kind="row", lasting=True),
+        guard(pipe, on_fault="warn") as handle,
+    ):
+        call_pipeline(pipe, "cogvideox", steps=3)
+    told = [w for w in recwarn if issubclass(w.category, StopdownWarning)]
+    assert [str(w.message).partition(" gave ")[0] for w in told] == [
+        "`transformer`",
+        "`vae.decode`",
+    ]
+    transformer = [r for r in handle.repairs if r.component == "transformer"]
+    assert [r.kind for r in transformer] == ["written", "unknown", "unknown"]
+    assert transformer[1].reason == "Not looked at again."
+
+
+def test_the_scheduler_is_blamed() -> None:
+    """NaN that a scheduler's step makes of finite values is said to come from there."""
+    pipe = make_pipeline("cogvideox")
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda *args, **kwargs: (step(*args, **kwargs)[0] * torch.nan,)
+    try:
+        with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
+            call_pipeline(pipe, "cogvideox")
+    finally:
+        del pipe.scheduler.step
+    assert "Its argument hidden_states was not finite already. It came from the scheduler's" in (
+        str(caught.value)
+    )
+
+
+def test_what_a_caller_gives_is_blamed() -> None:
+    """Embeddings that were NaN before the run are not laid at a component's door."""
+    pipe = make_pipeline("cogvideox")
+    bad = torch.full((1, 226, pipe.transformer.config.text_embed_dim), torch.nan).half()
+    with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
+        pipe(prompt_embeds=bad, negative_prompt_embeds=bad, num_frames=5, num_inference_steps=1)
+    assert "Every component gave finite values; it came from the pipeline's own code" in (
+        str(caught.value)
+    )
+
+
+def test_a_weight_is_blamed_and_not_repaired() -> None:
+    """A NaN in a weight is named by its path; no precision helps, and none is tried."""
+    pipe = make_pipeline("cogvideox")
+    weight = pipe.transformer.proj_out.bias
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0] = torch.nan
+    try:
+        with guard(pipe, announce=quiet) as handle, pytest.raises(NonFiniteError) as caught:
+            call_pipeline(pipe, "cogvideox")
+    finally:
+        with torch.no_grad():
+            weight.copy_(kept)
+    assert "The weight transformer:proj_out.bias is not finite." in str(caught.value)
+    assert [(r.kind, r.action, r.replays) for r in handle.repairs] == [("weight", "none", 0)]
+
+
+def test_what_has_no_repair_ends_the_run() -> None:
+    """In fp32 there is nothing wider: the run stops, and says what was seen."""
+    pipe = make_pipeline("cogvideox", torch.float32)
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=1, lasting=True),
+        guard(pipe, announce=quiet) as handle,
+        pytest.raises(NonFiniteError, match=r"at step 2 of 2, in fp32\. It begins at"),
+    ):
+        call_pipeline(pipe, "cogvideox")
+    assert [repair.action for repair in handle.repairs] == ["none"]
+
+
+def test_block_maxima_come_with_the_same_read() -> None:
+    """Largest magnitudes by block and step equal those of hooks, and cost no further host read."""
+    pipe = make_pipeline("cogvideox", torch.float32)
+    seen: list[float] = []
+    hook = pipe.transformer.transformer_blocks[1].register_forward_hook(
+        lambda module, args, output: seen.append(max(float(x.abs().max()) for x in output))
+    )
+    with testing.assert_untouched(pipe), guard(pipe, maxima=True) as handle:
+        call_pipeline(pipe, "cogvideox")
+    hook.remove()
+    found = [
+        m
+        for m in handle.record.maxima
+        if m.path == "transformer_blocks.1" and m.precision == "fp32"
+    ]
+    assert [(m.component, m.step, m.amax) for m in found] == [
+        ("transformer", 0, seen[0]),
+        ("transformer", 1, seen[1]),
+    ]
+    assert {m.component for m in handle.record.maxima} == {
+        *("text_encoder", "transformer", "vae.decode")
+    }
+    assert handle.record.host_reads == sum(call.calls for call in handle.record.calls)
+    with guard(pipe) as handle:
+        call_pipeline(pipe, "cogvideox")
+    assert handle.record.maxima == ()
