@@ -22,7 +22,7 @@ WAYS = {
     "residual": r"to_out\.0|to_add_out|ff\w*\.net\.2|mlp\.net\.2|feed_forward\.linear_2|\.w2\."
     r"|linear_fc2|\.o\.|\.wo\.|conv2|fc2|o_proj|down_proj|out_proj|\.\d+\.proj_out|conv_point",
     "last linear": r"ff\w*\.net\.2|\.w2\.|linear_fc2|\.wo\.|fc2|down_proj|conv2|conv_point"
-    r"|\.\d+\.proj_out|mlp\.net\.2|feed_forward\.linear_2",
+    r"|\.\d+\.proj_out|mlp\.net\.2|feed_forward\.linear_2|ff\w*\.out_projection",
     "gated product": r"net\.0\.proj|\.wi|\.w1\.|\.w3\.|gate_proj|up_proj|linear_fc1|\.fc1"
     r"|linear_1\.w|linear_3|conv_inverted|proj_mlp",
     "encoder projection": r"patch_embed|context_embedder|caption_projection|text_proj|x_embedder"

@@ -23,7 +23,7 @@ import inspect
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Capture:
         kept_buffers: buffers that the capture left in their own dtype.
         component: name of the module's class.
         single_outputs: paths of the modules that return one tensor in every call of theirs.
+        method: what was called of the module: `decode`; "" for the module itself.
     """
 
     graph: GraphModule
@@ -63,6 +64,7 @@ class Capture:
     kept_buffers: frozenset[str]
     component: str
     single_outputs: frozenset[str]
+    method: str = ""
 
 
 def capture_call(
@@ -206,7 +208,7 @@ def _export(
         except Exception as error:
             raise describe_failure(error, module) from error
     returned = frozenset(path for path, single in singles.items() if single)
-    capture = _read_program(program, module, dtype, kept, returned)
+    capture = replace(_read_program(program, module, dtype, kept, returned), method=method)
     if kept and (mixed := find_mixed_operands(capture.graph)):
         raise CaptureError(
             f"{type(module).__name__}:{module_path(mixed[0])} mixes dtypes when the buffers "

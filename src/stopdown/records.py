@@ -316,7 +316,7 @@ class ComponentPlan:
     prompts: int = 0
     pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)
     kept_buffers: tuple[str, ...] | None = None
-    outputs: dict[int, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
     reasons: tuple[str, ...] = ()
 

@@ -209,13 +209,51 @@ def test_what_cannot_be_scaled_becomes_an_island() -> None:
     assert torch.equal(module(x), reference)
 
 
-def test_an_output_beyond_the_range_is_refused_by_name() -> None:
-    """Nothing can scale what the caller reads: the error names it, and nothing was changed."""
-    module = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
-    module[0].weight.fill_(1e6)
+class Returning(nn.Module):
+    """A stream that is returned as it is, and normalised besides; also by a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        stream = self.embed(x)
+        return {"normed": self.norm(stream), "stream": stream}
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x)
+
+
+def _returning() -> tuple[Returning, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Returning().eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    return module, torch.randn(2, 4)
+
+
+@pytest.mark.parametrize("residual", ["native", "fp32"])
+def test_an_output_beyond_the_range_is_returned_in_fp32(residual: str) -> None:
+    """The value runs in fp16 with an exponent, which is taken off in fp32 where it leaves."""
+    module, x = _returning()
+    reference = module(x)
+    rescaling = rescale_(module, (x,), residual=residual)
+    assert list(rescaling.scaling.outputs) == [1]
+    assert all(torch.equal(module(x)[name], value) for name, value in reference.items())
+    cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert (low["normed"].dtype, low["stream"].dtype) == (torch.float16, torch.float32)
+    for name, value in reference.items():
+        assert float((low[name] - value).norm() / value.norm()) < 0.002
+    rescaling.undo()
+    assert not module._forward_hooks
+
+
+def test_an_output_of_a_method_beyond_the_range_is_refused_by_name() -> None:
+    """No hook sees a method's output: the error names the value, and nothing was changed."""
+    module, x = _returning()
     before = _copy_state(module)
-    with pytest.raises(ScalingError, match=r"Sequential:0 \(linear\) reaches 4e\+06"):
-        rescale_(module, (torch.ones(1, 4),))
+    with pytest.raises(ScalingError, match=r"Returning:embed \(linear\) reaches \d"):
+        rescale_(module, calls=[(module.decode, (x,), {})])
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 

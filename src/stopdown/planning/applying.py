@@ -126,6 +126,7 @@ def read_scaling(entry: ComponentPlan) -> Scaling:
         pinned=entry.pinned,
         island_flops=entry.island_flops,
         kept_buffers=entry.kept_buffers,
+        outputs={int(number): exponent for number, exponent in entry.outputs.items()},
         stream=entry.stream,
     )
 

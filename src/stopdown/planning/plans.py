@@ -303,6 +303,7 @@ def describe_scaling(
         calls=calls,
         pinned=dict(scaling.pinned),
         kept_buffers=scaling.kept_buffers,
+        outputs={str(number): exponent for number, exponent in scaling.outputs.items()},
         stream=scaling.stream,
     )
     said = [x for x in (scaling.residual_note, *notes) if x]
@@ -323,6 +324,9 @@ def _list_reasons(entry: ComponentPlan) -> list[str]:
     if entry.islands:
         share = f"{100 * entry.island_flops:.1f} % of the matmul work"
         reasons.append(f"{', '.join(entry.islands)} cannot be scaled and stay in fp32: {share}.")
+    if entry.outputs:
+        numbers = ", ".join(entry.outputs)
+        reasons.append(f"What it returns as number {numbers} is beyond fp16, and is fp32.")
     if entry.stream is not None:
         count = len(entry.stream.widened)
         reasons.append(

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import ScalingError
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
 
@@ -35,6 +36,8 @@ class Scaling:
         island_flops: share of the matmul FLOPs that is done in islands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those
             that `find_kept_buffers` names.
+        outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
+            the exponent that is taken off there.
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
         residual_note: why it is not fp32 although it was asked for; "" when there is nothing to say.
     """
@@ -49,6 +52,7 @@ class Scaling:
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     island_flops: float = 0.0
     kept_buffers: tuple[str, ...] | None = None
+    outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
     residual_note: str = ""
 
@@ -126,6 +130,9 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
             _scale_eps(module, place, exponent, patches)
         for path, exponent in scaling.multiplies.items():
             _hook_multiply(_find_module(module, path), exponent, patches)
+        if scaling.outputs:
+            hook = partial(_widen_outputs, dict(scaling.outputs))
+            patches.defer(module.register_forward_hook(hook).remove)
         patches.set_attribute(module, RESCALED, True)
     except BaseException:
         patches.undo()
@@ -189,7 +196,8 @@ def put_stream(
         _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
     if stream.returns:
         hook = partial(_cast_output, torch.float32, dtype)
-        patches.defer(module.register_forward_hook(hook).remove)
+        # before what takes exponents off in fp32: that stays fp32
+        patches.defer(module.register_forward_hook(hook, prepend=True).remove)
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -232,6 +240,19 @@ def _multiply_output(
     factor: float, module: torch.nn.Module, args: Any, output: torch.Tensor
 ) -> torch.Tensor:
     return output * factor
+
+
+def _widen_outputs(
+    exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The numbered tensors of an output in fp32 with their exponents taken off."""
+    tensors = {id(x): x for x in iterate_tensors(output)}.values()
+    wide = {
+        id(x): x.float() * 2.0 ** -exponents[number]
+        for number, x in enumerate(tensors)
+        if number in exponents
+    }
+    return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
 
 
 def _hook_island(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:

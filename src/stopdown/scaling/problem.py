@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from stopdown.capture import Capture, call_key, module_classes, module_path
 from stopdown.scaling.blocks import (
@@ -26,7 +28,7 @@ from stopdown.scaling.blocks import (
 )
 from stopdown.scaling.equations import ZERO, System
 from stopdown.scaling.ranges import Range, Ranges, find_saturating, log2_of
-from stopdown.scaling.rules import Site, is_range_clamp, state_equations
+from stopdown.scaling.rules import LARGEST_TAME, Site, is_range_clamp, state_equations
 
 CLAMPS_KEPT = ("Sana",)
 """Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""
@@ -76,6 +78,7 @@ class Problem:
         flops: module path to the share of the component's matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
+        outputs: number of an output that the component returns in fp32 to its unknown.
     """
 
     system: System = field(default_factory=System)
@@ -88,11 +91,37 @@ class Problem:
     flops: dict[str, float] = field(default_factory=dict)
     kept_buffers: frozenset[str] = frozenset()
     widened: frozenset[str] = frozenset()
+    outputs: dict[int, int] = field(default_factory=dict)
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
     """The values of a capture that carry several exponents."""
     return find_blocks(capture.graph.graph, capture.parameters)
+
+
+def list_outputs(node: Node) -> list[Any]:
+    """What a graph's output node returns, in order."""
+    leaves: list[Any] = pytree.tree_leaves(node.args[0])
+    return leaves
+
+
+def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
+    """Numbers of the fp16 outputs of a module's own calls that fp16 cannot hold."""
+    if any(call.capture.method for call in calls):
+        return frozenset()
+    return frozenset(
+        number
+        for call in calls
+        for number, node in enumerate(list_outputs(_last_node(call)))
+        if is_float(node)
+        and node.meta["val"].dtype == torch.float16
+        and any(part.amax >= LARGEST_TAME for part in call.ranges.get(node.name, ()))
+    )
+
+
+def _last_node(call: Measured) -> Node:
+    node: Node = next(iter(reversed(call.capture.graph.graph.nodes)))
+    return node
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:
@@ -115,16 +144,20 @@ def state_problem(
     *,
     multiplies: bool = False,
     widened: frozenset[str] = frozenset(),
+    wide_outputs: frozenset[int] = frozenset(),
 ) -> Problem:
     """The problem of scaling a module for the given calls.
 
     Args:
         multiplies: allow an explicit multiply at the output of each module.
         widened: modules at whose output one is allowed in any case.
+        wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
     problem.widened = widened
+    for number in wide_outputs:
+        problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
         _Stater(problem, module, call, index, multiplies).state()
     return problem
@@ -232,9 +265,10 @@ class _Stater:
             self.unknown(node, None, node)
 
     def _pin_outputs(self, node: Node) -> None:
-        for source in node.all_input_nodes:
+        for number, source in enumerate(list_outputs(node)):
             if is_float(source):
-                self.system.pin(self.unknown(source, None, node))
+                wide = self.problem.outputs.get(number, ZERO)
+                self.system.equate(wide, self.unknown(source, None, node))
 
     def _state_operation(self, node: Node) -> None:
         if _is_split(node):
@@ -421,6 +455,8 @@ __all__ = [
     "find_exits",
     "find_interiors",
     "find_kept_clamps",
+    "find_wide_outputs",
+    "list_outputs",
     "split_values",
     "state_problem",
 ]

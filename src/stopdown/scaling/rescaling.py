@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from stopdown.scaling.problem import (
     Measured,
     Problem,
     find_kept_clamps,
+    find_wide_outputs,
     split_values,
     state_problem,
 )
@@ -268,8 +270,10 @@ def find_scaling(
 def _find_cheapest(
     module: torch.nn.Module, calls: Sequence[Measured], widened: frozenset[str]
 ) -> Scaling:
-    plain = state_problem(module, calls, widened=widened)
-    wider = state_problem(module, calls, multiplies=True, widened=widened)
+    state = partial(
+        state_problem, module, calls, widened=widened, wide_outputs=find_wide_outputs(calls)
+    )
+    plain, wider = state(), state(multiplies=True)
     for bits in HARD_TOPS_BITS:
         if found := _solve_cheaply(plain, wider, bits):
             return _describe(*found)
@@ -322,6 +326,7 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
     eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     headroom, tightest = _find_tightest(problem, solution)
+    outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
     return Scaling(
         exponents=_without_zeros(folds),
         eps=_without_zeros(eps),
@@ -332,6 +337,7 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
         pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
         island_flops=sum(problem.flops.get(path, 0.0) for path in solution.islands),
         kept_buffers=tuple(sorted(problem.kept_buffers)),
+        outputs=outputs,
     )
 
 
