@@ -13,9 +13,11 @@ import stopdown
 
 if TYPE_CHECKING:
     from stopdown.app.commands import GenerateOptions
+    from stopdown.app.compare_command import CompareOptions
     from stopdown.app.convert_command import ConvertOptions
     from stopdown.app.plan_command import PlanOptions
     from stopdown.app.run_command import ScriptOptions
+    from stopdown.comparison.records import Comparison
     from stopdown.records import RunRecord
 
 app = typer.Typer(
@@ -398,6 +400,118 @@ def _run_script(options: ScriptOptions, as_json: bool) -> int:
     return run_command.choose_code(record, strict=options.strict)
 
 
+@app.command()
+def compare(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+        ),
+    ],
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file with one prompt on each line.")
+    ] = None,
+    precisions: Annotated[
+        str,
+        typer.Option(
+            help="fp32, bf16, fp16 (nothing repaired), autocast, clamp, plan, a plan's file, auto, "
+            "or by component: transformer=bf16+vae=fp32."
+        ),
+    ] = "fp32,bf16,fp16,plan",
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Page to write, ending in .html.")
+    ] = Path("report.html"),
+    negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")] = "auto",
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first prompt; each further one has the next.")
+    ] = 0,
+    frames: Annotated[int | None, typer.Option(help="Frames of the videos.")] = None,
+    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    min_psnr: Annotated[
+        float | None, typer.Option(help="Least PSNR of the same picture, in dB: 33.")
+    ] = None,
+    min_ssim: Annotated[
+        float | None, typer.Option(help="Least SSIM of the same picture: 0.95.")
+    ] = None,
+    max_flip: Annotated[
+        float | None, typer.Option(help="Largest mean FLIP error of the same picture.")
+    ] = None,
+    max_flicker: Annotated[
+        float | None, typer.Option(help="Largest change of the error from frame to frame.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
+    ] = False,
+) -> None:
+    """Show what each precision does to the same prompts: one page to choose by."""
+    from stopdown.app.compare_command import CompareOptions, choose_code
+
+    options = CompareOptions(
+        source=source,
+        prompts=prompts,
+        precisions=precisions,
+        output=output,
+        negative=negative,
+        image=image,
+        video=video,
+        device=device,
+        steps=steps,
+        seed=seed,
+        frames=frames,
+        height=height,
+        width=width,
+        guidance=guidance,
+        min_psnr=min_psnr,
+        min_ssim=min_ssim,
+        max_flip=max_flip,
+        max_flicker=max_flicker,
+        revision=revision,
+        config=config,
+    )
+    raise typer.Exit(choose_code(_run_compare(options, as_json)))
+
+
+@app.command()
+def report(
+    record: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORD.json", help="What compare or generate wrote beside its output."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Page to write, ending in .html.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
+    ] = False,
+) -> None:
+    """Make the page of a record again: of a comparison, or of one run of generate."""
+    from rich.console import Console
+
+    from stopdown.app import report_command
+    from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.records import to_json
+
+    found, page = report_command.report(record, output)
+    if as_json:
+        sys.stdout.write(to_json(strip_pictures(found)))
+    else:
+        print_record(found, page, Console())
+
+
 def _run_plan(options: PlanOptions, as_json: bool) -> None:
     from rich.console import Console
 
@@ -426,6 +540,23 @@ def _run_convert(options: ConvertOptions, as_json: bool) -> None:
         sys.stdout.write(to_json(made))
     else:
         convert_command.print_conversion(made, Console())
+
+
+def _run_compare(options: CompareOptions, as_json: bool) -> Comparison:
+    from rich.console import Console
+
+    from stopdown.app import compare_command
+    from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.app.displays import Bars
+    from stopdown.records import to_json
+
+    with Bars(Console(stderr=True)) as display:
+        made = compare_command.compare(options, display)
+    if as_json:
+        sys.stdout.write(to_json(strip_pictures(made)))
+    else:
+        print_record(made, options.output, Console())
+    return made
 
 
 def _run_generate(options: GenerateOptions, as_json: bool) -> RunRecord:

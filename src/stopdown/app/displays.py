@@ -17,6 +17,7 @@ from rich.progress import (
 
 _LABELS = {
     "download": "Downloading",
+    "compare": "Comparing",
     "load": "Loading",
     "observe": "Observing",
     "measure": "Measuring",

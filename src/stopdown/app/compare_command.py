@@ -1,0 +1,189 @@
+"""`stopdown compare`, as a plain function: options in, comparison out, and what the terminal shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stopdown.comparison.records import BadLine, Comparison, Thresholds
+from stopdown.errors import OptionError
+
+if TYPE_CHECKING:
+    from stopdown.app.commands import Display
+    from stopdown.pipelines.requests import Request
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `stopdown compare`; None leaves the model's own default.
+
+    Attributes:
+        source: Hub id, Diffusers folder, single safetensors file or bundled model.
+        prompts: file with a prompt on each line; None for a model that takes none.
+        precisions: a list, such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
+        output: page to write, ending in .html; the record stands beside it.
+        negative, image, video: of every run.
+        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+        steps, seed, frames, height, width, guidance: of the runs; each prompt has the next seed.
+        min_psnr, min_ssim, max_flip, max_flicker: what counts as the same picture; None keeps the
+            default.
+        revision: branch, tag or commit on the Hub.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+    """
+
+    source: str
+    prompts: Path | None = None
+    precisions: str = "fp32,bf16,fp16,plan"
+    output: Path = Path("report.html")
+    negative: str | None = None
+    image: Path | None = None
+    video: Path | None = None
+    device: str = "auto"
+    steps: int | None = None
+    seed: int = 0
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    guidance: float | None = None
+    min_psnr: float | None = None
+    min_ssim: float | None = None
+    max_flip: float | None = None
+    max_flicker: float | None = None
+    revision: str | None = None
+    config: str | None = None
+
+
+def compare(options: CompareOptions, display: Display) -> Comparison:
+    """Run the comparison, and write its page and its record.
+
+    A start that was interrupted goes on: cells are kept beside the output until all are done.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type; no half-written file is left.
+    """
+    check_page(options.output)
+    request = _read_request(options)
+    numbered, bad = _read_prompts(options.prompts)
+    from stopdown.app.commands import find_record_path
+    from stopdown.comparison.matrix import compare as run_matrix
+    from stopdown.media import written_beside
+    from stopdown.records import to_json
+    from stopdown.report.pages import render_comparison
+
+    folder = find_cells(options.output)
+    try:
+        made = run_matrix(
+            options.source,
+            numbered,
+            options.precisions,
+            request=request,
+            thresholds=_read_thresholds(options),
+            device=options.device,
+            revision=options.revision,
+            config=options.config,
+            bad_lines=bad,
+            command=describe_command(options),
+            folder=folder,
+            progress=display.progress,
+        )
+    except KeyboardInterrupt:
+        display.announce(f"What is done is kept in {folder}: the same command goes on from there.")
+        raise
+    with written_beside(find_record_path(options.output)) as part:
+        part.write_text(to_json(made), encoding="utf-8")
+    with written_beside(options.output) as part:
+        part.write_text(render_comparison(made), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    return made
+
+
+def find_cells(output: Path) -> Path:
+    """Where the cells of a comparison are kept until it is done."""
+    return output.with_name(f".{output.name}.cells")
+
+
+def check_page(output: Path) -> None:
+    """Refuse a page that could not be written, before hours are spent on it.
+
+    Raises:
+        OptionError: it does not end in .html.
+        OutputError: nothing can be written there.
+    """
+    from stopdown.media import written_beside
+
+    if output.suffix.lower() not in (".html", ".htm"):
+        raise OptionError(
+            f"The output {output} does not end in .html.",
+            expected="A report is one HTML file.",
+            remedy=f"Use -o {output.with_suffix('.html')}",
+        )
+    with written_beside(output, probe=True) as part:
+        part.write_text("")
+
+
+def choose_code(made: Comparison) -> int:
+    """1 when a cell did not run or a line of the prompts was bad, else 0."""
+    failed = any(cell.error for row in made.rows for cell in row.cells)
+    return 1 if failed or made.bad_lines else 0
+
+
+def _read_request(options: CompareOptions) -> Request:
+    from stopdown.media import read_image, read_video
+    from stopdown.pipelines.requests import Request
+
+    for name in ("steps", "frames", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(
+                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
+            )
+    if not 0 <= options.seed < 2**62:
+        raise OptionError(f"--seed {options.seed} is not a seed.", remedy="Use --seed 0.")
+    return Request(
+        negative=options.negative,
+        image=read_image(options.image) if options.image else None,
+        video=read_video(options.video, options.frames) if options.video else None,
+        frames=options.frames,
+        height=options.height,
+        width=options.width,
+        steps=options.steps,
+        guidance=options.guidance,
+        seed=options.seed,
+    )
+
+
+def _read_prompts(path: Path | None) -> tuple[list[tuple[int, str]], list[BadLine]]:
+    from stopdown.comparison.prompts import read_prompts
+
+    return ([(1, "")], []) if path is None else read_prompts(path)
+
+
+def _read_thresholds(options: CompareOptions) -> Thresholds:
+    limits = Thresholds()
+    given = {
+        "psnr_db": options.min_psnr,
+        "ssim": options.min_ssim,
+        "flip": options.max_flip,
+        "flicker": options.max_flicker,
+    }
+    asked = {name: value for name, value in given.items() if value is not None}
+    if not asked:
+        return limits
+    source = f"{', '.join(sorted(asked))}: as asked. Others: {limits.source}"
+    limits = dataclasses.replace(limits, source=source)
+    return dataclasses.replace(limits, **asked)  # type: ignore[arg-type]  # numbers, by their names
+
+
+def describe_command(options: CompareOptions) -> str:
+    """What repeats a comparison, as it is typed."""
+    words = ["stopdown", "compare", options.source]
+    for name, value in asdict(options).items():
+        default = CompareOptions.__dataclass_fields__[name].default
+        if name != "source" and value is not None and (value != default or name == "precisions"):
+            flag = "-o" if name == "output" else f"--{name.replace('_', '-')}"
+            words += [flag, str(value)]
+    return shlex.join(words)

@@ -1,0 +1,53 @@
+"""`stopdown report`: the page of a record that was written before; no model and no torch."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+from stopdown.app.compare_command import check_page
+from stopdown.comparison.records import Comparison
+from stopdown.records import RunRecord
+
+_MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png"}
+_MOST_BYTES = 22_000_000
+
+
+def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, Path]:
+    """The record, and the page that was written of it.
+
+    Args:
+        record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
+        output: page to write; None takes the record's name.
+
+    Raises:
+        InputError: it is no record; the page cannot be written.
+    """
+    from stopdown.media import written_beside
+    from stopdown.report.pages import read_any, render_comparison, render_run
+
+    page = output or name_page(record)
+    check_page(page)
+    found = read_any(record)
+    if isinstance(found, Comparison):
+        text = render_comparison(found)
+    else:
+        text = render_run(found, _read_media(record))
+    with written_beside(page) as part:
+        part.write_text(text, encoding="utf-8")
+    return found, page
+
+
+def name_page(record: Path) -> Path:
+    """`circle.html` for `circle.mp4.json`, `report.html` for `report.html.json`."""
+    stem = record.with_suffix("") if record.suffix == ".json" else record
+    return stem.with_suffix(".html")
+
+
+def _read_media(record: Path) -> tuple[str, str] | None:
+    """The output that a run's record stands beside, when a page can hold it."""
+    output = record.with_suffix("")
+    kind = _MEDIA.get(output.suffix)
+    if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:
+        return None
+    return kind, base64.b64encode(output.read_bytes()).decode("ascii")

@@ -1,0 +1,227 @@
+"""A record as one HTML file that needs no network, and opens on anything with a browser."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stopdown.comparison.records import Cell, Comparison, Row, Sheet, Variant
+from stopdown.errors import InputError
+from stopdown.records import RunRecord, from_json
+from stopdown.report import figures
+
+WORDS = {
+    "reference": "reference",
+    "same": "same picture",
+    "other": "another picture",
+    "broken": "broken",
+    "failed": "did not run",
+}
+"""What a verdict is called on a page."""
+
+SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "failed": "—"}
+"""What stands before it, so that colour is not needed."""
+
+STAGES = ("encode", "denoise", "decode", "all")
+
+_KINDS = {"comparison": Comparison, "run": RunRecord}
+
+
+def read_any(path: Path) -> Comparison | RunRecord:
+    """The record in a JSON file, by its own word for what it is.
+
+    Raises:
+        InputError: it cannot be read, or is none that has a report.
+    """
+    try:
+        text = path.read_bytes()
+        kind = msgspec.json.decode(text).get("kind")
+    except OSError as error:
+        raise InputError(
+            f"The record {path} cannot be read: {error.strerror}.",
+            remedy="Name a record: the .json beside an output of generate, or of compare.",
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise InputError(
+            f"The file {path} is not a record of Stopdown: {error}.",
+            expected="generate and compare write one in JSON beside their output.",
+            remedy="Name that one: stopdown report circle.mp4.json",
+        ) from error
+    if kind not in _KINDS:
+        raise InputError(
+            f"The file {path} holds a record of the kind {kind!r}, which has no report.",
+            expected=f"There is a report of: {', '.join(_KINDS)}.",
+            remedy="Name the .json beside an output of generate, or of compare.",
+        )
+    return from_json(text, _KINDS[kind])
+
+
+def render_comparison(comparison: Comparison) -> str:
+    """A comparison as an HTML page."""
+    return _read_template("comparison.html").render(
+        title=f"{comparison.source}: {', '.join(v.name for v in comparison.variants)}",
+        c=comparison,
+        summaries=[_summarise(v, comparison) for v in comparison.variants],
+        chart=figures.draw_growth(comparison),
+        maps=figures.draw_maps(comparison),
+        bins=figures.BINS,
+        pictures=_list_pictures(comparison),
+        partings=_list_partings(comparison),
+        plans=[v for v in comparison.variants if v.plan is not None],
+        facts=_list_facts(comparison.machine),
+        stages=STAGES,
+    )
+
+
+def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
+    """One run of `generate` as an HTML page.
+
+    Args:
+        media: type and base64 of its output, such as `("video/mp4", "AAAA…")`; None leaves it out.
+    """
+    whole = sum(record.stages_s.values()) or 1.0
+    return _read_template("run.html").render(
+        title=f"{record.source}: {record.request.get('prompt') or record.pipeline}",
+        r=record,
+        media=media,
+        shares=[(name, s, 100 * s / whole) for name, s in record.stages_s.items()],
+        facts=_list_facts(record.machine),
+    )
+
+
+@functools.cache
+def _read_template(name: str) -> Any:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "page"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
+    for find in (
+        figures.format_bytes,
+        figures.format_ratio,
+        figures.format_seconds,
+        figures.format_number,
+        figures.format_bits,
+    ):
+        environment.filters[find.__name__.removeprefix("format_")] = find
+    return environment.get_template(name)
+
+
+def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
+    """What the tables say of one precision."""
+    cells = pick_cells(comparison.rows, variant.name)
+    measured = {
+        name: figures.summarise_measure(cells, name)
+        for name in ("psnr_db", "ssim", "flip", "flicker", "rmse")
+    }
+    known = [cell.headroom_bits for cell in cells]
+    is_lost = any(bits is None for bits, cell in zip(known, cells, strict=True) if not cell.error)
+    found = [bits for bits in known if bits is not None]
+    tightest = min(
+        (cell for cell in cells if cell.headroom_bits is not None),
+        key=lambda cell: cell.headroom_bits or 0.0,
+        default=None,
+    )
+    return {
+        "variant": variant,
+        "measures": measured,
+        "headroom": figures.SPOILT if is_lost else min(found, default=None),
+        "tightest": tightest.tightest if tightest and not is_lost else "",
+        "counts": {
+            name: sum(getattr(cell, name) for cell in cells)
+            for name in ("non_finite", "saturated", "clamped")
+        },
+        "weights_growth": variant.weights_bytes,
+    }
+
+
+def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
+    """The cells of one precision."""
+    return [cell for row in rows for cell in row.cells if cell.precision == name]
+
+
+def _list_pictures(comparison: Comparison) -> list[dict[str, Any]]:
+    """What the page's player shows: for each prompt the sheets of its cells."""
+    return [
+        {
+            "prompt": row.prompt,
+            "seed": row.seed,
+            "line": row.line,
+            "reference": row.reference,
+            "cells": [_describe_cell(cell) for cell in row.cells],
+        }
+        for row in comparison.rows
+    ]
+
+
+def _describe_cell(cell: Cell) -> dict[str, Any]:
+    measures = cell.measures
+    said = "" if measures is None else f"{figures.format_number(measures.psnr_db, 1)} dB"
+    if measures is not None and measures.identical:
+        said = "identical"
+    return {
+        "name": cell.precision,
+        "verdict": cell.verdict,
+        "reason": " ".join(cell.reasons),
+        "said": said,
+        "frames": _describe_sheet(cell.sheet),
+        "difference": _describe_sheet(cell.difference),
+    }
+
+
+def _describe_sheet(sheet: Sheet | None) -> dict[str, Any] | None:
+    if sheet is None:
+        return None
+    return {
+        "w": sheet.width,
+        "h": sheet.height,
+        "n": sheet.frames,
+        "columns": sheet.columns,
+        "every": sheet.every,
+        "mime": sheet.mime,
+        "data": sheet.data,
+    }
+
+
+def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
+    """For each precision but the reference: where it parts first, and its error by component."""
+    found = []
+    for variant in comparison.variants:
+        cells = pick_cells(comparison.rows, variant.name)
+        calls: dict[str, list[float | None]] = {}
+        for cell in cells:
+            for call in cell.calls:
+                calls.setdefault(call.component, []).append(call.rel_err)
+        if not calls and all(cell.parting is None for cell in cells):
+            continue
+        parting = next((cell.parting for cell in cells if cell.parting is not None), None)
+        faults = list(dict.fromkeys(fault.site for cell in cells for fault in cell.faults))
+        errors = {
+            name: None if any(x is None for x in values) else figures.find_median(values)
+            for name, values in calls.items()
+        }
+        found.append({"name": variant.name, "parting": parting, "errors": errors, "faults": faults})
+    return found
+
+
+def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    """Versions and hardware, flat."""
+    flat: list[tuple[str, str]] = []
+    for name, value in machine.items():
+        if isinstance(value, dict):
+            flat += [(key, str(item)) for key, item in value.items() if item is not None]
+        elif isinstance(value, (list, tuple)):
+            flat.append((name, "; ".join(str(item) for item in value)))
+        elif value is not None:
+            is_size = name.endswith("bytes") and isinstance(value, (int, float))
+            flat.append((name, figures.format_bytes(value) if is_size else str(value)))
+    return [(name.replace("_", " "), value) for name, value in flat]

@@ -1,0 +1,47 @@
+"""A comparison as text for a terminal."""
+
+from __future__ import annotations
+
+from stopdown.comparison.records import Comparison, Variant
+from stopdown.report import figures
+from stopdown.report.pages import SIGNS, WORDS, pick_cells
+
+_HEADINGS = ("precision", "verdict", "PSNR", "worst", "SSIM", "FLIP", "time", "peak", "headroom")
+
+
+def list_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """One row of text for each precision, the headings first."""
+    return [_HEADINGS, *(_describe(variant, comparison) for variant in comparison.variants)]
+
+
+def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
+    cells = pick_cells(comparison.rows, variant.name)
+    psnr = figures.summarise_measure(cells, "psnr_db")
+    known = [cell.headroom_bits for cell in cells if not cell.error]
+    least = (
+        figures.SPOILT if None in known else min((x for x in known if x is not None), default=None)
+    )
+    return (
+        variant.name,
+        f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
+        figures.format_number(psnr[0], 1),
+        figures.format_number(psnr[1], 1),
+        figures.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
+        figures.format_number(figures.summarise_measure(cells, "flip")[1], 3),
+        figures.format_ratio(variant.time_ratios.get("all")),
+        figures.format_bytes(variant.peak_bytes),
+        figures.format_bits(least if known else None),
+    )
+
+
+def list_notes(comparison: Comparison) -> list[str]:
+    """The verdict, its reasons and what was not run, in whole sentences."""
+    notes = [comparison.headline, comparison.reference_reason, *comparison.reasons]
+    notes += [f"Line {x.line} of the prompts was not run: {x.reason}" for x in comparison.bad_lines]
+    for row in comparison.rows:
+        notes += [
+            f"{cell.precision} did not run on line {row.line}: {cell.error}"
+            for cell in row.cells
+            if cell.error
+        ]
+    return list(dict.fromkeys(notes))
