@@ -91,12 +91,16 @@ def _list_some(names: tuple[str, ...]) -> str:
     return f"{', '.join(names[:5])}{rest}"
 
 
+def _shorten(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
 def _describe_row(entry: ConvertedComponent) -> tuple[str, ...]:
     return (
         entry.component,
         entry.precision,
         str(entry.folded) if entry.precision == "fp16" else "",
-        ", ".join(f"{name}={value}" for name, value in entry.fields.items()),
+        ", ".join(f"{name}={_shorten(value)}" for name, value in entry.fields.items()),
         str(len(entry.eps_left)) if entry.eps_left else "",
         f"{entry.effect:.1e}" if entry.eps_left else "",
     )

@@ -125,7 +125,14 @@ def _load_numbered(
     with Patches() as patches:
         patches.set_attribute(loader, "load_single_file_checkpoint", read)
         pipe = load_pipeline(source, torch_dtypes=torch.float32, config=config)
-    return {name: name_parameters(module) for name, module in find_components(pipe).items()}
+    return {name: _list_stored(module) for name, module in find_components(pipe).items()}
+
+
+def _list_stored(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The floating tensors of a component's checkpoint; tied ones once."""
+    stored = module.state_dict().keys()
+    named = name_parameters(module).items()
+    return {name: x for name, x in named if name in stored and x.is_floating_point()}
 
 
 def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch.Tensor:

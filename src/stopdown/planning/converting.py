@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import shutil
 import time
@@ -430,12 +431,18 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
     if found.anew:
         yield "Its exponents were found anew, because a file cannot hold those of the plan."
     if found.left:
+        change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
         yield (
-            f"Eps that no configuration sets: {len(found.left)}. Without them its output changes by "
-            f"{found.effect:.1e} in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+            f"Eps that no configuration sets: {len(found.left)}. Without them its output {change} in "
+            f"{found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
         )
     else:
         yield "In fp32 it is bit for bit the original."
+    if math.isfinite(found.scaling.headroom_bits) and not found.scaling.certified:
+        yield (
+            f"In the measured calls its values stay {found.scaling.headroom_bits:.1f} bits below the end "
+            "of fp16; nothing watches them without Stopdown."
+        )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
         yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."
 

@@ -2,15 +2,13 @@
 
 A weight file has no place for multiplies, islands and casts, and a `config.json` sets the eps of many
 norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has a
-field; else they are found again, in this order, and the first that leaves the output as it was is
-taken:
+field. Else eps have to stay as they are, or the exponents are found again. In this order:
 
-1. folds alone; the eps of one field change together, all others stay as they are: exact;
-2. the plan's own folds, eps without a field not written;
-3. folds alone, eps without a field free, and not written;
-4. the same, with each eps free.
+1. the plan's own folds, where the eps that cannot be written change no bit of an output;
+2. folds found anew: the eps of one field change together, all others stay as they are: exact;
+3. the plan's own folds with a change, or folds found anew with eps free: what changes least.
 
-What 2 to 4 change in the component's output is measured on recorded calls, in fp32: outputs with and
+What 1 and 3 change in the component's output is measured on recorded calls, in fp32: outputs with and
 without the eps that cannot be written.
 
 **Catches** every eps that the files will not hold.
@@ -95,11 +93,11 @@ def express_component(
             return planned
     calls = record()
     best: Expressed | None = None
-    for candidate in _find_candidates(module, planned, calls, fields):
+    for candidate, most in _find_candidates(module, planned, calls, fields):
         tried = replace(candidate, **_measure_effect(module, candidate, calls))
         if best is None or tried.effect < best.effect:
             best = tried
-        if best.effect <= EFFECT_LIMIT:
+        if best.effect <= most:
             return best
     if best is None:
         raise ScalingError(
@@ -137,17 +135,15 @@ def _find_candidates(
     planned: Expressed | None,
     calls: Sequence[RecordedCall],
     fields: Fields,
-) -> Iterator[Expressed]:
-    """Exponents that files can hold but for some eps, the likeliest to be exact first."""
+) -> Iterator[tuple[Expressed, float]]:
+    """Exponents that files can hold but for some eps, and with which effect to look no further."""
+    if planned is not None:
+        yield planned, 0.0
     measured = _measure_ranges(module, calls)
     groups = list(fields.values())
-    if found := find_folds(module, measured, groups):
-        yield _write_eps(module, found, fields, anew=True)
-    if planned is not None:
-        yield planned
-    for tied in (groups, []):
-        if found := find_folds(module, measured, tied, free=True):
-            yield _write_eps(module, found, fields, anew=True)
+    for tied, free in ((groups, False), (groups, True), ([], True)):
+        if found := find_folds(module, measured, tied, free=free):
+            yield _write_eps(module, found, fields, anew=True), EFFECT_LIMIT
 
 
 def _measure_ranges(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[Measured]:

@@ -1,0 +1,619 @@
+"""Plans written down: plain Diffusers, in a process without Stopdown, renders right in fp16."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_single_file import rename_unet, rename_vae
+
+from stopdown.errors import OptionError, OutputError
+from stopdown.pipelines.components import Door, find_components
+from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.single_files import Rows, fold_rows, spread_exponents, trace_rows
+from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.tiny import overflow_
+from stopdown.planning import converting, expressing
+from stopdown.planning.converting import convert
+from stopdown.planning.expressing import Expressed, express_component
+from stopdown.planning.plan_files import seal_plan
+from stopdown.planning.plans import make_plan
+from stopdown.planning.recording import RecordedCall
+from stopdown.records import ComponentPlan, Conversion, Plan, from_json
+from stopdown.scaling import Scaling, fold_scaling, rescale_
+from stopdown.testing import assert_untouched, make_pipeline
+
+SMALLEST = 2.0**-9
+"""Weights below are 0 here, so that eight bits of the others outlive a fold by 2^-8 in fp16."""
+
+OVERFLOWING = {
+    "sd": ("unet",),
+    "sdxl": ("unet", "vae"),
+    "cogvideox": ("text_encoder", "transformer", "vae"),
+    "svd": ("unet", "vae"),
+    "cogview3plus": ("transformer",),
+}
+SIZES: dict[str, dict[str, Any]] = {
+    "cogvideox": {"frames": 9},
+    "svd": {"height": 32, "width": 32, "frames": 3},
+}
+
+PLAIN = """
+import json, sys, warnings
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "stopdown":
+            raise ImportError("absent")
+sys.meta_path.insert(0, Absent())
+warnings.simplefilter("ignore")
+import diffusers, numpy as np, PIL.Image, torch
+torch.set_num_threads(1)
+request = json.loads(sys.argv[1])
+
+def run(path, dtype):
+    if path.endswith(".safetensors"):
+        pipe = diffusers.StableDiffusionPipeline.from_single_file(
+            path, config=request["config"], torch_dtype=dtype)
+    else:
+        pipe = diffusers.DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = dict(request["arguments"])
+    if "image" in arguments:
+        picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        arguments["image"] = PIL.Image.fromarray(picture)
+    noise = torch.Generator().manual_seed(0)
+    output = pipe(**arguments, num_inference_steps=2, generator=noise, output_type="np")
+    return np.asarray(output[0], dtype=np.float64)
+
+def measure(low, reference):
+    if not np.isfinite(low).all():
+        return None
+    return float(np.linalg.norm(low - reference) / np.linalg.norm(reference))
+
+before = request["before"]
+reference = run(before, torch.float32)
+try:
+    import stopdown
+except ImportError:
+    plain = {
+        "plain fp16": measure(run(before, torch.float16), reference),
+        "bf16": measure(run(before, torch.bfloat16), reference),
+    }
+    print(json.dumps([
+        {
+            **plain,
+            "converted fp16": measure(run(after, torch.float16), reference),
+            "converted fp32": measure(run(after, torch.float32), reference),
+        }
+        for after in request["after"]
+    ]))
+"""
+
+
+def build(name: str) -> Any:
+    """A tiny pipeline beyond fp16, its weights in bf16 without the smallest."""
+    pipe = make_pipeline(name)
+    for component in OVERFLOWING[name]:
+        overflow_(getattr(pipe, component))
+    for module in find_components(pipe).values():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
+        module.to(torch.bfloat16)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
+    """A folder of a tiny pipeline and its plan, made once for each name."""
+    known: dict[str, tuple[Path, Plan]] = {}
+
+    def make(name: str) -> tuple[Path, Plan]:
+        if name not in known:
+            folder = tmp_path_factory.mktemp(name) / "model"
+            build(name).save_pretrained(folder)
+            known[name] = folder, make_plan(str(folder), **measured(name))
+        return known[name]
+
+    return make
+
+
+def measured(name: str) -> dict[str, Any]:
+    return {"prompts": ["a red train"], "steps": 2, "request": Request(**SIZES.get(name, {}))}
+
+
+def convert_made(name: str, source: Path, output: Path, plan: Plan, **options: Any) -> Conversion:
+    return convert(source, output, plan, request=Request(**SIZES.get(name, {})), **options)
+
+
+@pytest.fixture(scope="module")
+def converted(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Conversion]:
+    """The tiny Stable Diffusion, its converted folder, and what was said of it."""
+    folder, plan = made("sd")
+    output = tmp_path_factory.mktemp("converted") / "out"
+    return folder, output, convert_made("sd", folder, output, plan)
+
+
+def run_plain(name: str, before: Path, *after: Path) -> list[dict[str, float | None]]:
+    """Errors of plain Diffusers against its own fp32; None where NaN or Inf came out."""
+    sizes = SIZES.get(name, {})
+    arguments = {key.replace("frames", "num_frames"): value for key, value in sizes.items()}
+    arguments |= {"image": ""} if name == "svd" else {"prompt": "a ball"}
+    request: dict[str, Any] = {"before": str(before), "after": [str(path) for path in after]}
+    request |= {"arguments": arguments, "config": str(before)}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, json.dumps(request)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[dict[str, float | None]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def assert_right(errors: Mapping[str, float | None]) -> None:
+    """Plain fp16 is broken; converted it is finite, and nearer to fp32 than bf16 by a factor."""
+    print(errors)  # noqa: T201 - the figures, with -s
+    converted, other = errors["converted fp16"], errors["bf16"]
+    assert errors["plain fp16"] is None
+    assert converted is not None
+    assert other is not None
+    assert converted <= other / 4
+    assert errors["converted fp32"] == 0.0
+
+
+# ---------------------------------------------------------------------------------------------
+# Folders
+
+
+def test_plain_diffusers_renders_right(
+    converted: tuple[Path, Path, Conversion], single: tuple[Path, Path, Conversion]
+) -> None:
+    """Without Stopdown: NaN before, near to fp32 afterwards; and in fp32 bit for bit the same."""
+    for errors in run_plain("sd", converted[0], converted[1], single[1]):
+        assert_right(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cogvideox", "sdxl", "svd"])
+def test_other_pipelines_render_right(
+    name: str, made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """The same for a T5, a video transformer, a causal autoencoder, and models with force_upcast."""
+    folder, plan = made(name)
+    record = convert_made(name, folder, tmp_path / "out", plan)
+    assert {entry.precision for entry in record.components} == {"fp16"}
+    assert_right(*run_plain(name, folder, tmp_path / "out"))
+
+
+def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Conversion]) -> None:
+    """The same files and a record; only fields that the record names differ in configurations."""
+    folder, output, record = converted
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    found = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
+    assert found == names | {"stopdown.json"}
+    assert from_json((output / "stopdown.json").read_bytes(), Conversion) == record
+    for entry in record.components:
+        old = json.loads((folder / entry.component / "config.json").read_text())
+        new = json.loads((output / entry.component / "config.json").read_text())
+        changed = {key: new[key] for key in new if old.get(key) != new[key]}
+        changed.pop("dtype", None)
+        assert changed == entry.fields
+        for path in (output / entry.component).glob("*.safetensors"):
+            assert {x.dtype for x in load_file(path).values() if x.is_floating_point()} == {
+                torch.float16
+            }
+
+
+def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion]) -> None:
+    """Eps without a field are listed with the change that they make, and how to load stands there."""
+    _, output, record = converted
+    unet = next(entry for entry in record.components if entry.component == "unet")
+    assert unet.eps_left
+    assert unet.calls >= 1
+    assert unet.effect <= expressing.EFFECT_LIMIT
+    assert any(f"Eps that no configuration sets: {len(unet.eps_left)}." in x for x in unet.reasons)
+    assert record.load == (
+        f'StableDiffusionPipeline.from_pretrained("{output}", torch_dtype=torch.float16)'
+    )
+
+
+def test_what_is_left_is_copied(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
+    """`--leave` copies a component's files to the byte; loading it is told."""
+    folder, plan = made("sd")
+    others = [e.component for e in plan.components if e.component != "text_encoder"]
+    record = convert_made("sd", folder, tmp_path / "out", plan, leave=others)
+    for name in others:
+        file = f"{name}/diffusion_pytorch_model.safetensors"
+        assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
+    assert [e.precision for e in record.components if e.component in others] == ["as stored"] * 2
+    assert '"unet": torch.bfloat16' in record.load
+    assert '"default": torch.float16' in record.load
+
+
+# ---------------------------------------------------------------------------------------------
+# Single files
+
+
+def save_single(folder: Path, path: Path) -> None:
+    """The tiny Stable Diffusion as one file, with what Diffusers does not read besides."""
+    tensors = {}
+    unet = load_file(folder / "unet" / "diffusion_pytorch_model.safetensors")
+    tensors |= {rename_unet(name): tensor for name, tensor in unet.items()}
+    for name, tensor in load_file(folder / "vae" / "diffusion_pytorch_model.safetensors").items():
+        is_projection = re.search(r"attentions.*to_.*weight", name)
+        tensors[rename_vae(name)] = tensor[..., None, None] if is_projection else tensor
+    for name, tensor in load_file(folder / "text_encoder" / "model.safetensors").items():
+        prefix = "cond_stage_model.transformer.text_model."
+        tensors[prefix + name.removeprefix("text_model.")] = tensor
+    tensors["model_ema.decay"] = torch.tensor([0.5, 0.25])
+    tensors["model_ema.num_updates"] = torch.tensor(7)
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(whole, path, metadata={"modelspec.title": "tiny"})
+
+
+@pytest.fixture(scope="module")
+def single(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Conversion]:
+    """A single file, what it became, and what was said of it."""
+    folder, plan = made("sd")
+    place = tmp_path_factory.mktemp("single")
+    source, output = place / "tiny.safetensors", place / "out.safetensors"
+    save_single(folder, source)
+    anywhere = seal_plan(dataclasses.replace(plan, fingerprint=""))
+    return source, output, convert_made("sd", source, output, anywhere, config=folder)
+
+
+def test_a_single_file_keeps_names_shapes_order_and_metadata(
+    single: tuple[Path, Path, Conversion],
+) -> None:
+    """The written file differs in values and dtype alone; what Diffusers does not read is copied."""
+    source, output, record = single
+    assert record.unread == ("model_ema.decay",)
+    with safe_open(source, "pt") as before, safe_open(output, "pt") as after:
+        assert after.metadata() == before.metadata() == {"modelspec.title": "tiny"}
+        names, found = list(before.keys()), list(after.keys())
+        read = [name for name in names if not name.startswith("model_ema")]
+        assert [name for name in found if not name.startswith("model_ema")] == read
+        assert set(found) == set(names)
+        for name in names:
+            old, new = before.get_tensor(name), after.get_tensor(name)
+            assert new.shape == old.shape
+            if name in read:
+                assert new.dtype == torch.float16
+            else:
+                assert torch.equal(new, old)
+
+
+def test_a_single_file_becomes_a_folder_too(
+    single: tuple[Path, Path, Conversion],
+    made: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+) -> None:
+    """With the configuration's descriptions beside; what is left keeps the file's dtype."""
+    folder, plan = made("sd")
+    anywhere = seal_plan(dataclasses.replace(plan, fingerprint=""))
+    leave = ["unet", "vae"]
+    convert_made("sd", single[0], tmp_path / "out", anywhere, config=folder, leave=leave)
+    wide = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
+    half = load_file(tmp_path / "out" / "text_encoder" / "model.safetensors")
+    assert {x.dtype for x in wide.values()} == {torch.bfloat16}
+    assert {x.dtype for x in half.values() if x.is_floating_point()} == {torch.float16}
+    assert (tmp_path / "out" / "tokenizer" / "tokenizer_config.json").is_file()
+
+
+def make_rows(q: torch.Tensor, strange: tuple[str, ...] = ()) -> Rows:
+    from stopdown.pipelines.headers import StoredTensor
+
+    tensors = {"qk": StoredTensor("bf16", (4, 3), 24), "ema": StoredTensor("fp32", (2,), 8)}
+    numbers = {"unet": {"q": q, "k": torch.tensor([[3.0] * 3, [4.0] * 3])}}
+    return Rows(tensors, {"qk": 1, "ema": 5}, numbers, {"unet": strange})
+
+
+def test_rows_of_a_fused_projection_have_their_own_exponents() -> None:
+    """Half of a tensor belongs to one parameter and half to another; what nobody reads is left out."""
+    rows = make_rows(torch.tensor([[1.0] * 3, [2.0] * 3]))
+    spread = spread_exponents(rows, {"unet": {"q": -3, "k[1:2]": 2}}, ())
+    assert {name: x.tolist() for name, x in spread.items()} == {"qk": [-3, -3, 0, 2]}
+    folded = fold_rows(torch.ones(4, 3), spread["qk"])
+    assert folded[:, 0].tolist() == [0.125, 0.125, 1.0, 4.0]
+    assert rows.find_unread() == ("ema",)
+    assert spread_exponents(rows, {}, ("unet",)) == {}
+
+
+def test_rows_that_are_wanted_differently_are_refused() -> None:
+    """A transposed parameter with blocks of rows, or one that is computed, cannot be written back."""
+    transposed = make_rows(torch.tensor([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]))
+    with pytest.raises(Exception, match=r"^unet:q needs 2\*\*0 in rows of the file that other"):
+        spread_exponents(transposed, {"unet": {"q[0:1]": -3}}, ())
+    computed = make_rows(torch.tensor([[2.0] * 3, [3.0] * 3]), strange=("q",))
+    with pytest.raises(Exception, match=r"^unet:q is not in the file as it is in the model"):
+        spread_exponents(computed, {"unet": {"q": -3}}, ())
+
+
+def test_what_a_converter_computes_is_told_from_what_it_moves(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A converter that adds 1 to a tensor is found by counting up and down."""
+    from diffusers.loaders import single_file_model
+
+    folder, _ = made("sd")
+    save_single(folder, tmp_path / "tiny.safetensors")
+    mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["UNet2DConditionModel"]
+    convert_names = mapping["checkpoint_mapping_fn"]
+
+    def compute(checkpoint: Any, config: Any, **options: Any) -> Any:
+        converted = convert_names(checkpoint, config=config, **options)
+        return {**converted, "conv_in.bias": converted["conv_in.bias"] + 1}
+
+    monkeypatch.setitem(mapping, "checkpoint_mapping_fn", compute)
+    rows = trace_rows(resolve_source(tmp_path / "tiny.safetensors"), folder)
+    assert rows.strange == {"vae": (), "text_encoder": (), "unet": ("conv_in.bias",)}
+
+
+# ---------------------------------------------------------------------------------------------
+# Eps
+
+
+@pytest.fixture(scope="module")
+def encoder() -> tuple[Any, ComponentPlan, Scaling, RecordedCall]:
+    """A T5 beyond fp16, its exponents, and a call of it."""
+    module = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
+    tokens = torch.arange(8)[None]
+    rescaling = rescale_(module, (tokens,))
+    rescaling.undo()
+    entry = ComponentPlan("text_encoder", "T5EncoderModel", "", "fp16")
+    entry = dataclasses.replace(
+        entry, exponents=dict(rescaling.exponents), eps=dict(rescaling.scaling.eps)
+    )
+    call = RecordedCall(Door("text_encoder", module, "forward", "encode"), (tokens,), {})
+    return module, entry, rescaling.scaling, call
+
+
+def test_fields_are_found_by_doubling_them() -> None:
+    """A field sets the norms that double with it; eps in a class's code belong to none."""
+    pipe = make_pipeline("cogvideox")
+    fields = find_eps_fields(pipe.text_encoder)
+    assert fields == {"layer_norm_epsilon": frozenset(list_eps(pipe.text_encoder))}
+    fields = find_eps_fields(pipe.transformer)
+    assert list(fields) == ["norm_eps"]
+    left = list_eps(pipe.transformer).keys() - fields["norm_eps"]
+    assert left == {f"transformer_blocks.{i}.attn1.norm_{x}.eps" for i in (0, 1) for x in "qk"}
+    assert find_eps_fields(torch.nn.LayerNorm(4)) == {}
+
+
+def test_a_field_makes_a_component_exact(
+    encoder: tuple[Any, ComponentPlan, Scaling, RecordedCall],
+) -> None:
+    """Built from the changed configuration, with the folded weights, a T5 is bit for bit the same."""
+    module, entry, scaling, call = encoder
+    with assert_untouched(module):
+        found = express_component(module, entry, scaling, lambda: [])
+    assert (found.left, found.effect, found.anew) == ({}, 0.0, False)
+    config = type(module.config)(**{**module.config.to_dict(), **found.fields})
+    built = type(module)(config).eval()
+    rescaling = fold_scaling(module, scaling)
+    built.load_state_dict(module.state_dict())
+    rescaling.undo()
+    assert list_eps(built) != list_eps(module)
+    with torch.no_grad():
+        assert torch.equal(built(*call.args)[0], module(*call.args)[0])
+
+
+def test_what_a_file_cannot_hold_is_found_anew(
+    encoder: tuple[Any, ComponentPlan, Scaling, RecordedCall],
+) -> None:
+    """A plan with a multiply is solved again by folds alone; without a configuration eps stay."""
+    module, entry, scaling, call = encoder
+    with_multiply = dataclasses.replace(entry, multiplies={"encoder.block.0": -2})
+    with assert_untouched(module):
+        found = express_component(module, with_multiply, scaling, lambda: [call])
+        bare = express_component(module, entry, scaling, lambda: [call], has_config=False)
+    assert (found.anew, found.left, found.scaling.multiplies) == (True, {}, {})
+    assert list(found.fields) == ["layer_norm_epsilon"]
+    assert bare.left
+    assert (bare.fields, bare.calls) == ({}, 1)
+
+
+def test_the_effect_of_an_eps_is_measured() -> None:
+    """A LayerNorm whose input is scaled and whose eps is not changes the output by what is said."""
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    door = Door("m", module, "forward", "denoise")
+    calls = [RecordedCall(door, (torch.randn(4, 8),), {})]
+    folds = {"0.weight": -8, "0.bias": -8}
+    with assert_untouched(module), torch.no_grad():
+        whole = Scaling(exponents=folds, eps={"1.eps": -16})
+        exact = expressing._measure_effect(module, Expressed(whole), calls)
+        left = expressing._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
+        before = module(*calls[0].args)
+    assert exact == {"effect": 0.0, "calls": 1}
+    rescaling = fold_scaling(module, Scaling(exponents=folds))
+    after = module(*calls[0].args).detach()
+    rescaling.undo()
+    error = float((after - before).double().norm() / before.double().norm())
+    assert left["effect"] == pytest.approx(error)
+    assert error > 0.1
+
+
+def test_an_effect_beyond_the_limit_is_refused(
+    made: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All components in one message, with the norms, the change and both ways on; nothing is left."""
+    folder, plan = made("sd")
+    monkeypatch.setattr(expressing, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
+    monkeypatch.setattr(expressing, "_measure_ranges", lambda *_: [])
+    monkeypatch.setattr(expressing, "find_folds", lambda *_, **__: None)
+    with pytest.raises(OptionError) as caught:
+        convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
+    assert str(caught.value) == (
+        f"{folder} cannot be written in fp16 for programs without Stopdown. unet: no configuration "
+        "sets conv_norm_out.eps, down_blocks.0.attentions.0.norm.eps, "
+        "down_blocks.0.attentions.0.transformer_blocks.0.norm1.eps and "
+        f"{count_left(plan) - 3} more, and without that its "
+        "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files hold weights and "
+        "configurations: no multiplies, islands or casts. Write as stored what cannot be: "
+        "--leave unet. Or take the difference: --allow-eps. Or run the plan itself: stopdown "
+        f"generate {folder} --precision PLAN."
+    )
+    assert list(tmp_path.iterdir()) == []
+    record = convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"], allow_eps=True)
+    assert next(e.effect for e in record.components if e.component == "unet") == 0.25
+
+
+def count_left(plan: Plan) -> int:
+    return len(next(entry.eps for entry in plan.components if entry.component == "unet"))
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+
+
+@pytest.mark.slow
+def test_what_folds_cannot_do_is_refused(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """CogView3-Plus adds a table that is in no file to its stream: its plan needs Stopdown."""
+    folder, plan = made("cogview3plus")
+    assert next(e for e in plan.components if e.component == "transformer").multiplies
+    with pytest.raises(OptionError) as caught:
+        convert_made("cogview3plus", folder, tmp_path / "out", plan)
+    assert str(caught.value) == (
+        f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
+        "two in its weights alone do not keep it in fp16's range; its plan has 1 multiply and the "
+        "fp32 island patch_embed. Files hold weights and configurations: no multiplies, islands or "
+        "casts. Write as stored what cannot be: --leave transformer. Or run the plan itself: "
+        f"stopdown generate {folder} --precision PLAN."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_component_that_its_plan_leaves_out_is_refused(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A plan that runs a component in bf16 says why, and that sentence is passed on."""
+    folder, plan = made("sd")
+    wide = [
+        dataclasses.replace(e, precision="bf16", reasons=("Its code cannot be traced.",))
+        if e.component == "unet"
+        else dataclasses.replace(e, precision="as loaded")
+        for e in plan.components
+    ]
+    edited = seal_plan(dataclasses.replace(plan, components=tuple(wide)))
+    with pytest.raises(OptionError) as caught:
+        convert(folder, tmp_path / "out", edited)
+    assert "unet: its plan runs it in bf16. Its code cannot be traced." in str(caught.value)
+    with pytest.raises(OptionError) as caught:
+        convert(folder, tmp_path / "out", edited, leave=["you-net"])
+    assert str(caught.value) == (
+        f"--leave you-net names no component of {folder}. It has vae, text_encoder, unet. Use "
+        "--leave vae."
+    )
+
+
+def test_a_place_that_is_taken_is_refused(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A model is replaced with `force` only, anything else never, and the source itself never."""
+    folder, plan = made("sd")
+    taken, model = tmp_path / "taken", tmp_path / "model"
+    for place, name in ((taken, "letter.txt"), (model, "model_index.json")):
+        place.mkdir()
+        (place / name).write_text("{}")
+    for place, force, message in (
+        (taken, True, f"OUT {taken} exists and is not a folder with a model_index.json. It is a new "
+         "place or an empty folder; --force replaces only converted models. Give another place."),
+        (model, False, f"OUT {model} exists and holds a model. It is a new place or an empty folder. "
+         "Give another place, or add --force to replace it."),
+        (folder, True, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
+    ):  # fmt: skip
+        with pytest.raises(OutputError) as caught:
+            convert(folder, place, plan, force=force)
+        assert str(caught.value) == message
+    with pytest.raises(OptionError, match=r"is a single file and .* is a folder\. A single file"):
+        convert(folder, tmp_path / "out.safetensors", plan)
+    leave = ["unet", "vae"]
+    convert_made("sd", folder, model, plan, force=True, leave=leave)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "taken"]
+    assert (model / "text_encoder" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_conversion_that_ends_early_leaves_nothing(
+    failure: BaseException,
+    made: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
+    folder, plan = made("sd")
+    write = converting.write_weights
+
+    def fail(module: torch.nn.Module, place: Path) -> None:
+        write(module, place)
+        raise failure
+
+    monkeypatch.setattr(converting, "write_weights", fail)
+    with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
+        convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
+    assert list(tmp_path.iterdir()) == []
+    if isinstance(failure, OSError):
+        assert str(caught.value) == (
+            f"The output {tmp_path / 'out'} could not be written: the disk is full. Nothing "
+            "half-written was left behind. Free some space, or choose another disk as OUT."
+        )
+
+
+def test_a_disk_that_refuses_weights_is_one_message(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """The library that writes weights has errors of its own; they become the same sentence."""
+    resource = pytest.importorskip("resource")
+    folder, plan = made("sd")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(OutputError) as caught:
+            convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be written: the file grew larger than this system allows." in str(
+        caught.value
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
+    """A process that is killed between two components has renamed nothing."""
+    from stopdown.planning.plan_files import write_plan
+
+    folder, plan = made("sd")
+    write_plan(plan, tmp_path / "plan.json")
+    script = (
+        "import os, signal, sys\n"
+        "from stopdown.planning import converting\n"
+        "write = converting.write_weights\n"
+        "def die(module, place):\n"
+        "    write(module, place)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "converting.write_weights = die\n"
+        "converting.convert(*sys.argv[1:4], leave=['unet', 'vae'])\n"
+    )
+    command = [sys.executable, "-c", script, folder, tmp_path / "out", tmp_path / "plan.json"]
+    done = subprocess.run([str(word) for word in command], capture_output=True)
+    assert done.returncode == -9
+    assert not (tmp_path / "out").exists()
