@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "CallSummary": "records",
     "CaptureError": "errors",
+    "CheckRecord": "records",
+    "Comparison": "comparison.records",
     "ComponentPlan": "records",
     "Conversion": "records",
     "ConvertedComponent": "records",
@@ -25,6 +27,7 @@ _HOMES = {
     "OutputError": "errors",
     "Plan": "records",
     "PlanError": "errors",
+    "Price": "records",
     "Repair": "records",
     "Rescaling": "scaling.folding",
     "RunRecord": "records",
@@ -32,13 +35,17 @@ _HOMES = {
     "SourceError": "errors",
     "StopdownError": "errors",
     "StopdownWarning": "errors",
+    "Thresholds": "comparison.records",
     "apply_plan": "planning.applying",
     "cast_": "scaling.folding",
+    "check": "consistency.checking",
+    "compare": "comparison.matrix",
     "convert": "planning.converting",
     "explain": "diagnosis",
     "guard": "runtime.guarding",
     "load": "planning.opening",
     "make_plan": "planning.plans",
+    "mend": "consistency.mending",
     "read_plan": "planning.plan_files",
     "rescale_": "scaling.rescaling",
     "write_plan": "planning.plan_files",
@@ -47,6 +54,8 @@ _HOMES = {
 __all__ = [
     "CallSummary",
     "CaptureError",
+    "CheckRecord",
+    "Comparison",
     "ComponentPlan",
     "Conversion",
     "ConvertedComponent",
@@ -60,6 +69,7 @@ __all__ = [
     "OutputError",
     "Plan",
     "PlanError",
+    "Price",
     "Repair",
     "Rescaling",
     "RunRecord",
@@ -67,13 +77,17 @@ __all__ = [
     "SourceError",
     "StopdownError",
     "StopdownWarning",
+    "Thresholds",
     "apply_plan",
     "cast_",
+    "check",
+    "compare",
     "convert",
     "explain",
     "guard",
     "load",
     "make_plan",
+    "mend",
     "read_plan",
     "rescale_",
     "write_plan",
@@ -81,6 +95,8 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stopdown.comparison.matrix import compare
+    from stopdown.comparison.records import Comparison, Thresholds
     from stopdown.diagnosis import explain
     from stopdown.errors import (
         CaptureError,

@@ -301,7 +301,7 @@ def _conclude(
             heats = join_heats(heats, entry.heats.get(name, ()))
         known = matrix.variants.get(name, Variant(name, explain_meaning(name)))
         variants.append(judge_variant(dataclasses.replace(known, heats=heats), rows))
-    best, headline, reasons = recommend(variants, str(subject.device))
+    best, headline = recommend(variants, str(subject.device))
     references = [row.reference for row in rows]
     reference = max(references, key=references.count) if references else matrix.ranked[0]
     return Comparison(
@@ -318,7 +318,7 @@ def _conclude(
         reference_reason=_explain_reference(reference, matrix.ranked, needs_clamp),
         recommended=best,
         headline=headline,
-        reasons=(*reasons, *compare_pairs(rows, matrix.names)),
+        reasons=tuple(compare_pairs(rows, matrix.names)),
         variants=tuple(variants),
         rows=tuple(rows),
         bad_lines=tuple(bad_lines),

@@ -261,7 +261,7 @@ class Comparison:
         reference_reason: why.
         recommended: the precision to take; None when there is none.
         headline: the verdict in one sentence.
-        reasons: whole sentences.
+        reasons: which precision is nearer to the reference than which, in whole sentences.
         variants: the precisions.
         rows: the prompts.
         bad_lines: lines of the prompt file that were not run.

@@ -70,7 +70,7 @@ def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, li
 
 def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
     if cell.non_finite:
-        yield f"{cell.non_finite} values are NaN or Inf."
+        yield f"{cell.non_finite} values are NaN or Inf{_name_start(cell)}."
     known = {finding.kind for finding in reference.findings}
     own = cell.precision == reference.precision
     for finding in cell.findings:
@@ -79,6 +79,14 @@ def _list_breaks(cell: Cell, reference: Cell) -> Iterable[str]:
     for fault in cell.faults:
         if fault.kind == "clamped":
             yield fault.evidence
+
+
+def _name_start(cell: Cell) -> str:
+    """Where the first of them came from, as far as the guard saw it."""
+    for fault in cell.faults:
+        step = "" if fault.step is None else f" at step {fault.step + 1}"
+        return f", the first in {fault.site}{step}"
+    return ""
 
 
 def _list_misses(measures: Measures, thresholds: Thresholds) -> Iterable[str]:
@@ -163,12 +171,11 @@ def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
     return {stage: statistics.median(found) for stage, found in ratios.items()}
 
 
-def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str, tuple[str, ...]]:
-    """The precision to take, the verdict in one sentence, and its reasons."""
+def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str]:
+    """The precision to take, and the verdict in one sentence: the fastest that gives the pictures."""
     usable = [v for v in variants if v.verdict in ("same", "reference")]
-    reasons = [f"{v.name}: {' '.join(v.reasons)}" for v in variants]
     if not usable:
-        return None, "None of these precisions gives the reference's pictures.", tuple(reasons)
+        return None, "None of these precisions gives the reference's pictures on every prompt."
     best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
     ratio = best.time_ratios.get("all")
     speed = "" if ratio is None or best.verdict == "reference" else f" at {ratio:.2g} of its time"
@@ -177,24 +184,24 @@ def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str
         if best.verdict == "reference"
         else f"the reference's pictures{speed}."
     )
-    return best.name, headline, tuple(reasons)
+    return best.name, headline
 
 
 def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
-    """Of each two precisions with measures, on how many prompts the one is nearer, in sentences."""
+    """Of each two precisions with sound pictures, on how many prompts the one is nearer."""
     for index, one in enumerate(names):
         for other in names[index + 1 :]:
             pairs = [(_find_rmse(row, one), _find_rmse(row, other)) for row in rows]
             known = [(a, b) for a, b in pairs if a is not None and b is not None]
             nearer = sum(a < b for a, b in known)
             further = sum(a > b for a, b in known)
-            if known and nearer + further:
-                pair, count = ((one, other), nearer)
-                if further > nearer:
-                    pair, count = ((other, one), further)
+            best, worse, count = (
+                (one, other, nearer) if nearer >= further else (other, one, further)
+            )
+            if count and any(math.isfinite(a) and math.isfinite(b) for a, b in known):
                 yield (
-                    f"{pair[0]} is nearer to the reference than {pair[1]} on {count} of "
-                    f"{len(known)} prompts."
+                    f"{best} is nearer to the reference than {worse} on {count} of {len(known)} "
+                    f"prompt{'s' * (len(known) != 1)}."
                 )
 
 

@@ -1,4 +1,4 @@
-"""A comparison as text for a terminal."""
+"""A comparison as text for a terminal; of each measure the worst over the prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from stopdown.comparison.records import Comparison, Variant
 from stopdown.report import figures
 from stopdown.report.pages import SIGNS, WORDS, pick_cells
 
-_HEADINGS = ("precision", "verdict", "PSNR", "worst", "SSIM", "FLIP", "time", "peak", "headroom")
+_HEADINGS = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
 
 
 def list_rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -24,19 +24,19 @@ def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
     return (
         variant.name,
         f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
-        figures.format_number(psnr[0], 1),
         figures.format_number(psnr[1], 1),
         figures.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
         figures.format_number(figures.summarise_measure(cells, "flip")[1], 3),
         figures.format_ratio(variant.time_ratios.get("all")),
-        figures.format_bytes(variant.peak_bytes),
         figures.format_bits(least if known else None),
     )
 
 
 def list_notes(comparison: Comparison) -> list[str]:
     """The verdict, its reasons and what was not run, in whole sentences."""
-    notes = [comparison.headline, comparison.reference_reason, *comparison.reasons]
+    notes = [comparison.headline, comparison.reference_reason]
+    notes += [f"{variant.name}: {' '.join(variant.reasons)}" for variant in comparison.variants]
+    notes += comparison.reasons
     notes += [f"Line {x.line} of the prompts was not run: {x.reason}" for x in comparison.bad_lines]
     for row in comparison.rows:
         notes += [

@@ -60,9 +60,10 @@
     if (!found) { context.fillStyle = "#000"; context.fillRect(0, 0, canvas.width, canvas.height); return; }
     fit(canvas, found.sheet);
     context.drawImage(found.bitmap, ...place(found.sheet, state.frame), 0, 0, canvas.width, canvas.height);
+    const gain = $("gain").getAttribute("aria-pressed") === "true" ? 8 : 1;
     const pixels = context.getImageData(0, 0, canvas.width, canvas.height);
     for (let i = 0; i < pixels.data.length; i += 4) {
-      const [red, green, blue] = magma[pixels.data[i]];
+      const [red, green, blue] = magma[Math.min(255, pixels.data[i] * gain)];
       pixels.data[i] = red; pixels.data[i + 1] = green; pixels.data[i + 2] = blue;
     }
     context.putImageData(pixels, 0, 0);
@@ -152,6 +153,12 @@
   $("divide").addEventListener("input", drawWipe);
   for (const id of ["left", "right"]) $(id).addEventListener("change", () => { nameEnds(); drawWipe(); });
   $("mapped").addEventListener("change", drawMap);
+  $("gain").addEventListener("click", () => {
+    const on = $("gain").getAttribute("aria-pressed") !== "true";
+    $("gain").setAttribute("aria-pressed", String(on));
+    $("most").textContent = on ? "0.125" : "1";
+    drawMap();
+  });
   const drag = (event) => {
     const box = $("wipe").getBoundingClientRect();
     $("divide").value = Math.round((1000 * (event.clientX - box.left)) / box.width);
