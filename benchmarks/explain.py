@@ -2,8 +2,9 @@
 
     python benchmarks/explain.py > benchmarks/results/explain.md
 
-Three questions, each a table: every distinct message alone; every report with the facts it names, as
-someone pastes them; and messages that have nothing to do with precision.
+Four questions, each a table: every distinct message alone; every report with the facts it names, as
+someone pastes them; what the libraries themselves say about precision; and messages that have nothing
+to do with it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import re
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+
+from library_messages import PACKAGES, find_messages
 
 from stopdown.diagnosis import UNKNOWN, explain
 
@@ -75,6 +79,13 @@ def grade(answers: list[str], faults: set[str]) -> str:
     return "named" if faults <= set(answers) else "miss"
 
 
+def grade_report(case: Case, answers: list[str]) -> str:
+    """As `grade`; a report without any message or sign that is answered with `unknown` shows nothing."""
+    if not case.shown.strip() and answers[0] == UNKNOWN:
+        return "shows nothing"
+    return grade(answers, {case.fault})
+
+
 def print_messages(cases: list[Case]) -> None:
     """The table of messages alone."""
     print("## Messages alone\n\n| message | reported as | answered | grade |\n|---|---|---|---|")
@@ -88,12 +99,40 @@ def print_messages(cases: list[Case]) -> None:
 def print_reports(cases: list[Case]) -> None:
     """The table of reports with their facts."""
     rows = [(case, list_answers(f"{case.shown}\n{case.facts}")) for case in cases]
-    grades = [grade(answers, {case.fault}) for case, answers in rows]
+    grades = [grade_report(case, answers) for case, answers in rows]
     print(f"\n## Reports with their facts\n\n{len(rows)} reports: ", end="")
-    print(", ".join(f"{grades.count(word)} {word}" for word in ("hit", "named", "miss")) + ".\n")
+    words = ("hit", "named", "miss", "shows nothing")
+    print(", ".join(f"{grades.count(word)} {word}" for word in words) + ".\n")
+    print(
+        "*shows nothing*: the report names a model and a device and no message or sign, so there is"
+    )
+    print("nothing to explain, and `unknown` is the right answer.\n")
     print("| report | class | answered | grade |\n|---|---|---|---|")
     for (case, answers), word in zip(rows, grades, strict=True):
         print(f"| {case.report} | {case.fault} | {answers[0]} | {word} |")
+
+
+def print_libraries() -> None:
+    """The table of what the installed libraries say about precision, and of false alarms."""
+    print("\n## What the libraries themselves say\n")
+    print(
+        "Every message that the installed packages raise, warn or log. *ours* name a format, NaN or Inf;"
+    )
+    print("some of those are about training or about the arguments of a call, and are left alone.")
+    print("*false alarms* are messages of another kind that get an answer other than `unknown`.\n")
+    print("| package | messages | ours | recognised | false alarms |\n|---|--:|--:|--:|--:|")
+    answered = {
+        name: [(m, list_answers(m.text)[0]) for m in find_messages(name)] for name in PACKAGES
+    }
+    for name, rows in answered.items():
+        ours = [fault for message, fault in rows if message.is_ours]
+        others = [fault for message, fault in rows if not message.is_ours]
+        known, alarms = (sum(fault != UNKNOWN for fault in group) for group in (ours, others))
+        print(f"| {name} {version(name)} | {len(rows)} | {len(ours)} | {known} | {alarms} |")
+    print("\n| message | from | answered |\n|---|---|---|")
+    for message, fault in (row for rows in answered.values() for row in rows):
+        if message.is_ours or fault != UNKNOWN:
+            print(f"| `{re.sub('[`|]', '', message.text)[:80]}` | {message.place} | {fault} |")
 
 
 def print_unrelated() -> None:
@@ -118,6 +157,7 @@ def main() -> None:
     cases = read_cases()
     print_messages(cases)
     print_reports(cases)
+    print_libraries()
     print_unrelated()
 
 

@@ -41,7 +41,70 @@ MESSAGES = [
     ),
     ("\"LayerNormKernelImpl\" not implemented for 'Half'", "not-implemented"),
     ("fp8e4nv data type is not supported on CUDA arch < 89", "not-implemented"),
+    # of PyTorch
+    ("'mps.add' op requires the same element type for all operands and results", "dtype-mismatch"),
+    ("Unsupported dtype Half", "not-implemented"),
+    ("linalg.inv: Low precision dtypes not supported. Got BFloat16", "not-implemented"),
+    ("quantile() input tensor must be either float or double dtype", "not-implemented"),
+    ("No available kernel. Aborting execution.", "not-implemented"),
+    ("cutlassF: no kernel found to launch!", "not-implemented"),
+    (
+        "cuFFT only supports dimensions whose sizes are powers of two when computing in half "
+        "precision, but got a signal size of[50]",
+        "not-implemented",
+    ),
+    (
+        "value cannot be converted to type at::Half without overflow: -1e+09",
+        "attention-mask",
+    ),
+    ("RuntimeWarning: overflow encountered in cast", "unattributed"),
+    ("probability tensor contains either `inf`, `nan` or element < 0", "unattributed"),
+    (
+        "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, CUDA_R_16BF`",
+        "bf16-emulated",
+    ),
+    # of Diffusers and Transformers
+    ("Query, key, and value must be bfloat16.", "not-implemented"),
+    (
+        "There are modules in T5EncoderModel that should be kept in float32: ['wo'].",
+        "fp32-island",
+    ),
+    (
+        "The input hidden states seems to be silently casted in float32, this might be related",
+        "fp32-island",
+    ),
+    ("`.half()` is not supported for quantized model.", "quantised"),
+    ("`torch.bfloat16` is not supported for AWQ CUDA kernels yet.", "quantised"),
+    (
+        "MXFP4 quantization is only supported on GPUs with compute capability >= 7.5",
+        "not-implemented",
+    ),
+    (
+        "transformer needs to be of type `torch.dtype`, e.g. `torch.float16`, but is x.",
+        "dtype-option",
+    ),
+    (
+        "Falling back to torch.float32 because loading with the original dtype failed",
+        "bf16-emulated",
+    ),
+    ("LayerwiseCastingHook does not support deinitialization.", "quality"),
+    ("Potential NSFW content was detected in one or more images. A black image", "look-alike"),
 ]
+
+NEAR_MISSES = [
+    "ValueError: attn_mask.shape[0] (3) must be 1 or 2 for 2D attention mask.",
+    "ValueError: `noise` is required for this step denoise",
+    "noise is required for this step denoise",
+    "AutoModel is designed to be instantiated using the from_pretrained or from_pipe methods.",
+    "component vae is not switched over to new pipeline because type does not match the expected.",
+]
+"""What Diffusers says of something else, in words that messages of precision have too."""
+
+
+@pytest.mark.parametrize("message", NEAR_MISSES)
+def test_a_near_miss_stays_unknown(message: str) -> None:
+    """A mask's shape, a missing argument and a factory method are no failure of precision."""
+    assert explain(message).fault == UNKNOWN
 
 
 @pytest.mark.parametrize(("message", "fault"), MESSAGES)
