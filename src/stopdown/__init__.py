@@ -97,6 +97,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from stopdown.comparison.matrix import compare
     from stopdown.comparison.records import Comparison, Thresholds
+    from stopdown.consistency.checking import check
+    from stopdown.consistency.mending import mend
     from stopdown.diagnosis import explain
     from stopdown.errors import (
         CaptureError,
@@ -117,6 +119,7 @@ if TYPE_CHECKING:
     from stopdown.planning.plans import make_plan
     from stopdown.records import (
         CallSummary,
+        CheckRecord,
         ComponentPlan,
         Conversion,
         ConvertedComponent,
@@ -125,6 +128,7 @@ if TYPE_CHECKING:
         Finding,
         GuardRecord,
         Plan,
+        Price,
         Repair,
         RunRecord,
     )

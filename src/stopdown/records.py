@@ -61,6 +61,50 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Price:
+    """What one remedy costs on a device: an estimate.
+
+    Attributes:
+        remedy: `all fp16`, `explicit casts`, `bf16`, `fp32`.
+        time_ratio: time of a run over that in fp32; None when the device's rate is not known.
+        weight_bytes: of all components together.
+        peak_bytes: weights and the values that live at once in the largest call.
+        note: what it needs or risks.
+    """
+
+    remedy: str
+    time_ratio: float | None
+    weight_bytes: int
+    peak_bytes: int
+    note: str
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """What a check found.
+
+    Attributes:
+        source: the model as it was named.
+        device: what it was judged for.
+        precisions: component → format that it was judged in.
+        findings: worst first.
+        prices: the remedies side by side; empty without a finding.
+        mended: what `--fix` did, in whole sentences.
+        elapsed_s: seconds in all.
+    """
+
+    source: str
+    device: str
+    precisions: dict[str, str]
+    findings: tuple[Finding, ...]
+    prices: tuple[Price, ...]
+    mended: tuple[str, ...]
+    elapsed_s: float
+    kind: str = "check"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
 class CallSummary:
     """All calls of one component in one run.
 

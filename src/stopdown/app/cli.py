@@ -323,6 +323,57 @@ def run(
 
 
 @app.command()
+def check(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder (its configs are enough), single .safetensors file, or "
+            "bundled model: shapes.",
+        ),
+    ],
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae=fp32. "
+            "Without it as it is stored."
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="With --fix: folder to write it to.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
+    ] = False,
+) -> None:
+    """Say what will go wrong with dtypes, before loading and without owning the device."""
+    from stopdown.app import check_command
+    from stopdown.records import to_json
+
+    record = check_command.check(
+        check_command.CheckOptions(source, precision, device, config, fix, output)
+    )
+    if as_json:
+        sys.stdout.write(to_json(record))
+    else:
+        from rich.console import Console
+
+        check_command.print_check(record, Console(highlight=False))
+    raise typer.Exit(check_command.choose_code(record))
+
+
+@app.command()
 def explain(
     subject: Annotated[
         str | None,

@@ -7,7 +7,8 @@ parameter (a partial load, an island that is not cast back), or the code in betw
 
 **Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
 that hide a whole row, clamps at the end of fp16, casts that autocast takes back.
-**Does not catch** what depends on the values of weights.
+**Does not catch** what depends on the values of weights; fp64 on MPS in a file that asks for MPS, as
+authors do who take fp32 there.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Case:
         islands: names of parameters that its authors keep in fp32.
         is_rescaled: it was made to fit fp16 by a plan.
         ambient: device types whose autocast was on around the check.
+        mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
     """
 
     component: str
@@ -75,6 +77,7 @@ class Case:
     islands: frozenset[str] = frozenset()
     is_rescaled: bool = False
     ambient: tuple[str, ...] = ()
+    mps_aware: frozenset[str] = frozenset()
 
 
 class Judge:
@@ -124,7 +127,7 @@ class Judge:
         if refused:
             odd = self._find_odd(step)
             facts = {"reason": reason, "source": source, "operands": list_operands(step)}
-            facts |= _describe_origin(odd)
+            facts |= {"main": str(self.case.main), **_describe_origin(odd)}
             self._observe(self._classify(odd), step, **facts)
         return refused
 
@@ -148,9 +151,11 @@ class Judge:
         formats = {name_dtype(dtype) for dtype in step.dtypes}
         for name in formats:
             self.operations.setdefault((step.name, name), step.path)
-        if operation is None:
-            return
+        if operation is None or self.case.main is None:
+            return  # around the components constants of the scheduler stay on the CPU
         for name in sorted(formats):
+            if name == "fp64" and step.path in self.case.mps_aware:
+                continue
             ruling = judge_format(operation, self.case.place, name)
             if not ruling.accepted:
                 facts = {"reason": ruling.reason, "source": ruling.source, "dtype": name}
@@ -213,6 +218,7 @@ def _describe_origin(odd: Operand) -> dict[str, str]:
     facts = {"odd": odd.name, "odd_dtype": name_dtype(odd.dtype), "origin": str(origin)}
     if origin.kind == "argument":
         facts["argument"] = origin.name
+        facts["before"] = origin.before
     if origin.parameter:
         facts["parameter"] = origin.parameter
     return facts

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -32,10 +32,11 @@ from stopdown.patches import Patches
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
 
-PRODUCTS = frozenset(
+_PRODUCTS_TEXT = (
     "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul bmm mm mv "
-    "dot addmm addmv baddbmm addbmm einsum bilinear scaled_dot_product_attention".split()
+    "dot addmm addmv baddbmm addbmm einsum bilinear scaled_dot_product_attention"
 )
+PRODUCTS = frozenset(_PRODUCTS_TEXT.split())
 """Operations that do nearly all of the arithmetic."""
 
 SAME_DTYPE = PRODUCTS | {"layer_norm", "group_norm", "rms_norm", "batch_norm", "lerp", "prelu"}
@@ -58,15 +59,17 @@ _NAMES = {
     "double": "to",
     "_softmax": "softmax",
 }
-_VIEWS = frozenset(
+_VIEWS_TEXT = (
     "view reshape permute transpose t unsqueeze squeeze expand expand_as chunk split select narrow "
     "flatten unflatten unbind __getitem__ detach view_as swapaxes movedim diagonal real imag "
     "view_as_real view_as_complex requires_grad_ alias unfold size dim numel stride is_floating_point "
-    "is_complex tensor_split mT T H element_size __get__ __len__ type data_ptr".split()
+    "is_complex tensor_split mT T H element_size __get__ __len__ type data_ptr"
 )
-_ASKED = frozenset(
-    "item __bool__ __int__ __float__ __index__ tolist __contains__ is_nonzero equal allclose".split()
+_VIEWS = frozenset(_VIEWS_TEXT.split())
+_ASKED_TEXT = (
+    "item __bool__ __int__ __float__ __index__ tolist __contains__ is_nonzero equal allclose"
 )
+_ASKED = frozenset(_ASKED_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,24 @@ class Origin:
     """Where a tensor got the dtype that it has.
 
     Attributes:
-        kind: `argument`, `parameter`, `cast`, `made` or `mixed`.
+        kind: `argument`, `parameter`, `output`, `cast`, `made` or `mixed`.
         name: of the argument or parameter, or of the operation.
         path: module whose code it is.
         parameter: name of the parameter that brought the dtype in, "" when none did.
+        before: for an argument, where the caller got it from.
     """
 
     kind: str
     name: str
     path: str
     parameter: str = ""
+    before: str = ""
 
     def __str__(self) -> str:
         place = f" in {self.path}" if self.path else ""
         if self.kind in ("argument", "parameter"):
             return f"the {self.kind} {self.name}"
-        said = {"cast": "a cast", "made": f"{self.name} made"}.get(self.kind, self.name) + place
+        said = {"cast": "a cast", "made": f"a {self.name}"}.get(self.kind, self.name) + place
         return f"{said}, with the parameter {self.parameter}" if self.parameter else said
 
 
@@ -158,7 +163,7 @@ class Walk(TorchFunctionMode):
     Args:
         judge: told of each step.
         main: dtype of most of the component's weights.
-        device: what code that asks for a tensor's device is told; everything is on the CPU.
+        device: what code that asks for a real tensor's device is told, though it is on the CPU.
     """
 
     def __init__(self, judge: Listener, main: torch.dtype | None, device: str = "cpu") -> None:
@@ -177,8 +182,6 @@ class Walk(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        if func is _DEVICE:
-            return self._device or func(*args, **kwargs)
         if self._device is not None:
             args, kwargs = pytree.tree_map_only(torch.device, _to_cpu, (args, kwargs))
         name = name_function(func)
@@ -186,10 +189,12 @@ class Walk(TorchFunctionMode):
             answer = _answer(func, name, args, kwargs)
             if answer is not _UNANSWERED:
                 return answer
-        if name == "__get__" or name == "__set__":
-            return func(*args, **kwargs)
+        if name in ("__get__", "__set__"):
+            is_device = self._device is not None and func == _DEVICE
+            return self._device if is_device else func(*args, **kwargs)
         step = self._describe(func, name, args, kwargs)
-        must_cast = self._judge(step)
+        with unset_fake_temporarily():
+            must_cast = self._judge(step)
         known = _compute_known(func, args, kwargs)
         if must_cast:
             args, kwargs = self._unite(name, args, kwargs)
@@ -199,7 +204,8 @@ class Walk(TorchFunctionMode):
         known = output if known is _IS_OUTPUT else known
         self._mark(step, output, known)
         if known is not None:
-            self._judge.watch(step, next(iter(step.known.values()), None), known)
+            with unset_fake_temporarily():
+                self._judge.watch(step, next(iter(step.known.values()), None), known)
         self._count(step, func, args, kwargs, output)
         return output
 
@@ -311,7 +317,7 @@ def set_origin(tensor: torch.Tensor, origin: Origin) -> None:
 def find_origin(tensor: torch.Tensor) -> Origin:
     """Where a tensor got its dtype."""
     found: Origin | None = getattr(tensor, "stopdown_origin", None)
-    return found or Origin("made", "a tensor", "")
+    return found or Origin("made", "tensor of the caller", "")
 
 
 def set_known(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
@@ -411,7 +417,7 @@ def list_autocast() -> tuple[str, ...]:
 # Known values
 
 _UNANSWERED = object()
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 
 
 def _answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -431,13 +437,13 @@ def _answer(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
 def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives on known values; None when some are not known, or they are too many."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    real = []
+    real: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             leaf = find_known(leaf) if isinstance(leaf, FakeTensor) else leaf
             if leaf is None or leaf.numel() > LARGEST_KNOWN:
                 return None
-        real.append(leaf)
+        real.append(_to_cpu(leaf) if isinstance(leaf, torch.device) else leaf)
     is_fake = any(isinstance(x, FakeTensor) for x in leaves)
     if not is_fake and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return _IS_OUTPUT
@@ -458,9 +464,10 @@ def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
 _IS_OUTPUT = object()
 """Everything is real here: what comes out is what is known."""
 
-_MAKERS = frozenset(
-    "arange linspace zeros ones full tensor as_tensor eye tril_indices triu_indices logspace".split()
+_MAKERS_TEXT = (
+    "arange linspace zeros ones full tensor as_tensor eye tril_indices triu_indices logspace"
 )
+_MAKERS = frozenset(_MAKERS_TEXT.split())
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:

@@ -79,7 +79,11 @@ REFUSED, UNKNOWN, PICKLED, MISSING, DAMAGED = range(5)
 
 
 def resolve_source(
-    source: str | Path, *, revision: str | None = None, progress: Progress | None = None
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    with_weights: bool = True,
 ) -> Source:
     """The model that a SOURCE names; one on the Hub is downloaded first.
 
@@ -89,6 +93,7 @@ def resolve_source(
         source: bundled name, folder, `.safetensors` file or Hub id.
         revision: branch, tag or commit of a Hub id.
         progress: called with the bytes received.
+        with_weights: False leaves the weights of a Hub id where they are.
 
     Raises:
         SourceError: there is no such model, or what was found is refused at first sight.
@@ -102,7 +107,7 @@ def resolve_source(
     if path.exists():
         return _read_file(text, path)
     if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
-        return _resolve_hub(text, revision, progress)
+        return _resolve_hub(text, revision, progress, with_weights)
     raise _describe_unknown(text)
 
 
@@ -131,14 +136,16 @@ def _describe_unknown(text: str) -> SourceError:
     )
 
 
-def _resolve_hub(repo: str, revision: str | None, progress: Progress | None) -> Source:
+def _resolve_hub(
+    repo: str, revision: str | None, progress: Progress | None, with_weights: bool
+) -> Source:
     index = hub.download_index(repo, revision=revision)
     found = _read_folder(repo, index.parent, "hub")
     refuse(repo, list(_find_refusals(found)))
     if not any(_find_damages(found)):
         return found  # whole in the cache already, at this commit
     folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
-    hub.download_snapshot(index, repo, folders, progress=progress)
+    hub.download_snapshot(index, repo, folders, with_weights=with_weights, progress=progress)
     return found
 
 

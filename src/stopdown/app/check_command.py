@@ -1,0 +1,152 @@
+"""`stopdown check`, as a plain function: a source in, what will go wrong out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stopdown.errors import OptionError, OutputError
+from stopdown.records import CheckRecord, Finding, Price
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stopdown.consistency.checking import Checked
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What was asked for; names are those of the flags."""
+
+    source: str
+    precision: str | None = None
+    device: str | None = None
+    config: str | None = None
+    fix: bool = False
+    output: Path | None = None
+
+
+def check(options: CheckOptions) -> CheckRecord:
+    """Check a source; with `fix` load it, mend it, and check again what remains.
+
+    Raises:
+        SourceError: the source is unknown, or with `fix` has no weights.
+        OptionError: a precision, a device or a combination of flags is refused.
+        OutputError: the folder to write is there already.
+    """
+    from stopdown.consistency.checking import find_source, inspect_pipeline
+    from stopdown.consistency.pricing import price_remedies
+
+    begun = time.perf_counter()
+    _refuse(options)
+    source = find_source(options.source, options.config)
+    checked = inspect_pipeline(source, precision=options.precision, device=options.device)
+    prices = price_remedies(checked.seen, checked.profile) if checked.findings else ()
+    findings, mended = checked.findings, tuple[str, ...]()
+    if options.fix and findings:
+        findings, mended = _fix(options, checked)
+    return CheckRecord(
+        options.source,
+        f"{checked.profile.name} ({checked.profile.title})",
+        checked.precisions,
+        tuple(findings),
+        prices,
+        mended,
+        round(time.perf_counter() - begun, 3),
+    )
+
+
+def _refuse(options: CheckOptions) -> None:
+    if options.output is not None and not options.fix:
+        raise OptionError(
+            "-o was given without --fix.",
+            expected="It names the folder that the mended pipeline is written to.",
+            remedy="Add --fix, or leave -o away.",
+        )
+    if options.output is not None and options.output.exists():
+        raise OutputError(
+            f"{options.output} is there already.",
+            expected="A mended pipeline is written to a new folder.",
+            remedy="Give another name with -o.",
+        )
+
+
+def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
+    """What remains of the findings, and what was done."""
+    from stopdown.consistency.mending import mend
+
+    pipe = _load(options, checked)
+    mending = mend(pipe, device=options.device)
+    if options.output is not None:
+        _save(pipe, options.output)
+    about_files = [f for f in checked.findings if f.kind == "range-unplanned"]
+    return [*mending.remaining, *about_files], mending.done
+
+
+def _load(options: CheckOptions, checked: Checked) -> Any:
+    from stopdown.formats import FORMATS
+    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.sources import resolve_source, verify_source
+
+    source = resolve_source(options.source)
+    verify_source(source)
+    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
+    return load_pipeline(source, torch_dtypes=dtypes, config=options.config)
+
+
+def _save(pipe: Any, folder: Path) -> None:
+    """Write a pipeline beside its place and move it there when it is whole."""
+    import shutil
+    import tempfile
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
+        pipe.save_pretrained(made)
+        whole = shutil.move(made, folder)
+        Path(made).mkdir()  # for the context to remove
+    Path(whole).chmod(0o755)
+
+
+def choose_code(record: CheckRecord) -> int:
+    """Exit code: 0 without a finding, 1 with one."""
+    return 1 if record.findings else 0
+
+
+def print_check(record: CheckRecord, console: Console) -> None:
+    """Print the findings, worst first, and the prices of the remedies."""
+    from rich.text import Text
+
+    def show(*parts: Any) -> None:
+        console.print(Text.assemble(*parts), soft_wrap=True)
+
+    chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
+    show((record.source, "bold"), f" on {record.device}{': ' if chosen else ''}{chosen}")
+    for line in record.mended:
+        show(("mended ", "bold"), line)
+    for finding in record.findings:
+        show((f"\n{finding.severity}: ", "bold"), f"{finding.kind} at ", (finding.site, "bold"))
+        show(f"  {finding.evidence}")
+        show(f"  {finding.why}")
+        show(("  → ", "bold"), finding.remedy)
+    if not record.findings:
+        show("No findings.")
+    if record.prices:
+        _print_prices(record.prices, console)
+
+
+def _print_prices(prices: tuple[Price, ...], console: Console) -> None:
+    from rich.table import Table
+
+    console.print("\nWhat the remedies cost, over a run in fp32 (an estimate)")
+    table = Table(box=None, pad_edge=False)
+    for column in ("remedy", "time", "weights", "peak", ""):
+        table.add_column(column)
+    for price in prices:
+        ratio = "unknown" if price.time_ratio is None else f"{price.time_ratio:.2f}"
+        weights, peak = (f"{size / GIB:.2f} GiB" for size in (price.weight_bytes, price.peak_bytes))
+        table.add_row(price.remedy, ratio, weights, peak, price.note)
+    console.print(table)

@@ -1,0 +1,275 @@
+"""A pipeline without weights run once, every call of a component walked: what was seen.
+
+The pipeline's own code decides what each component gets. Code around the components is walked as
+well, on its real tensors. A call whose arguments have the dtypes and shapes of an earlier one is
+answered as that one was.
+
+**Catches** what one request meets, of the size that it has.
+**Does not catch** branches that another request would take. A component whose code cannot run without
+values ends it: what was not seen is listed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.backends import Place
+from stopdown.consistency.judging import Case, Judge, Observation
+from stopdown.consistency.walking import (
+    LARGEST_KNOWN,
+    Origin,
+    Walk,
+    Work,
+    find_origin,
+    following,
+    list_autocast,
+    set_known,
+    set_origin,
+)
+from stopdown.formats import name_dtype
+from stopdown.pipelines.components import Door, find_kept_fp32, read_precisions
+from stopdown.pipelines.doors import Call, find_argument_names
+from stopdown.pipelines.rehearsal import rehearse
+from stopdown.pipelines.stand_ins import find_mode
+from stopdown.scaling.folding import RESCALED
+
+LARGEST_ZEROS = 1 << 25
+"""Outputs up to this size become real zeros that can be written to; larger ones one repeated zero."""
+
+
+@dataclass
+class Seen:
+    """One door, as the pipeline used it.
+
+    Attributes:
+        component: `transformer`, `vae.decode`.
+        kind: class of the module.
+        main: dtype of most of its weights in that call; None without any.
+        calls: how often it was called.
+        work: what one call costs.
+        weight_bytes: size of its parameters and buffers as they stand.
+        times: what each call got as its timestep.
+        force_upcast: what its config says.
+        is_rescaled: a plan made it fit fp16.
+    """
+
+    component: str
+    kind: str
+    main: torch.dtype | None
+    calls: int = 0
+    work: Work = field(default_factory=Work)
+    weight_bytes: int = 0
+    times: list[torch.Tensor] = field(default_factory=list)
+    force_upcast: bool = False
+    is_rescaled: bool = False
+
+
+@dataclass
+class Examination:
+    """What was seen.
+
+    Attributes:
+        observations: what the judges found, in the order of the run.
+        doors: each door that was used, by its component.
+        operations: (operation, format) → the site of its first use.
+        unseen: what could not be walked, with the reason.
+        scheduler: after the run.
+    """
+
+    observations: list[Observation] = field(default_factory=list)
+    doors: dict[str, Seen] = field(default_factory=dict)
+    operations: dict[tuple[str, str], str] = field(default_factory=dict)
+    unseen: list[tuple[str, str]] = field(default_factory=list)
+    scheduler: Any = None
+
+
+class _CannotGoOn(Exception):
+    """A component's code needs values that are not there."""
+
+
+def examine(stand_in: Any, place: Place, arguments: Mapping[str, Any] | None = None) -> Examination:
+    """Everything that one run of a stand-in shows.
+
+    Args:
+        stand_in: from `build_stand_in` or `copy_stand_in`; it is used up.
+        place: whose rules hold.
+        arguments: of the pipeline's call, instead of its defaults.
+    """
+    run = _Run(stand_in, place)
+    try:
+        with run.around:
+            rehearse(stand_in, run.answer, arguments)
+    except _CannotGoOn:
+        pass  # noted where it was raised
+    except Exception as error:  # whatever a pipeline's own code raises is a result here
+        run.result.unseen.append(("pipeline", _shorten(error)))
+    run.result.observations += run.outside.found
+    run.result.scheduler = getattr(stand_in, "scheduler", None)
+    return run.result
+
+
+class _Run:
+    """One examination while it goes on."""
+
+    def __init__(self, stand_in: Any, place: Place) -> None:
+        self.place, self.ambient = place, list_autocast()
+        self.result = Examination()
+        self.outside = Judge(Case("pipeline", None, place, ambient=self.ambient))
+        self.around = Walk(self.outside, None, place.backend)
+        self._answers: dict[Any, Any] = {}
+
+    def answer(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a door's call gives, as zeros; walked when it is the first of its kind."""
+        self.around.is_paused = True
+        try:
+            named = {**dict(zip(find_argument_names(door), args, strict=False)), **kwargs}
+            seen = self._note(door, named)
+            key = (door.component, seen.main, _sign(args), _sign(kwargs))
+            if key not in self._answers:
+                self._answers[key] = self._walk(door, call, named, args, kwargs, seen)
+            output = _make_zeros(self._answers[key])
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor):
+                    set_origin(tensor, Origin("output", f"the output of {door.component}", ""))
+            return output
+        finally:
+            self.around.is_paused = False
+
+    def _note(self, door: Door, named: Mapping[str, Any]) -> Seen:
+        module = door.owner
+        precisions = read_precisions(module)
+        main = precisions[0] if precisions else None
+        seen = self.result.doors.setdefault(
+            door.component, Seen(door.component, type(module).__name__, main)
+        )
+        config = getattr(module, "config", None)
+        seen.main, seen.calls = main, seen.calls + 1
+        seen.force_upcast = bool(getattr(config, "force_upcast", False))
+        seen.is_rescaled = bool(getattr(module, RESCALED, False))
+        seen.weight_bytes = _count_bytes(module)
+        time = named.get("timestep", named.get("timesteps"))
+        if isinstance(time, torch.Tensor):
+            seen.times.append(time.detach().reshape(-1)[-1:].clone())
+        return seen
+
+    def _walk(
+        self,
+        door: Door,
+        call: Call,
+        named: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seen: Seen,
+    ) -> Any:
+        mode = find_mode(door.owner)
+        judge = Judge(_make_case(door, seen.main, self.place, self.ambient))
+        walk = Walk(judge, seen.main)
+        fakes: dict[int, torch.Tensor] = {}
+        for name, value in named.items():
+            _fake_argument(name, value, mode, fakes)
+        given = pytree.tree_map_only(torch.Tensor, lambda x: fakes[id(x)], (args, kwargs))
+        try:
+            with following(walk, door.owner), mode, walk:
+                output = call(*given[0], **given[1])
+        except Exception as error:
+            self.result.unseen.append((door.component, _shorten(error)))
+            raise _CannotGoOn from error
+        finally:
+            self.result.observations += judge.found
+            for key, path in judge.operations.items():
+                site = f"{door.component.partition('.')[0]}:{path}".removesuffix(":")
+                self.result.operations.setdefault(key, site)
+        seen.work = walk.work
+        return output
+
+
+def _make_case(
+    door: Door, main: torch.dtype | None, place: Place, ambient: tuple[str, ...]
+) -> Case:
+    module = door.owner
+    named = dict(module.named_parameters())
+    kept = find_kept_fp32(type(module), name_dtype(main)) if main is not None else ()
+    return Case(
+        component=door.component,
+        main=main,
+        place=place,
+        parameters={name: tensor.dtype for name, tensor in named.items()},
+        islands=frozenset(n for n in named if any(part in kept for part in n.split("."))),
+        is_rescaled=bool(getattr(module, RESCALED, False)),
+        mps_aware=_find_mps_aware(module) if place.backend == "mps" else frozenset(),
+        ambient=ambient,
+    )
+
+
+def _find_mps_aware(module: torch.nn.Module) -> frozenset[str]:
+    """Paths of the modules whose source file asks whether it runs on MPS: it takes fp32 there."""
+    return frozenset(p for p, part in module.named_modules() if _asks_for_mps(type(part)))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _asks_for_mps(kind: type) -> bool:
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except (OSError, TypeError, KeyError):
+        return False
+    return "mps" in source or "maybe_adjust_dtype_for_device" in source
+
+
+def _fake_argument(name: str, value: Any, mode: Any, fakes: dict[int, torch.Tensor]) -> None:
+    """Fake tensors for an argument, which know its name, and its values when they are few."""
+    if isinstance(value, torch.Tensor):
+        fake = mode.from_tensor(value.detach())
+        before = find_origin(value)
+        set_origin(fake, Origin("argument", name, "", before=str(before)))
+        set_known(fake, value.detach() if value.numel() <= LARGEST_KNOWN else None)
+        fakes[id(value)] = fake
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _fake_argument(f"{name}.{key}", item, mode, fakes)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _fake_argument(name, item, mode, fakes)
+
+
+def _sign(value: Any) -> Any:
+    """What tells one call's arguments from another's: dtypes, shapes and plain values."""
+    leaves, spec = pytree.tree_flatten(value)
+    signed = [
+        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
+        for leaf in leaves
+    ]
+    return str(spec), tuple(map(str, signed))
+
+
+def _make_zeros(output: Any) -> Any:
+    """Real zeros for every tensor of a component's output, in a structure of the same kind."""
+    if isinstance(output, torch.Tensor):
+        zero = torch.zeros((), dtype=output.dtype).expand(tuple(output.shape))
+        return zero.clone() if output.numel() <= LARGEST_ZEROS else zero
+    if isinstance(output, dict):
+        items = {key: _make_zeros(value) for key, value in output.items()}
+        return items if type(output) is dict else type(output)(**items)
+    if isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
+        return type(output)(_make_zeros(item) for item in output)
+    if callable(getattr(output, "sample", None)):  # what an autoencoder encodes to
+        made = copy.copy(output)
+        vars(made).update({key: _make_zeros(value) for key, value in vars(output).items()})
+        return made
+    return output
+
+
+def _count_bytes(module: torch.nn.Module) -> int:
+    return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
+
+
+def _shorten(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,100 @@
+"""The four remedies that users know, priced side by side for a device: all fp16, casts, bf16, fp32.
+
+An estimate from what one run without weights showed: operations and bytes of every call, weights, and
+the values that live at once. Time is the larger of arithmetic and memory traffic, call by call
+(roofline: Williams, Waterman, Patterson 2009); arithmetic goes at the device's rate for the format, and
+traffic with the format's size. Both stand relative to fp32 on the same device.
+
+**Does not catch** launch times, caches, kernels that reach a part of the peak, and what an offload or
+tiling saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from stopdown.consistency.examining import Examination, Seen
+from stopdown.formats import FORMATS, name_dtype
+from stopdown.profiles import Profile
+from stopdown.records import Price
+
+BALANCE = 20.0
+"""fp32 operations that a device does while it moves one byte: 17 on a V100 (15.7 TFLOP/s over 0.9
+TB/s), 20 on an H100 (67 over 3.35), 12.5 on an A100 without TF32 (19.5 over 1.555), by their makers."""
+
+Choice = Callable[[Seen], str]
+
+
+def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
+    """Time and memory of each remedy on a device.
+
+    Args:
+        seen: what one run without weights showed.
+        profile: the device.
+    """
+    fp16, bf16 = profile.formats.get("fp16"), profile.formats.get("bf16")
+    states = {"fp16": fp16.state if fp16 else "unknown", "bf16": bf16.state if bf16 else "unknown"}
+    return (
+        _price("all fp16", seen, profile, lambda _: "fp16", _note_fp16(states["fp16"])),
+        _price(
+            "explicit casts",
+            seen,
+            profile,
+            _keep,
+            "As the components stand, with a cast wherever two meet.",
+        ),
+        _price("bf16", seen, profile, lambda _: "bf16", _note_bf16(states["bf16"])),
+        _price(
+            "fp32", seen, profile, lambda _: "fp32", "Always right; the yardstick of the others."
+        ),
+    )
+
+
+def _note_fp16(state: str) -> str:
+    return f"fp16 is {state} there; safe with a plan (stopdown plan SOURCE), which costs no time."
+
+
+def _note_bf16(state: str) -> str:
+    best = ", so the time is a best case" if state == "emulated" else ""
+    return f"bf16 is {state} there{best}."
+
+
+def _keep(door: Seen) -> str:
+    return name_dtype(door.main) if door.main is not None else "fp32"
+
+
+def _price(remedy: str, seen: Examination, profile: Profile, choose: Choice, note: str) -> Price:
+    doors = list(seen.doors.values())
+    time = [_time(door, choose(door), profile) for door in doors]
+    reference = sum(t for t in (_time(door, "fp32", profile) for door in doors) if t)
+    ratio = None
+    if reference and all(t is not None for t in time):
+        ratio = round(sum(t for t in time if t is not None) / reference, 3)
+    weights = {
+        door.component.partition(".")[0]: _resize(door, door.weight_bytes, choose(door))
+        for door in doors
+    }
+    peak = max((_resize(d, d.work.peak_bytes, choose(d)) for d in doors), default=0)
+    total = sum(weights.values())
+    return Price(remedy, ratio, total, total + peak, note)
+
+
+def _time(door: Seen, precision: str, profile: Profile) -> float | None:
+    """Time of a door's calls in units of one fp32 operation; None when a rate is not known."""
+    fact = profile.formats.get(precision)
+    rate = fact.rate if fact else None
+    if fact is not None and fact.state == "emulated":
+        rate = rate or 1.0  # computed in fp32: at best as fast
+    if rate is None:
+        return None
+    arithmetic = sum(door.work.flops.values()) / rate
+    traffic = _resize(door, door.work.bytes, precision) * BALANCE
+    return door.calls * max(arithmetic, traffic)
+
+
+def _resize(door: Seen, size: float, precision: str) -> int:
+    """Bytes of what was seen in the component's dtype, in another."""
+    stood = torch.finfo(door.main).bits // 8 if door.main is not None else 4
+    return int(size * FORMATS[precision].size_bytes / stood)

@@ -1,0 +1,80 @@
+"""`check` on live pipelines and sources: one fault through the whole path, and what its parts say."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stopdown import check, mend
+from stopdown.consistency.checking import inspect_pipeline
+from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from pipeline_calls import CALLS
+
+CALL: dict[str, Any] = {**CALLS["cogvideox"], "num_inference_steps": 2}
+BLOCK = "transformer_blocks.1.ff.net.2"
+
+
+def make_partly_loaded() -> Any:
+    """A tiny CogVideoX in bf16 of which one linear stayed in fp32."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    pipe.transformer.get_submodule(BLOCK).float()
+    return pipe
+
+
+def test_a_linear_left_in_fp32_is_found_at_its_place() -> None:
+    """One error, at the linear, with its parameter, the operands, and what to type."""
+    (found,) = check(make_partly_loaded(), device="a100", arguments=CALL)
+    assert (found.kind, found.site) == ("mixed-parameters", f"transformer:{BLOCK}")
+    assert found.severity == "error"
+    assert found.evidence == (
+        f"The parameter {BLOCK}.weight brings in fp32; linear on cuda takes operands of one dtype, "
+        "and got input bf16, weight fp32, bias fp32."
+    )
+    assert "pipe.transformer.to(torch.bfloat16)" in found.remedy
+
+
+def test_a_healthy_pipeline_has_no_finding() -> None:
+    """The same pipeline without the fault."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    assert check(pipe, device="a100", arguments=CALL) == []
+
+
+def test_a_check_leaves_the_pipeline_as_it_was() -> None:
+    """Nothing of the rehearsal stays on the live pipeline."""
+    pipe = make_partly_loaded()
+    with assert_untouched(pipe):
+        check(pipe, device="a100", arguments=CALL)
+
+
+def test_mending_unifies_the_component_and_comes_off() -> None:
+    """The linear is cast to the rest, nothing is left to find, and undo restores every bit."""
+    pipe = make_partly_loaded()
+    with assert_untouched(pipe):
+        mending = mend(pipe, device="a100", arguments=CALL)
+        assert mending.done == ("transformer: 2 parameters cast to bf16, as the rest.",)
+        assert mending.remaining == []
+        assert pipe.transformer.get_submodule(BLOCK).weight.dtype == torch.bfloat16
+        mending.undo()
+
+
+def test_configs_alone_are_enough(tmp_path: Path) -> None:
+    """A folder without weights is checked in a precision for a device, and priced."""
+    folder = save_pipeline("cogvideox", tmp_path / "model")
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    checked = inspect_pipeline(folder, precision="fp16", device="v100", arguments=CALL)
+    kinds = {finding.kind for finding in checked.findings}
+    assert kinds == {"clamp-may-bite", "force-upcast-unread"}
+
+
+def test_an_unknown_component_is_refused() -> None:
+    """The message names what the model has."""
+    with pytest.raises(Exception, match="It has text_encoder, vae, transformer") as error:
+        check(make_pipeline("cogvideox"), precision="unet=fp16")
+    assert "The model has no component 'unet'." in str(error.value)
