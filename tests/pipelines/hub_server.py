@@ -93,6 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         hub, path = self.server_hub, unquote(urlparse(self.path).path)
         hub.requests.append((self.command, path, self.headers.get("Range")))
+        if path.endswith(tuple(f"/{name}" for name in hub.repos)):
+            path += "/revision/main"  # what is asked for without a revision
         repo = next((name for name in hub.repos if f"/{name}/" in path), None)
         if hub.broken:
             self._fail(500, "", "the server has a bad day")
