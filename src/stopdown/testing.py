@@ -206,7 +206,7 @@ class _Saturating:
 
 def _saturate_from(door: Door, site: str, step: int, lasting: bool, patches: Patches) -> None:
     module = find_module(door)
-    layer = module.get_submodule(site or _find_first_layer(module, door.component))
+    layer = module.get_submodule(site or find_first_layer(module, door.component))
     calls = 0
 
     def is_saturating() -> bool:
@@ -221,7 +221,8 @@ def _saturate_from(door: Door, site: str, step: int, lasting: bool, patches: Pat
     layer.__class__ = type(before.__name__, (_Saturating, before), {})
 
 
-def _find_first_layer(module: torch.nn.Module, component: str) -> str:
+def find_first_layer(module: torch.nn.Module, component: str) -> str:
+    """Path of the first linear or convolution of a component; of the right half of an autoencoder."""
     part = {"encode": "encoder.", "decode": "decoder."}.get(component.partition(".")[2], "")
     layers = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
     found = module.named_modules()

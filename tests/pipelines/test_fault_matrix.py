@@ -1,0 +1,59 @@
+"""The fault matrix: found at the right site, repaired, one call run again; and asleep, not so."""
+
+from __future__ import annotations
+
+import pytest
+
+from fault_cases import (
+    COMPONENTS,
+    SCHEDULERS,
+    Case,
+    check,
+    list_all,
+    list_covering,
+    list_repairing,
+    run_case,
+)
+
+COVERING = list_covering()
+
+# KDPM2 schedulers take a square root of a tensor through NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_a_fault_is_found_and_repaired(case: Case) -> None:
+    """At the right site and step, with one call run again, and the right pixels at the end."""
+    check(case, run_case(case))
+
+
+@pytest.mark.parametrize("case", COVERING, ids=str)
+def test_asleep_it_is_not(case: Case) -> None:
+    """With the detector off the very same check fails, and the fault is in the pixels."""
+    outcome = run_case(case, watching=False)
+    assert outcome.repairs == ()
+    assert not outcome.is_equal
+    with pytest.raises((AssertionError, ValueError)):
+        check(case, outcome)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", list_repairing(), ids=str)
+def test_a_fault_of_range_is_repaired(case: Case) -> None:
+    """Overflow and saturation are mended by exponents wherever they can happen."""
+    check(case, run_case(case))
+
+
+def test_the_covering_set_covers() -> None:
+    """No kind, component, scheduler, pipeline or moment is left out."""
+    parts = {"text_encoder", "transformer", "vae.encode", "vae.decode"}
+    pairs = {(c.kind, c.component) for c in COVERING}
+    kinds = {"nan", "inf", "row", "frame", "clamp"}
+    assert {(kind, part) for kind in kinds for part in parts} <= pairs
+    assert {c.scheduler for c in COVERING} >= {s for found in SCHEDULERS.values() for s in found}
+    named = {(name, part) for name, found in COMPONENTS.items() for part in found}
+    assert named <= {(c.pipeline, c.component) for c in COVERING}
+    assert {c.moment for c in COVERING} == {"first", "middle", "last"}
+    repaired = {(c.kind, c.component) for c in list_repairing()}
+    assert {(kind, part) for kind in ("range", "clamp") for part in parts} <= repaired
+    assert len(list_all()) > 300
