@@ -18,7 +18,7 @@ from pathlib import Path
 
 from library_messages import PACKAGES, find_messages
 
-from stopdown.diagnosis import UNKNOWN, explain
+from stopdown.diagnosis import UNKNOWN, explain, read_knowledge
 
 CASES = Path(__file__).parent / "cases"
 
@@ -135,6 +135,18 @@ def print_libraries() -> None:
             print(f"| `{re.sub('[`|]', '', message.text)[:80]}` | {message.place} | {fault} |")
 
 
+def print_lookups() -> None:
+    """How many of the reports that an answer names were looked up, and which were not."""
+    seen = set(tomllib.loads((CASES / "lookups.toml").read_text(encoding="utf-8"))["says"])
+    named = {report for cause in read_knowledge().causes for report in cause.reports}
+    print("\n## Reports that an answer names\n")
+    print(
+        f"{len(named)} reports, {len(named & seen)} of them looked up: the thread exists and says that"
+    )
+    print("(`benchmarks/cases/lookups.toml`). Not looked up, and taken from our collection:\n")
+    print(", ".join(sorted(named - seen)) + ".")
+
+
 def print_unrelated() -> None:
     """The table of what is not ours."""
     print("\n## Messages that are no failure of precision\n\n| message | answered |\n|---|---|")
@@ -158,6 +170,7 @@ def main() -> None:
     print_messages(cases)
     print_reports(cases)
     print_libraries()
+    print_lookups()
     print_unrelated()
 
 
