@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from stopdown.errors import CaptureError
 from stopdown.memory import tracking
-from stopdown.memory.rehearsing import Rehearser
+from stopdown.memory.placing import put_placement
+from stopdown.memory.rehearsing import Rehearsal, Rehearser
+from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
 from stopdown.memory.tracking import StorageTracker
+from stopdown.patches import Patches
+from stopdown.pipelines.components import find_components
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in
-from stopdown.testing import make_pipeline, save_pipeline
+from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 
 def measure_allocator(call: Callable[[], Any]) -> int:
@@ -124,3 +130,60 @@ def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:
         Rehearser(empty).rehearse(
             {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64}
         )
+
+
+def run_sd(pipe: Any) -> Any:
+    arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return pipe(**arguments, generator=generator, output_type="np").images[0]
+
+
+@pytest.fixture(scope="module")
+def rehearsed_sd(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    folder = save_pipeline("sd", tmp_path_factory.mktemp("sd") / "m", dtype=torch.float32)
+    empty = build_stand_in(resolve_source(folder), {})
+    arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
+    return Rehearser(empty).rehearse({**arguments, "output_type": "np"})
+
+
+def count_parameters(pipe: Any) -> int:
+    """Bytes of the storages that a pipeline's weights own just now."""
+    tensors = [x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())]
+    return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
+
+
+@pytest.mark.parametrize("placement", ["component", "block", "leaf"])
+def test_a_placement_changes_nothing_but_memory(
+    placement: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """The picture is the same bit for bit, the peak as predicted, and everything comes off again."""
+    pipe = make_pipeline("sd")
+    expected = run_sd(pipe)
+    before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
+    whole = count_parameters(pipe)
+    with assert_untouched(pipe), Patches() as patches:
+        put_placement(pipe, placement, rehearsed_sd.strays, patches, store=tmp_path)
+        start = count_parameters(pipe)
+        assert start < 0.1 * whole
+        found: list[Any] = []
+        peak = measure_allocator(lambda: found.append(run_sd(pipe))) + start
+    assert np.array_equal(found[-1], expected)
+    predicted = predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
+    assert predicted == pytest.approx(peak, rel=0.1)
+    assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
+    assert not list(tmp_path.iterdir())
+
+
+def test_smaller_placements_take_less_and_move_more(rehearsed_sd: Rehearsal) -> None:
+    """From resident to leaf the predicted peak falls, and what is moved rises."""
+    found = [predict(rehearsed_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
+    assert [one.peak_bytes for one in found] == sorted((o.peak_bytes for o in found), reverse=True)
+    assert [one.moved_bytes for one in found] == sorted(one.moved_bytes for one in found)
+
+
+def test_weights_that_others_read_stay_for_the_whole_call() -> None:
+    """A layer whose weights its parent uses is loaded with the component, not by itself."""
+    weights, strays = {"a": 1, "b": 1}, {"b": frozenset({""})}
+    assert group_weights(weights, (), strays, "leaf") == {"a": ("a",), "": ("b",)}
+    assert group_weights(weights, (), {}, "leaf") == {"a": ("a",), "b": ("b",)}

@@ -79,17 +79,26 @@ class Rehearsal:
 
     Attributes:
         calls: in order.
-        weights: component → module path → bytes of the parameters and buffers directly in it.
+        weights: component → module path → bytes of the parameters directly in it; a tied one counts
+            wherever it stands.
+        totals: component → bytes of its parameters, tied ones once, and of its buffers.
+        strays: component → path of a module → modules that used its weights while it did not run.
+        blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
+        steps: that were rehearsed.
     """
 
     calls: tuple[RehearsedCall, ...]
     weights: dict[str, dict[str, int]]
+    totals: dict[str, tuple[int, int]]
+    strays: dict[str, dict[str, frozenset[str]]]
+    blocks: dict[str, tuple[str, ...]]
     between_bytes: int
+    steps: int
 
     def weigh(self, component: str) -> int:
-        """Bytes of all weights of a component; directions of an autoencoder share theirs."""
-        return sum(self.weights[component.partition(".")[0]].values())
+        """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
+        return self.totals[component.partition(".")[0]][0]
 
 
 @dataclass
@@ -104,6 +113,7 @@ class Rehearser:
     pipe: Any
     fused: bool = True
     _seen: dict[str, tuple[RehearsedCall, Any]] = field(default_factory=dict)
+    _strays: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
 
     def rehearse(self, arguments: dict[str, Any], variant: str = "") -> Rehearsal:
         """Run the pipeline once.
@@ -123,10 +133,16 @@ class Rehearser:
                 layer = functools.partial(self._stand, door, tracker, calls, variant)
                 put_door(door, layer, patches)
             self.pipe(**arguments)
-        return Rehearsal(tuple(calls), self._weigh(), tracker.peak_bytes)
-
-    def _weigh(self) -> dict[str, dict[str, int]]:
-        return {name: weigh_modules(module) for name, module in find_components(self.pipe).items()}
+        parts = find_components(self.pipe)
+        return Rehearsal(
+            calls=tuple(calls),
+            weights={name: weigh(part) for name, part in parts.items()},
+            totals={name: _sum_up(part) for name, part in parts.items()},
+            strays={name: dict(self._strays.get(name, {})) for name in parts},
+            blocks={name: find_blocks(part) for name, part in parts.items()},
+            between_bytes=tracker.peak_bytes,
+            steps=arguments["num_inference_steps"],
+        )
 
     def _stand(
         self,
@@ -163,7 +179,8 @@ class Rehearser:
         tracker.ignore(name_parameters(door.owner).values())
         args, kwargs = _map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
         start, flops = tracker.live_bytes, tracker.flops
-        clock = _Clock(tracker, start)
+        strays = self._strays.setdefault(door.component.partition(".")[0], {})
+        clock = _Clock(tracker, start, strays)
         with Patches() as patches, _attention(self.fused):
             clock.put_on(door.owner, patches)
             try:
@@ -180,14 +197,20 @@ class Rehearser:
 
 
 class _Clock:
-    """Closes a segment whenever a module is entered or left."""
+    """Closes a segment whenever a module is entered or left; sees weights that others use."""
 
-    def __init__(self, tracker: StorageTracker, start: int) -> None:
+    def __init__(
+        self, tracker: StorageTracker, start: int, strays: dict[str, frozenset[str]]
+    ) -> None:
         self.segments: list[Segment] = []
         self.entries: dict[str, int] = {}
         self._tracker, self._start, self._stack = tracker, start, [""]
+        self._strays, self._homes = strays, dict[int, list[str]]()
 
     def put_on(self, module: torch.nn.Module, patches: Patches) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._homes.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+        patches.set_attribute(self._tracker, "on_operation", self._look)
         for path, part in module.named_modules():
             if path:
                 before, after = functools.partial(self._enter, path), self._leave
@@ -201,6 +224,15 @@ class _Clock:
             segment = max(segment, before, key=lambda one: one.peak_bytes)
         self.segments.append(segment)
 
+    def _look(self, args: Any) -> None:
+        """Note weights whose module does not run: somebody else reads them."""
+        for value in args:
+            homes = self._homes.get(id(value))
+            if homes is not None and not any(home in self._stack for home in homes):
+                for home in homes:
+                    users = self._strays.get(home, frozenset())
+                    self._strays[home] = users | {self._stack[-1]}
+
     def _enter(self, path: str, module: Any, args: Any) -> None:
         self.close()
         self._stack.append(path)
@@ -211,14 +243,31 @@ class _Clock:
         self._stack.pop()
 
 
-def weigh_modules(module: torch.nn.Module) -> dict[str, int]:
-    """Module path → bytes of the parameters and buffers directly in it; tied ones count once."""
+def weigh(module: torch.nn.Module) -> dict[str, int]:
+    """Module path → bytes of the parameters directly in it."""
     weights: dict[str, int] = {}
-    for name, tensor in name_parameters(module).items():
+    for name, tensor in module.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
-        size = tensor.numel() * tensor.element_size()
-        weights[path] = weights.get(path, 0) + size
+        weights[path] = weights.get(path, 0) + _count_bytes(tensor)
     return weights
+
+
+def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
+    return sum(map(_count_bytes, module.parameters())), sum(map(_count_bytes, module.buffers()))
+
+
+def _count_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def find_blocks(module: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the entries of the outermost lists of modules: the blocks of a network."""
+    found: list[str] = []
+    for path, part in module.named_modules():
+        if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential)):
+            entries = [f"{path}.{name}" if path else name for name, _ in part.named_children()]
+            found += [e for e in entries if not any(is_within(e, other) for other in found)]
+    return tuple(found)
 
 
 def is_within(path: str, unit: str) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class StorageTracker(TorchDispatchMode):
         live_bytes: of storages that are alive.
         peak_bytes: the most since the start or the last `restart`.
         flops: of matrix products, convolutions and attention, since the start.
+        on_operation: told of each operation's positional arguments before it runs.
     """
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
@@ -44,6 +45,7 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.live_bytes = self.peak_bytes = self.flops = 0
         self.limit_bytes = limit_bytes
+        self.on_operation: Callable[[Any], None] | None = None
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -67,6 +69,8 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.on_operation is not None:
+            self.on_operation(args)
         output = func(*args, **(kwargs or {}))
         self.count(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
         taken = count_workspace(func, args, output)

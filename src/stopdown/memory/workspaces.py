@@ -44,7 +44,7 @@ def _select_backend(
     output_padding: list[int],
     groups: int,
 ) -> Any:
-    return torch._C._select_conv_backend(  # type: ignore[attr-defined]  # no stub for it
+    return torch._C._select_conv_backend(
         given,
         weight,
         bias=bias,
