@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown import __version__
@@ -430,3 +431,67 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
     assert (code, out, err) == (1, "", "stopdown: Stopped by Ctrl-C; nothing was written.\n")
     code, out, _ = run("generate", "shapes", "a", "--json")
     assert (code, json.loads(out)["error"]) == (1, "KeyboardInterrupt")
+
+
+# ---------------------------------------------------------------------------------------------
+# Writing a plan down
+
+
+@pytest.fixture
+def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
+    """A tiny model and a plan that scales nothing: fp16 for every component."""
+    from stopdown.pipelines.components import find_components
+    from stopdown.pipelines.sources import fingerprint, resolve_source
+    from stopdown.planning.plan_files import read_class_versions, seal_plan, write_plan
+    from stopdown.planning.plans import sample_weights
+    from stopdown.records import ComponentPlan, Plan
+    from stopdown.testing import make_pipeline
+
+    folder = save_tiny("sd")
+    pipe = make_pipeline("sd", dtype=torch.bfloat16)
+    components = tuple(
+        ComponentPlan(name, type(module).__name__, sample_weights(module), "fp16")
+        for name, module in find_components(pipe).items()
+    )
+    versions, mark = read_class_versions(), fingerprint(resolve_source(folder))
+    plan = Plan(
+        str(folder), mark, type(pipe).__name__, "fp16", versions, components, (), 1, "cpu", 0.0
+    )
+    write_plan(seal_plan(plan), here / "plan.json")
+    return folder, here / "plan.json"
+
+
+def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
+    """Exit 0: a line for each component and how to load it on stdout, nothing on stderr."""
+    folder, plan = plain_plan
+    code, out, err = run("convert", folder, "out", "--plan", plan)
+    assert (code, err) == (0, "")
+    for text in ("text_encoder", "unet", "vae", "In fp32 it is bit for bit the original."):
+        assert text in out
+    assert 'from_pretrained("out", torch_dtype=torch.float16)\n' in out
+    assert sorted(path.name for path in here.iterdir()) == ["out", "plan.json"]
+    code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--json")
+    assert (code, json.loads(out)["kind"]) == (0, "conversion")
+
+
+def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], here: Path) -> None:
+    """A place that is taken, a place where nobody may write, an unknown component, no plan."""
+    folder, plan = plain_plan
+    (here / "taken").mkdir()
+    (here / "taken" / "letter").write_text("")
+    for arguments, code, message in (
+        (
+            ["taken", "--plan", plan],
+            1,
+            "OUT taken exists and is not a folder with a model_index.json.",
+        ),
+        (["/proc/out", "--plan", plan], 1, "The output /proc/out could not be written: "),
+        (["out", "--plan", plan, "--leave", "me"], 2, "--leave me names no component of "),
+        (["out", "--plan", "none.json"], 2, "The plan none.json cannot be read: "),
+        (["out.safetensors", "--plan", plan], 2, "OUT out.safetensors is a single file and "),
+    ):
+        found, out, err = run("convert", folder, *arguments)
+        assert (found, out) == (code, "")
+        assert err.startswith(f"stopdown: {message}")
+        assert err.count("\n") == 1
+    assert sorted(path.name for path in here.iterdir()) == ["plan.json", "taken"]
