@@ -99,6 +99,7 @@ class _Matrix:
     progress: Progress
     ranked: Sequence[str] = ()
     variants: dict[str, Variant] = field(default_factory=dict)
+    looked: set[str] = field(default_factory=set)
 
     def run(self) -> list[_Kept]:
         """Every row, in order."""
@@ -163,7 +164,10 @@ class _Matrix:
         def observe(component: str, stage: str, done: int, total: int) -> None:
             self.progress(stage, component, done + (stage == "denoise"), total)
 
-        return run_cell(opened, name, request, self.subject.device, observe)
+        is_new = name not in self.looked  # where NaN begins is looked for once
+        self.looked.add(name)
+        device = self.subject.device
+        return run_cell(opened, name, request, device, observe, names_culprit=is_new)
 
     def _keep_variant(self, variant: Variant) -> None:
         if self.variants.get(variant.name) != variant:
@@ -221,6 +225,8 @@ def compare(
     prompts: Sequence[str | Prompt],
     precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
     *,
+    steps: int | None = None,
+    seed: int | None = None,
     request: Request | None = None,
     thresholds: Thresholds | None = None,
     device: str = "auto",
@@ -241,8 +247,9 @@ def compare(
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
             `plan`, a plan's file, `auto`, or by component `transformer=bf16+vae=fp32`.
-        request: sizes, steps, guidance and the seed of the first prompt; each further prompt has
-            the next seed.
+        steps: denoising steps; None takes those of `request`, or the model's own.
+        seed: of the first prompt, each further one has the next; None takes that of `request`, or 0.
+        request: sizes, guidance and a picture or video to start from.
         thresholds: what counts as the same picture.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
         revision: branch, tag or commit on the Hub.
@@ -260,7 +267,13 @@ def compare(
     Cost: a run for each prompt and precision; of one row, the latents of every step on disk.
     """
     names = parse_precisions(precisions if isinstance(precisions, str) else ",".join(precisions))
-    asked, limits = request or Request(), thresholds or Thresholds()
+    asked = request or Request()
+    asked = dataclasses.replace(
+        asked,
+        steps=asked.steps if steps is None else steps,
+        seed=asked.seed if seed is None else seed,
+    )
+    limits = thresholds or Thresholds()
     numbered = _number_prompts(prompts)
     told = progress or (lambda stage, what, done, total: None)
     first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)

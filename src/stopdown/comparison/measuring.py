@@ -69,6 +69,7 @@ def _measure_psnr(frames: Frames, reference: Frames) -> float:
 
 
 def _measure_ssim(frames: Frames, reference: Frames) -> float | None:
+    """Mean over frames of SSIM (Wang et al. 2004); windows at the border reflect the picture."""
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     if min(frames.shape[1:3]) < _SSIM_WINDOW:

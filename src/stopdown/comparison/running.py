@@ -6,7 +6,9 @@ import dataclasses
 import json
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,9 @@ from stopdown.environment import Device, peak_memory
 from stopdown.media import find_frame_faults, to_uint8, written_beside
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.records import Finding, GuardRecord
-from stopdown.runtime.guarding import guard
-from stopdown.runtime.watch import Observer
+from stopdown.records import CallSummary, Finding, Repair
+from stopdown.runtime.guarding import Guard, guard
+from stopdown.runtime.watch import Fault, Observer, Watch
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,31 @@ class Outcome:
 
 
 def run_cell(
-    opened: Opened, name: str, request: Request, device: Device, observer: Observer | None
+    opened: Opened,
+    name: str,
+    request: Request,
+    device: Device,
+    observer: Observer | None = None,
+    *,
+    names_culprit: bool = True,
 ) -> Outcome:
     """Run one prompt in one precision; an error of the run becomes part of the cell.
 
-    Nothing is repaired: what the guard sees is said, and the run goes on with the bad value.
+    Nothing is repaired: what is not finite is said, and the run goes on with the bad value.
+
+    Args:
+        names_culprit: run a call that gives NaN or Inf once more to find where they begin.
     """
     begun = time.perf_counter()
+    faults: list[Repair] = []
+    if names_culprit:
+        standing: Guard | Watch = _stand_guard(opened, observer)
+    else:
+        standing = Watch(opened.pipe, opened.decisions, observer, partial(_note_fault, faults))
     try:
-        return _run(opened, name, request, device, observer)
+        outcome = _run(opened, name, request, device, standing)
+        found = standing.repairs if isinstance(standing, Guard) else tuple(faults)
+        return dataclasses.replace(outcome, cell=dataclasses.replace(outcome.cell, faults=found))
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
         elapsed_s = time.perf_counter() - begun
         return Outcome(Cell(name, error=describe_error(error), elapsed_s=elapsed_s), None, Trace())
@@ -66,21 +84,38 @@ def describe_error(error: Exception) -> str:
     return text if is_own else f"{type(error).__name__}: {text}"
 
 
-def _run(
-    opened: Opened, name: str, request: Request, device: Device, observer: Observer | None
-) -> Outcome:
-    arguments = build_arguments(opened.pipe, request)
-    opened.pipe.set_progress_bar_config(disable=True)
-    guarding = guard(
+def _stand_guard(opened: Opened, observer: Observer | None) -> Guard:
+    return guard(
         opened.pipe,
         on_fault="warn",
         decisions=opened.decisions,
         observer=observer,
         announce=lambda text: None,
     )
+
+
+def _note_fault(faults: list[Repair], fault: Fault) -> Any:
+    """Keep the first fault of each component, and go on with its value."""
+    component = fault.door.component
+    if component not in {known.component for known in faults}:
+        kind, said = "unknown", ""
+        if fault.clamped:
+            kind = "clamped"
+            said = f"`{component}` clamped what was not finite, first in {fault.clamped[0]}."
+        faults.append(
+            Repair(component, component, kind, fault.step, said, "none", "Not looked at again.")
+        )
+    return fault.output
+
+
+def _run(
+    opened: Opened, name: str, request: Request, device: Device, standing: Guard | Watch
+) -> Outcome:
+    arguments = build_arguments(opened.pipe, request)
+    opened.pipe.set_progress_bar_config(disable=True)
     begun = time.perf_counter()
     with (
-        guarding,
+        standing,
         Probe(opened.pipe, clamps=opened.clamps) as probe,
         quiet_libraries(),
         torch.no_grad(),
@@ -92,11 +127,12 @@ def _run(
         result = opened.pipe(**arguments)
     elapsed_s = time.perf_counter() - begun
     frames, broken = clean_frames(read_frames(result))
-    trace, seen = probe.trace, guarding.record
+    trace = probe.trace
+    watch = standing.watch if isinstance(standing, Guard) else standing
     headroom, tightest = find_headroom(trace)
     cell = Cell(
         precision=name,
-        stages_s=_sum_stages(seen, trace),
+        stages_s=_sum_stages(watch.summarize(), trace),
         elapsed_s=elapsed_s,
         peak_bytes=memory.peak_bytes,
         non_finite=trace.non_finite + broken,
@@ -104,16 +140,15 @@ def _run(
         clamped=trace.clamped,
         headroom_bits=headroom,
         tightest=tightest,
-        faults=seen.repairs,
         findings=_find_faults(frames),
     )
     return Outcome(cell, frames, trace, memory.method)
 
 
-def _sum_stages(seen: GuardRecord, trace: Trace) -> dict[str, float]:
+def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:
     """Seconds in the components by stage, without those of the probes."""
     stages: dict[str, float] = {}
-    for call in seen.calls:
+    for call in calls:
         stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
     return {
         stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
