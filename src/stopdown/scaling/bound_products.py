@@ -1,0 +1,435 @@
+"""Bounds of what multiplies and sums: linears, convolutions, matrix products, attention, norms.
+
+A sum of products has two bounds, and the smaller one is taken: the largest magnitudes times the
+absolute weights, and (Cauchy and Schwarz) the norm of the weights times that of the inputs. Both hold
+for every part of the sum as well, so no partial sum is larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.blocks import arguments, operation, shape_of
+from stopdown.scaling.bound_steps import Rule, Step, strip_casts
+from stopdown.scaling.bound_values import (
+    Bound,
+    Shape,
+    largest_over,
+    norm_over,
+    uniform,
+)
+
+ROW_ENTRIES = 1 << 22
+"""Weights are widened to float64 in parts of at most this many values."""
+
+WEIGHT_ROUNDING = 2.0**-11
+"""A weight's relative error in fp16."""
+
+WEIGHT_FLOOR = 2.0**-15
+"""And what is added for weights that are subnormal there, relative to the tensor's largest one; it
+holds where the largest is at least 2**-10 as it is stored (`bounds` checks that)."""
+
+SUM_ROUNDING = 2.0**-23
+"""Relative error of one addition in fp32, doubled for that of the product."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a product needs to know of its weight, row by row.
+
+    Attributes:
+        absolute: `sum |w| peak` of each row.
+        euclidean: `sqrt(sum w**2)` of each row.
+    """
+
+    absolute: torch.Tensor
+    euclidean: torch.Tensor
+
+
+def measure_rows(weight: torch.Tensor, peak: torch.Tensor) -> Rows:
+    """Sums over the rows of a matrix `[out, in]`, in parts and in float64.
+
+    Args:
+        peak: `[in]` or `[1]` float64.
+
+    Cost: one pass; at most `ROW_ENTRIES` values are widened at a time.
+    """
+    absolute, euclidean = [], []
+    slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
+    width = weight.shape[1]
+    spread = float(peak.sum()) * (width if peak.numel() == 1 else 1)
+    for part in _split_rows(weight):
+        wide = part.double().abs_()
+        sums = wide.sum(1) * peak if peak.numel() == 1 else wide @ peak
+        absolute.append(sums * (1 + WEIGHT_ROUNDING) + slack * spread)
+        norms = wide.square_().sum(1).sqrt_()
+        euclidean.append(norms * (1 + WEIGHT_ROUNDING) + slack * math.sqrt(width))
+    return Rows(torch.cat(absolute), torch.cat(euclidean))
+
+
+def _split_rows(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    return iter(weight.split(max(1, ROW_ENTRIES // max(weight.shape[1], 1))))
+
+
+def _bias(step: Step) -> torch.Tensor:
+    bias = step.given.get("bias")
+    found = step.known.load(bias) if isinstance(bias, Node) else None
+    if found is None:
+        return torch.zeros(1).double()
+    size = found.double().abs()
+    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
+
+
+def linear(step: Step) -> Bound | None:
+    """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
+    source, weight = step.given["input"], step.given["weight"]
+    bound = step.bound(source)
+    values = step.known.load(weight) if isinstance(weight, Node) else None
+    if bound is None or values is None or values.dim() != 2:
+        return None
+    last = len(step.shape) - 1
+    peak = largest_over(bound.peak, range(last)).reshape(-1)
+    rows = measure_rows(values, peak)
+    norm = norm_over(bound, shape_of(source), (last,))
+    spread = (1,) * last + (-1,)
+    absolute = rows.absolute.reshape(spread)
+    by_norm = rows.euclidean.reshape(spread) * norm
+    strayed = values.shape[1] * SUM_ROUNDING * absolute
+    size = torch.minimum(absolute, by_norm)
+    if (composed := _compose_heads(step, values)) is not None:
+        size = torch.minimum(size, composed.reshape(spread))
+    typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
+    return step.made(size + strayed + _bias(step).reshape(spread), typical)
+
+
+def bound_partial_sums(step: Step) -> float:
+    """A bound of every part of the sums of a linear that is bounded as one map with its values.
+
+    0 where the bound of the result is one of its parts as well.
+    """
+    if operation(step.node) != "linear" or _find_values(step.node) is None:
+        return 0.0
+    source, weight = step.given["input"], step.given["weight"]
+    bound, values = step.bound(source), step.known.load(weight)
+    if bound is None or values is None:
+        return 0.0
+    last = len(step.shape) - 1
+    rows = measure_rows(values, largest_over(bound.peak, range(last)).reshape(-1))
+    norm = norm_over(bound, shape_of(source), (last,)).amax()
+    return float((torch.minimum(rows.absolute, rows.euclidean * norm) + _bias(step)).max())
+
+
+def _compose_heads(step: Step, outer: torch.Tensor) -> torch.Tensor | None:
+    """A linear after attention: values and output as one map for each head.
+
+    Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
+    the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
+    times the norm of one input row. What rounding adds passes through `|O|`.
+    """
+    found = _find_values(step.node)
+    if found is None:
+        return None
+    attention, inner = found
+    given = arguments(inner)
+    bound, values = step.bound(given["input"]), step.known.load(given["weight"])
+    value = step.bound(attention.args[2])
+    if bound is None or values is None or value is None or values.numel() > 1 << 26:
+        return None
+    heads, width = shape_of(attention)[1], shape_of(attention)[-1]
+    if values.shape[0] != heads * width or outer.shape[1] != heads * width:
+        return None
+    before = shape_of(given["input"])
+    norm = float(norm_over(bound, before, (len(before) - 1,)).max())
+    peak = largest_over(value.peak, (0, 2)).expand(1, heads, 1, width).reshape(-1)
+    bias = step.known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    return _sum_heads(outer, values, bias, norm, peak, heads)
+
+
+def _sum_heads(
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: float,
+    peak: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
+    width = outer.shape[1] // heads
+    # of both weights, the values, their mean, and the sums that gave the values
+    roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
+    total = torch.zeros(outer.shape[0]).double()
+    strayed = torch.zeros_like(total)
+    for head in range(heads):
+        columns = slice(head * width, (head + 1) * width)
+        value = inner[columns].double()
+        gram, out = value @ value.T, outer[:, columns].double()
+        total += ((out @ gram) * out).sum(1).clamp(min=0).sqrt() * norm
+        sizes = out.abs()
+        strayed += sizes @ (peak[columns] * roundings)
+        strayed += WEIGHT_FLOOR * float(sizes.max()) * float(peak[columns].sum()) * 2
+        strayed += float(value.abs().max()) * WEIGHT_FLOOR * norm * sizes.sum(1) * math.sqrt(
+            inner.shape[1])  # fmt: skip
+    if bias is not None:
+        total += (outer.double() @ bias.double()).abs()
+    return total + strayed
+
+
+def _find_values(node: Node) -> tuple[Node, Node] | None:
+    """The attention whose heads a linear reads side by side, and the linear that gave its values."""
+    behind = strip_casts(node.args[0])
+    if operation(behind) not in ("reshape", "flatten", "view"):
+        return None
+    swapped = strip_casts(behind.args[0])
+    if operation(swapped) != "transpose" or not _swaps_heads(swapped):
+        return None
+    attention = strip_casts(swapped.args[0])
+    if operation(attention) in ("reshape", "view") and shape_of(attention) == shape_of(
+        attention.args[0]
+    ):
+        attention = attention.args[0]
+    if operation(attention) != "scaled_dot_product_attention":
+        return None
+    value = strip_casts(attention.args[2])
+    if operation(value) != "transpose" or not _swaps_heads(value):
+        return None
+    viewed = strip_casts(value.args[0])
+    if operation(viewed) not in ("view", "reshape", "unflatten"):
+        return None
+    inner = strip_casts(viewed.args[0])
+    fits = operation(inner) == "linear" and _same_heads(node, attention, viewed, inner)
+    return (attention, inner) if fits else None
+
+
+def _swaps_heads(node: Node) -> bool:
+    rank = len(shape_of(node))
+    given = arguments(node)
+    return rank == 4 and {int(given["dim0"]) % 4, int(given["dim1"]) % 4} == {1, 2}
+
+
+def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
+    heads, width = shape_of(viewed)[2], shape_of(viewed)[3]
+    batch, tokens = shape_of(inner)[:2]
+    out = shape_of(attention)
+    return (
+        len(shape_of(inner)) == 3
+        and shape_of(viewed) == (batch, tokens, heads, width)
+        and (out[0], out[1], out[3]) == (batch, heads, width)
+        and shape_of(node.args[0]) == (batch, out[2], heads * width)
+    )
+
+
+def convolve(step: Step) -> Bound | None:
+    """As `linear`, over the channels and places that the kernel covers."""
+    source, weight = step.given["input"], step.given["weight"]
+    bound = step.bound(source)
+    values = step.known.load(weight) if isinstance(weight, Node) else None
+    if bound is None or values is None:
+        return None
+    before, groups = shape_of(source), int(step.given.get("groups", 1))
+    channel = len(before) - (values.dim() - 1)
+    flat = values.reshape(values.shape[0], -1)
+    places = math.prod(values.shape[2:])
+    peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
+    rows = [
+        measure_rows(part, _spread_channels(peak, group, groups, values.shape[1], places))
+        for group, part in enumerate(flat.chunk(groups))
+    ]
+    absolute = torch.cat([x.absolute for x in rows])
+    euclidean = torch.cat([x.euclidean for x in rows])
+    size = torch.minimum(absolute, euclidean * _norm_of_patch(bound, before, channel, places))
+    size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(step)
+    ones = [1] * len(step.shape)
+    ones[channel] = -1
+    typical = bound.typical * float(euclidean.square().mean().sqrt())
+    return step.made(size.reshape(ones), typical)
+
+
+def _spread_channels(
+    peak: torch.Tensor, group: int, groups: int, width: int, places: int
+) -> torch.Tensor:
+    """`[in * places]`: the peak of the channel that each entry of a flattened kernel multiplies."""
+    if peak.numel() == 1:
+        return peak
+    return peak[group * width : (group + 1) * width].repeat_interleave(places)
+
+
+def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> float:
+    """The norm of what a kernel covers: of the whole map, or of its places one by one."""
+    spatial = range(channel + 1, len(shape))
+    whole = float(norm_over(bound, shape, (channel, *spatial)).max())
+    single = float(norm_over(bound, shape, (channel,)).max()) * math.sqrt(places)
+    return min(whole, single)
+
+
+def transposed(step: Step) -> Bound | None:
+    """As `convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
+    source, weight = step.given["input"], step.given["weight"]
+    bound = step.bound(source)
+    values = step.known.load(weight) if isinstance(weight, Node) else None
+    if bound is None or values is None or int(step.given.get("groups", 1)) != 1:
+        return None
+    channel = len(shape_of(source)) - (values.dim() - 1)
+    flat = values.transpose(0, 1).reshape(values.shape[1], -1)
+    rows = measure_rows(flat, torch.tensor([bound.largest]).double())
+    size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(step)
+    ones = [1] * len(step.shape)
+    ones[channel] = -1
+    return step.made(size.reshape(ones), bound.typical * float(rows.euclidean.mean()))
+
+
+def matmul(step: Step) -> Bound | None:
+    """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
+    first, other = step.given["self"], step.given.get("mat2", step.given.get("other"))
+    a, b = step.bound(first), step.bound(other)
+    if b is None or (a is None) or min(len(shape_of(first)), len(shape_of(other))) < 2:
+        return None
+    rows, columns = len(shape_of(first)) - 1, len(shape_of(other)) - 2
+    count = shape_of(first)[-1]
+    if operation(strip_casts(first)) in ("softmax", "_softmax") and _is_last(strip_casts(first)):
+        largest = uniform(float(b.peak.max()), step.shape, b.typical)
+        return step.made(largest.peak, b.typical / math.sqrt(max(count, 1)))
+    by_norm = norm_over(a, shape_of(first), (rows,)).amax() * norm_over(
+        b, shape_of(other), (columns,)).amax()  # fmt: skip
+    by_peak = count * a.peak.amax() * b.peak.amax()
+    size = float(torch.minimum(by_norm, by_peak)) * (1 + count * SUM_ROUNDING)
+    size += count * SUM_ROUNDING * float(by_peak)
+    return uniform(size, step.shape, a.typical * b.typical * math.sqrt(count))
+
+
+def _is_last(node: Node) -> bool:
+    rank = len(shape_of(node))
+    return int(arguments(node)["dim"]) % rank == rank - 1
+
+
+def einsum(step: Step) -> Bound | None:
+    """No result is larger than the product of the largest, times how many are summed."""
+    operands = step.given["tensors"]
+    bounds = [step.bound(x) for x in operands]
+    if any(b is None for b in bounds):
+        return None
+    letters, _, kept = str(step.given["equation"]).replace(" ", "").partition("->")
+    if "." in letters:
+        return None
+    sizes: dict[str, int] = {}
+    for names, operand in zip(letters.split(","), operands, strict=True):
+        sizes.update(zip(names, shape_of(operand), strict=True))
+    summed = math.prod(size for name, size in sizes.items() if name not in kept)
+    size = math.prod(b.largest for b in bounds if b) * summed
+    typical = math.prod(b.typical for b in bounds if b) * math.sqrt(summed)
+    return uniform(size * (1 + summed * SUM_ROUNDING), step.shape, typical)
+
+
+def outer(step: Step) -> Bound | None:
+    first, other = step.bound(step.given["self"]), step.bound(step.given["vec2"])
+    if first is None or other is None:
+        return None
+    return uniform(first.largest * other.largest, step.shape, first.typical * other.typical)
+
+
+def attention(step: Step) -> Bound | None:
+    """Weights that are not negative and sum to one: a mean of the values, token by token."""
+    value = step.given["value"]
+    bound, before = step.bound(value), shape_of(value)
+    if bound is None:
+        return None
+    last, heads = len(before) - 1, len(before) - 3
+    cut = [d for d in range(last) if before[d] != step.shape[d] or d == last - 1 or d != heads]
+    norm = norm_over(bound, before, (last,))
+    tokens = max(before[last - 1], 1)
+    typical = bound.typical / math.sqrt(min(tokens, 16))
+    peak = largest_over(bound.peak, cut)
+    return step.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
+
+
+def bound_scores(step: Step) -> float:
+    """No product of a query and a key is larger, before the softmax; inf when one has no bound.
+
+    It holds for every part of the sum, with the scale taken before or after it.
+    """
+    query, key = step.given["query"], step.given["key"]
+    a, b = step.bound(query), step.bound(key)
+    if a is None or b is None:
+        return math.inf
+    shapes = shape_of(query), shape_of(key)
+    norms = [
+        float(norm_over(x, s, (len(s) - 1,)).max()) for x, s in zip((a, b), shapes, strict=True)
+    ]
+    scale = step.given.get("scale")
+    factor = 1 / math.sqrt(max(shapes[0][-1], 1)) if scale is None else abs(float(scale))
+    return norms[0] * norms[1] * max(factor, min(factor, 1.0))
+
+
+def _magnitudes(step: Step, name: str) -> torch.Tensor:
+    given = step.given.get(name)
+    if not isinstance(given, Node):
+        return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
+    found = step.known.load(given)
+    if found is None:
+        bound = step.bound(given)
+        return torch.full((1,), math.inf if bound is None else bound.largest).double()
+    size = found.double().abs().reshape(-1)
+    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
+
+
+def normalise(step: Step) -> Bound:
+    """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
+    count = math.prod(step.given["normalized_shape"])
+    rank = len(step.given["normalized_shape"])
+    dims = tuple(range(len(step.shape) - rank, len(step.shape)))
+    shape = [1] * (len(step.shape) - rank) + list(step.given["normalized_shape"])
+    return _affine_rows(step, count, dims, shape)
+
+
+def _affine_rows(step: Step, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
+    gain, shift = _magnitudes(step, "weight"), _magnitudes(step, "bias")
+    gain = gain.reshape(shape) if gain.numel() > 1 else gain.reshape([1] * len(shape))
+    shift = shift.reshape(shape) if shift.numel() > 1 else shift.reshape([1] * len(shape))
+    moved = shift.square()
+    for dim in dims:
+        moved = moved * step.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
+    norm = math.sqrt(count) * largest_over(gain, dims) + moved.sqrt()
+    typical = float(gain.square().mean().sqrt())
+    return step.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
+
+
+def normalise_groups(step: Step) -> Bound:
+    """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
+    groups = int(step.given["num_groups"])
+    count = math.prod(step.shape[1:]) // groups
+    shape = [1, step.shape[1]] + [1] * (len(step.shape) - 2)
+    gain, shift = _magnitudes(step, "weight"), _magnitudes(step, "bias")
+    gain = gain.reshape(shape if gain.numel() > 1 else [1] * len(shape))
+    shift = shift.reshape(shape if shift.numel() > 1 else [1] * len(shape))
+    places, dims = math.prod(step.shape[2:]), tuple(range(1, len(step.shape)))
+    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else step.shape[1])).sqrt()
+    norm = math.sqrt(count * groups) * gain.amax() + moved
+    peak = math.sqrt(count) * gain + shift
+    typical = float(gain.square().mean().sqrt())
+    return step.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
+
+
+PRODUCTS: dict[str, Rule] = {
+    "linear": linear,
+    "conv1d": convolve,
+    "conv2d": convolve,
+    "conv3d": convolve,
+    "conv_transpose1d": transposed,
+    "conv_transpose2d": transposed,
+    "conv_transpose3d": transposed,
+    "matmul": matmul,
+    "bmm": matmul,
+    "mm": matmul,
+    "einsum": einsum,
+    "outer": outer,
+    "scaled_dot_product_attention": attention,
+    "layer_norm": normalise,
+    "rms_norm": normalise,
+    "_fused_rms_norm": normalise,
+    "group_norm": normalise_groups,
+}
+
+__all__ = ["PRODUCTS", "bound_partial_sums", "bound_scores"]

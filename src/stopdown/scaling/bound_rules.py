@@ -1,0 +1,327 @@
+"""How large the result of each operation can be, given bounds of its inputs: one rule per operation.
+
+A rule gets a `Step` and returns the bound of the exact result on the inputs that the operation
+really gets; rounding is added by `bounds`. None is "no bound". `docs/certificates.md` has a proof of
+two lines for each.
+
+**Catches** every operation in `RULES`, RMSNorms that are written out by hand, attention.
+**Does not catch** an operation without a rule: what it gives has no bound, and neither has what
+follows, up to the next norm or saturating function.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.blocks import arguments, operation, shape_of
+from stopdown.scaling.bound_steps import Rule, Step, list_names, strip_casts
+from stopdown.scaling.bound_values import (
+    Bound,
+    largest_over,
+    make_bound,
+    norm_over,
+    reshape,
+    uniform,
+)
+from stopdown.scaling.bound_views import (
+    cat,
+    choose,
+    embedding,
+    expand,
+    keep,
+    loosen,
+    loosen_spatially,
+    loosen_tokens,
+    pad,
+    part_of_split,
+    repeat,
+    select,
+    slice_,
+    stack,
+    swap,
+    to_complex,
+    to_real,
+    view,
+)
+from stopdown.scaling.rules import is_range_clamp
+
+
+def add(step: Step) -> Bound | None:
+    """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
+    first, other = step.spread(step.given["self"]), step.spread(step.given["other"])
+    if first is None or other is None:
+        return None
+    factor = abs(float(step.given.get("alpha", 1) or 1))
+    peak = first.peak + factor * other.peak
+    typical = math.hypot(first.typical, factor * other.typical)
+    dims = first.rows if isinstance(step.given["self"], Node) else other.rows
+    norm = norm_over(first, step.shape, dims) + factor * norm_over(other, step.shape, dims)
+    return step.made(peak, typical, norm=norm, rows=dims)
+
+
+def multiply(step: Step) -> Bound | None:
+    """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
+    if (normed := _bound_written_norm(step)) is not None:
+        return normed
+    first, other = step.spread(step.given["self"]), step.spread(step.given["other"])
+    if first is None or other is None:
+        return None
+    return _product(step, first, other)
+
+
+def _product(step: Step, first: Bound, other: Bound) -> Bound:
+    dims = first.rows if len(first.rows) >= len(other.rows) else other.rows
+    norm = torch.minimum(
+        norm_over(first, step.shape, dims) * largest_over(other.peak, dims),
+        norm_over(other, step.shape, dims) * largest_over(first.peak, dims),
+    )
+    typical = first.typical * other.typical
+    return step.made(first.peak * other.peak, typical, norm=norm, rows=dims)
+
+
+def divide(step: Step) -> Bound | None:
+    """By a number; by the norm of the same row; by anything else there is no bound."""
+    other = step.given["other"]
+    if isinstance(other, Node):
+        return _bound_written_norm(step)
+    bound = step.spread(step.given["self"])
+    if bound is None or step.given.get("rounding_mode") is not None or not other:
+        return None
+    factor = 1 / abs(float(other))
+    return replace(
+        bound, peak=bound.peak * factor, norm=bound.norm * factor, typical=bound.typical * factor
+    )
+
+
+def _bound_written_norm(step: Step) -> Bound | None:
+    """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
+    first, other = step.given["self"], step.given["other"]
+    inverse = operation(step.node).startswith("div")
+    pairs = [(first, other)] if inverse else [(first, other), (other, first)]
+    for value, factor in pairs:
+        found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
+        if found is None or not isinstance(value, Node):
+            continue
+        source, dims, total = found
+        if strip_casts(source) is strip_casts(value) and shape_of(value) == step.shape:
+            count = 1.0 if total else math.prod(step.shape[d] for d in dims)
+            norm = torch.full((1,) * len(step.shape), math.sqrt(count)).double()
+            return step.made(norm, 1.0, norm=norm, rows=dims)
+    return None
+
+
+def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
+    """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
+    node = strip_casts(node)
+    if inverse and operation(node) in ("clamp", "clamp_min", "expand", "expand_as", "maximum"):
+        return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
+    if inverse and operation(node) == "linalg_vector_norm":
+        return _read_vector_norm(node)
+    if not _is_root(node, inverse):
+        return None
+    node = strip_casts(node.args[0])
+    if operation(node) == "add" and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
+        node = strip_casts(node.args[0])
+    if operation(node) != "mean":
+        return None
+    given, square = arguments(node), strip_casts(node.args[0])
+    if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
+        return None
+    rank = len(shape_of(square))
+    return square.args[0], [int(d) % rank for d in given["dim"]], False
+
+
+def _is_root(node: Node, inverse: bool) -> bool:
+    if operation(node) == "pow":
+        return bool(node.args[1] == (0.5 if inverse else -0.5))
+    return operation(node) == ("sqrt" if inverse else "rsqrt")
+
+
+def _is_square(node: Node) -> bool:
+    name = operation(node)
+    twice = name == "mul" and node.args[0] is node.args[1]
+    return name == "square" or twice or (name == "pow" and bool(node.args[1] == 2))
+
+
+def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
+    given, source = arguments(node), node.args[0]
+    if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
+        return None
+    rank = len(shape_of(source))
+    return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
+
+
+def shrink(limit: float = math.inf) -> Rule:
+    """`|f(x)| <= min(|x|, limit)`."""
+
+    def rule(step: Step) -> Bound | None:
+        bound = step.bound(step.node.args[0])
+        if bound is None:
+            return None if math.isinf(limit) else uniform(limit, step.shape, 0.5 * limit)
+        return replace(bound, peak=bound.peak.clamp(max=limit)) if math.isfinite(limit) else bound
+
+    return rule
+
+
+def saturate(limit: float) -> Rule:
+    """`|f(x)| <= limit` whatever the input."""
+    return lambda step: uniform(limit, step.shape, 0.5 * limit)
+
+
+def softmax(step: Step) -> Bound:
+    """Weights of a mean: none above 1, and neither is their norm."""
+    dim = int(step.given["dim"]) % len(step.shape)
+    one = torch.ones((1,) * len(step.shape)).double()
+    return step.made(one, 1 / max(step.shape[dim], 1), norm=one, rows=(dim,))
+
+
+def power(step: Step) -> Bound | None:
+    exponent, bound = step.given["exponent"], step.bound(step.given["self"])
+    if bound is None or not isinstance(exponent, (int, float)) or exponent < 0:
+        return None
+    return step.made(bound.peak**exponent, bound.typical**exponent)
+
+
+def root(step: Step) -> Bound | None:
+    bound = step.bound(step.node.args[0])
+    return None if bound is None else step.made(bound.peak.sqrt(), bound.typical**0.5)
+
+
+def exponential(step: Step) -> Bound | None:
+    bound = step.bound(step.node.args[0])
+    if bound is None or bound.largest > 700:
+        return None
+    return step.made(bound.peak.exp(), 1.0)
+
+
+def subtract_from(step: Step) -> Bound | None:
+    bound, number = step.bound(step.given["self"]), step.given["other"]
+    if bound is None or not isinstance(number, (int, float)):
+        return None
+    return step.made(bound.peak + abs(number), math.hypot(bound.typical, number))
+
+
+def clamp(step: Step) -> Bound | None:
+    """Between two numbers nothing is larger than the larger one; at the end of fp16 it never bites."""
+    bound = step.bound(step.given["self"])
+    if is_range_clamp(step.node):
+        return bound
+    numbers = [step.given.get(name) for name in ("min", "max")]
+    if not all(x is None or isinstance(x, (int, float)) for x in numbers):
+        return None
+    sizes = [abs(float(x)) for x in numbers if x is not None]
+    if len(sizes) == 2 and bound is None:
+        return uniform(max(sizes), step.shape, 0.5 * max(sizes))
+    if bound is None:
+        return None
+    if len(sizes) == 2:
+        return step.made(bound.peak.clamp(max=max(sizes)), bound.typical)
+    return step.made(bound.peak.clamp(min=max(sizes, default=0.0)), bound.typical)
+
+
+def total(step: Step) -> Bound | None:
+    """A sum over dimensions: of the peaks."""
+    return _reduce(step, mean=False)
+
+
+def mean(step: Step) -> Bound | None:
+    """A mean is no larger than the largest of what it is taken of."""
+    return _reduce(step, mean=True)
+
+
+def _reduce(step: Step, *, mean: bool) -> Bound | None:
+    source = step.given["self"]
+    bound, before = step.bound(source), shape_of(source)
+    if bound is None:
+        return None
+    given = step.given.get("dim")
+    dims = [int(d) % len(before) for d in ([given] if isinstance(given, int) else given or ())]
+    dims = dims or list(range(len(before)))
+    peak, kept = bound.peak, list(before)
+    for dim in dims:
+        count, kept[dim] = before[dim], 1
+        whole = peak.shape[dim] == 1
+        peak = peak * count if whole else peak.sum(dim, keepdim=True)
+        peak = peak / max(count, 1) if mean else peak
+    count = math.prod(before[d] for d in dims)
+    made = make_bound(peak, tuple(kept), typical=bound.typical * (1.0 if mean else count**0.5))
+    return reshape(made, tuple(kept), step.shape)
+
+
+def polar(step: Step) -> Bound | None:
+    return step.spread(step.given["abs"])
+
+
+def zeros(step: Step) -> Bound:
+    return uniform(0.0, step.shape)
+
+
+def fill(step: Step) -> Bound | None:
+    value = step.given.get("fill_value", step.given.get("value", 1.0))
+    return step.spread(value) if isinstance(value, (int, float, Node)) else None
+
+
+def ones(step: Step) -> Bound:
+    return uniform(1.0, step.shape)
+
+
+def _table(rule: Rule, names: str) -> dict[str, Rule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+MOVING = list_names(
+    "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as permute transpose t numpy_T mT "
+    "movedim "
+    "swapaxes swapdims expand expand_as broadcast_to slice narrow select getitem cat concat stack "
+    "dropout contiguous clone alias detach lift_fresh_copy index roll flip repeat repeat_interleave "
+    "tile pad constant_pad_nd neg abs relu zeros ones zeros_like ones_like empty_like chunk split "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d where masked_fill copy embedding "
+    "view_as_real clamp clip gather index_select"
+)
+"""Operations that round nothing: each element of the result is one of an input, or a number."""
+
+RULES: dict[str, Rule] = {
+    **_table(keep, "dropout contiguous clone alias detach lift_fresh_copy type_as to _to_copy float "
+                   "half neg abs positive feature_dropout conj"),
+    **_table(view, "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as ravel"),
+    **_table(swap, "permute transpose t numpy_T mT movedim swapaxes swapdims"),
+    **_table(expand, "expand expand_as broadcast_to"),
+    **_table(slice_, "slice narrow"),
+    **_table(cat, "cat concat"),
+    **_table(loosen, "roll flip gather amax amin max_pool2d pad_sequence"),
+    **_table(loosen_tokens, "index index_select"),
+    **_table(loosen_spatially, "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+             "upsample_nearest_exact2d upsample_bilinear2d upsample_linear1d upsample_trilinear3d "
+             "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"),
+    **_table(repeat, "repeat repeat_interleave tile"),
+    **_table(add, "add sub"),
+    **_table(multiply, "mul multiply"),
+    **_table(divide, "div true_divide"),
+    **_table(shrink(), "silu gelu relu leaky_relu hardswish mish"),
+    **_table(shrink(1.0), "tanh sin erf"),
+    **_table(saturate(1.0), "sigmoid cos sign"),
+    **_table(softmax, "softmax _softmax"),
+    **_table(clamp, "clamp clip"),
+    **_table(choose, "where masked_fill"),
+    **_table(pad, "pad constant_pad_nd"),
+    **_table(zeros, "zeros zeros_like new_zeros empty empty_like new_empty"),
+    **_table(ones, "ones ones_like new_ones"),
+    **_table(fill, "full full_like new_full scalar_tensor fill"),
+    "select": select,
+    "getitem": part_of_split,
+    "stack": stack,
+    "pow": power,
+    "sqrt": root,
+    "exp": exponential,
+    "rsub": subtract_from,
+    "sum": total,
+    "mean": mean,
+    "embedding": embedding,
+    "view_as_complex": to_complex,
+    "view_as_real": to_real,
+    "polar": polar,
+}  # fmt: skip

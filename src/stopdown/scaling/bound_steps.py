@@ -1,0 +1,67 @@
+"""What a rule of a bound is given: one operation, its arguments, and what is known of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.blocks import arguments, operation, shape_of
+from stopdown.scaling.bound_values import Bound, Shape, broadcast, make_bound, uniform
+from stopdown.scaling.rules import LARGEST_TAME
+
+
+class Known(Protocol):
+    """What a rule may ask about the values before it."""
+
+    def bound(self, value: Any) -> Bound | None:
+        """The bound of a node, of a parameter too; None when it has none."""
+
+    def load(self, node: Node) -> torch.Tensor | None:
+        """A parameter's values as they are stored; None when the node is no parameter."""
+
+
+@dataclass
+class Step:
+    """One operation whose result is to be bounded."""
+
+    node: Node
+    known: Known
+
+    def __post_init__(self) -> None:
+        self.given: dict[str, Any] = arguments(self.node)
+        self.shape: Shape = shape_of(self.node)
+
+    def bound(self, value: Any) -> Bound | None:
+        """The bound of an argument: of a number its magnitude, of a tensor what is known."""
+        if isinstance(value, (int, float)):
+            size = 0.0 if abs(value) >= LARGEST_TAME else abs(float(value))
+            return uniform(size, ())
+        return self.known.bound(value) if isinstance(value, Node) else None
+
+    def spread(self, value: Any) -> Bound | None:
+        """As `bound`, broadcast to the result's shape."""
+        bound = self.bound(value)
+        return None if bound is None else broadcast(bound, shape_of(value), self.shape)
+
+    def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
+        """A bound of the result."""
+        return make_bound(peak, self.shape, typical=typical, **more)
+
+
+Rule = Callable[[Step], Bound | None]
+
+
+def strip_casts(node: Any) -> Any:
+    """The value behind casts and operations that leave it as it is."""
+    while operation(node) in ("to", "_to_copy", "float", "dropout", "contiguous", "alias", "clone"):
+        node = node.args[0]
+    return node
+
+
+def list_names(text: str) -> frozenset[str]:
+    """Names of operations, written side by side."""
+    return frozenset(text.split())

@@ -1,0 +1,295 @@
+"""What is known of a value for every input: a largest magnitude by channel, and a norm by row.
+
+A `Bound` has tensors that broadcast to the value's shape, so it says as much by channel, token or
+head as there is to say and costs as little as one number. `docs/certificates.md` has the argument.
+All arithmetic is in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+Shape = tuple[int, ...]
+
+MOST_ENTRIES = 1 << 19
+"""A bound is kept by channel, not by token, where it would have more entries than this."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound of one value that holds for every input.
+
+    Attributes:
+        peak: float64, of the value's rank, each size 1 or the value's: no element is larger.
+        norm: as `peak`, of size 1 in the dimensions `rows`: no 2-norm over those dimensions is
+            larger; a part of a row has no larger norm than the row.
+        rows: dimensions counted from 0.
+        typical: a guess of the root mean square; it sets prices and promises nothing.
+    """
+
+    peak: torch.Tensor
+    norm: torch.Tensor
+    rows: frozenset[int]
+    typical: float
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of any element."""
+        return float(self.peak.max()) if self.peak.numel() else 0.0
+
+
+def make_bound(
+    peak: torch.Tensor,
+    shape: Shape,
+    *,
+    typical: float,
+    norm: torch.Tensor | None = None,
+    rows: Iterable[int] = (),
+) -> Bound:
+    """A bound from a peak and, where one is known, a norm over some dimensions.
+
+    Without one the norm is that of a row of peaks; no element is larger than the norm of its row.
+    """
+    peak = collapse(peak.double(), shape)
+    dims = frozenset(rows) if norm is not None else frozenset({len(shape) - 1} if shape else ())
+    derived = sum_squares(peak**2, shape, dims).sqrt()
+    if norm is None:
+        norm = derived
+    else:
+        norm = torch.minimum(collapse(norm.double(), shape), derived)
+        norm = _fit(norm, shape, dims)
+        peak = collapse(torch.minimum(peak, norm), shape)
+    return Bound(peak, norm, dims, min(typical, float(peak.max()) if peak.numel() else 0.0))
+
+
+def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bound:
+    """One magnitude for every element."""
+    peak = torch.full((1,) * len(shape), float(magnitude), dtype=torch.float64)
+    return make_bound(peak, shape, typical=magnitude if typical is None else typical)
+
+
+def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """The same bound with fewer entries: the largest of tokens, frames or rows, not of channels."""
+    channel = _find_channel(shape)
+    while bound.numel() > MOST_ENTRIES:
+        sizes = [(size, -abs(dim - channel), dim) for dim, size in enumerate(bound.shape)]
+        others = [x for x in sizes if x[2] != channel and x[0] > 1]
+        dim = max(others)[2] if others else channel
+        bound = bound.amax(dim, keepdim=True)
+    return bound
+
+
+def _find_channel(shape: Shape) -> int:
+    return len(shape) - 1
+
+
+def _fit(norm: torch.Tensor, shape: Shape, dims: frozenset[int]) -> torch.Tensor:
+    for dim in dims:
+        norm = norm.amax(dim, keepdim=True)
+    return norm
+
+
+def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
+    """Sums over dimensions of what may stand for every index of them at once."""
+    for dim in dims:
+        repeated = squares.shape[dim] == 1
+        squares = squares * shape[dim] if repeated else squares.sum(dim, keepdim=True)
+    return squares
+
+
+def norm_over(bound: Bound, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
+    """A bound of the 2-norm over the given dimensions, of size 1 in them."""
+    dims = frozenset(dims)
+    by_peak = sum_squares(bound.peak**2, shape, dims).sqrt()
+    by_norm = sum_squares(bound.norm**2, shape, dims - bound.rows).sqrt()
+    return torch.minimum(by_peak, by_norm)
+
+
+def largest_over(bound: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """The largest over dimensions, which stay with size 1."""
+    for dim in dims:
+        bound = bound.amax(dim, keepdim=True)
+    return bound
+
+
+def broadcast(bound: Bound, shape: Shape, target: Shape) -> Bound:
+    """The bound of a value that was broadcast to another shape."""
+    added = len(target) - len(shape)
+    shape = (1,) * added + shape
+    rows = frozenset(dim + added for dim in bound.rows)
+    norm = bound.norm.reshape((1,) * added + bound.norm.shape)
+    for dim in rows:
+        if shape[dim] == 1 and target[dim] > 1:
+            norm = norm * math.sqrt(target[dim])
+    return replace(bound, peak=bound.peak.reshape((1,) * added + bound.peak.shape), norm=norm,
+                   rows=rows)  # fmt: skip
+
+
+def inflate(bound: Bound, relative: float, floor: float, shape: Shape) -> Bound:
+    """Room for one rounding: relative to each element, and to the largest one of the tensor."""
+    slack = floor * bound.largest
+    width = math.sqrt(math.prod(shape[dim] for dim in bound.rows))
+    return replace(
+        bound,
+        peak=bound.peak * (1 + relative) + slack,
+        norm=bound.norm * (1 + relative) + slack * width,
+    )
+
+
+def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
+    """What holds for a value that is either the one or, in some part of it, the other.
+
+    Args:
+        shape: of the first.
+        other: of the second; a part of the first, or a view of it.
+    """
+    alike = len(shape) == len(other)
+    if not alike:
+        return _join_loosely(first, second, shape)
+    cut = [dim for dim in range(len(shape)) if shape[dim] != other[dim]]
+    peak = torch.maximum(first.peak, largest_over(second.peak, cut))
+    typical = max(first.typical, second.typical)
+    dims = first.rows & second.rows
+    if not dims or set(cut) & dims:
+        return make_bound(peak, shape, typical=typical)
+    ours = norm_over(first, shape, dims)
+    norm = torch.maximum(ours, largest_over(norm_over(second, other, dims), cut))
+    return make_bound(peak, shape, typical=typical, norm=norm, rows=dims)
+
+
+def _join_loosely(first: Bound, second: Bound, shape: Shape) -> Bound:
+    peak = first.peak.clamp(min=second.largest)
+    return make_bound(peak, shape, typical=max(first.typical, second.typical))
+
+
+def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
+    """The bound of a value that was viewed in another shape."""
+    peak, norm, rows = bound.peak, bound.norm, set[int]()
+    pieces_peak: list[Shape] = []
+    pieces_norm: list[Shape] = []
+    for source, result in group_dims(shape, target):
+        sizes = [shape[d] for d in source]
+        inside = [d in bound.rows for d in source if shape[d] > 1]
+        if inside and any(inside) and not all(inside):
+            extra = [d for d in source if d not in bound.rows]
+            norm = sum_squares(norm**2, shape, extra).sqrt()
+        if any(inside):
+            rows |= {d for d in result if target[d] > 1}
+        whole = math.prod(sizes)
+        peak, made = _merge(peak, source, sizes, whole)
+        pieces_peak.append(tuple(target[d] if made else 1 for d in result))
+        norm, made = _merge(norm, source, sizes, whole)
+        pieces_norm.append(tuple(target[d] if made else 1 for d in result))
+    peak = peak.reshape([size for piece in pieces_peak for size in piece])
+    norm = norm.reshape([size for piece in pieces_norm for size in piece])
+    return make_bound(peak, target, typical=bound.typical, norm=norm, rows=rows)
+
+
+def _merge(
+    tensor: torch.Tensor, source: Sequence[int], sizes: Sequence[int], whole: int
+) -> tuple[torch.Tensor, bool]:
+    """Give the source dimensions of a group their full sizes when one of them has its own."""
+    if all(tensor.shape[d] == 1 for d in source) and whole != 1:
+        return tensor, False
+    sizes_now = list(tensor.shape)
+    for dim, size in zip(source, sizes, strict=True):
+        sizes_now[dim] = size
+    return tensor.expand(sizes_now), True
+
+
+def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
+    """Runs of dimensions of two shapes that hold the same elements."""
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(shape) or j < len(target):
+        source, result = [], []
+        left = right = 1
+        if i < len(shape):
+            source.append(i)
+            left, i = shape[i], i + 1
+        if j < len(target):
+            result.append(j)
+            right, j = target[j], j + 1
+        while left != right:
+            if left < right or not result:
+                if i >= len(shape):
+                    break
+                source.append(i)
+                left, i = left * shape[i], i + 1
+            else:
+                if j >= len(target):
+                    break
+                result.append(j)
+                right, j = right * target[j], j + 1
+        groups.append((source, result))
+    return groups
+
+
+def permute(bound: Bound, order: Sequence[int]) -> Bound:
+    """The bound of a value whose dimension `i` was dimension `order[i]`."""
+    places = {old: new for new, old in enumerate(order)}
+    return replace(
+        bound,
+        peak=bound.peak.permute(*order),
+        norm=bound.norm.permute(*order),
+        rows=frozenset(places[d] for d in bound.rows),
+    )
+
+
+def take(bound: Bound, shape: Shape, target: Shape, dim: int, start: int, stop: int, step: int = 1
+         ) -> Bound:  # fmt: skip
+    """The bound of a slice along one dimension."""
+    peak, norm = bound.peak, bound.norm
+    if peak.shape[dim] > 1:
+        peak = _slice(peak, dim, start, stop, step)
+    if norm.shape[dim] > 1:
+        norm = _slice(norm, dim, start, stop, step)
+    return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
+
+
+def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
+    index = [slice(None)] * tensor.dim()
+    index[dim] = slice(start, stop, step)
+    return tensor[tuple(index)]
+
+
+def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape, dim: int) -> Bound:
+    """The bound of values put one behind the other along a dimension."""
+    typical = max(b.typical for b in bounds)
+    peak = _cat([b.peak for b in bounds], shapes, target, dim)
+    dims = frozenset.intersection(*(b.rows for b in bounds))
+    if not dims:
+        return make_bound(peak, target, typical=typical)
+    norms = [norm_over(b, s, dims) for b, s in zip(bounds, shapes, strict=True)]
+    if dim in dims:
+        norm = _largest_shape([x**2 for x in norms], add=True).sqrt()
+    else:
+        norm = _cat(norms, shapes, target, dim)
+    return make_bound(peak, target, typical=typical, norm=norm, rows=dims)
+
+
+def _largest_shape(tensors: Sequence[torch.Tensor], *, add: bool) -> torch.Tensor:
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor if add else torch.maximum(total, tensor)
+    return total
+
+
+def _cat(
+    tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], target: Shape, dim: int
+) -> torch.Tensor:
+    """Side by side where that stays small, else the largest of them."""
+    sizes = [max(t.shape[d] for t in tensors) for d in range(len(target))]
+    sizes[dim] = target[dim]
+    if math.prod(sizes) > MOST_ENTRIES or (dim != len(target) - 1 and target[dim] > 4096):
+        flat = [t.amax(dim, keepdim=True) for t in tensors]
+        return _largest_shape(flat, add=False)
+    parts = [
+        tensor.expand([shape[dim] if d == dim else size for d, size in enumerate(sizes)])
+        for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
+    return torch.cat(parts, dim)

@@ -1,0 +1,409 @@
+"""Bounds that hold for every input, carried through a captured graph from the weights alone.
+
+Weights are asked for one at a time, where the graph first needs them, so a checkpoint can be read from
+disk as it goes and no model has to be built. What depends on the timestep alone is computed for
+every timestep (`exact_values`); everything else has a largest magnitude by channel and a norm by
+row (`bound_values`), by one rule for each operation (`bound_rules`, `bound_products`). Each result
+that is rounded gets room for the rounding. `docs/certificates.md` has the argument and its
+assumptions.
+
+**Catches** every prompt, latent, seed and timestep within the stated limits.
+**Does not catch** inputs beyond their limits, resolutions with more elements in a group norm than the
+captured call has, sums that a backend rounds to fp16 on the way, operations without a rule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from stopdown.capture import Capture, module_path
+from stopdown.numerics import summarise_magnitudes
+from stopdown.scaling.blocks import Blocks, is_float, operation, shape_of
+from stopdown.scaling.bound_products import PRODUCTS, bound_partial_sums, bound_scores
+from stopdown.scaling.bound_rules import MOVING, RULES
+from stopdown.scaling.bound_steps import Step, list_names
+from stopdown.scaling.bound_values import Bound, inflate, join, make_bound, uniform
+from stopdown.scaling.exact_values import Exact, bound_exact, evaluate, make_exact
+from stopdown.scaling.ranges import Range
+
+RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
+"""Room for the rounding of one operation, at least four times the unit roundoff."""
+
+FLOOR = 2.0**-18
+"""Room for what is subnormal in fp16, relative to the tensor's largest magnitude; it is enough where
+that is at least `LEAST_STORED` as it is stored."""
+
+LEAST_STORED = 2.0**-7
+LEAST_STORED_WEIGHT = 2.0**-10
+
+SMALL = 1 << 16
+"""A parameter of at most this many values is looked at element by element wherever it is used."""
+
+Load = Callable[[str], torch.Tensor]
+"""Gives a parameter or buffer by its name, as it is stored."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The timesteps that a schedule can ask for.
+
+    Attributes:
+        values: `[T]`.
+        radius: no timestep is further than this from one of them; 0 where they are all there are.
+    """
+
+    values: torch.Tensor
+    radius: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the inputs of a call can be, by the name of its placeholder.
+
+    Attributes:
+        largest: magnitude that no element of a floating input exceeds; inf for no limit.
+        timesteps: of inputs that hold one.
+        fixed: inputs that are always the same.
+    """
+
+    largest: Mapping[str, float] = field(default_factory=dict)
+    timesteps: Mapping[str, Steps] = field(default_factory=dict)
+    fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Bounds:
+    """What was found for one captured call.
+
+    Attributes:
+        values: node name to its bound; None where there is none.
+        ranges: node name to the ranges of its blocks, as `measure_ranges` gives them; values
+            without a bound are not there.
+        reasons: node name to why it has no bound, where that begins.
+        scores: `component:path` of attention to the bound of its scores.
+    """
+
+    values: dict[str, Bound | None] = field(default_factory=dict)
+    ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+def bound_call(
+    capture: Capture, load: Load, limits: Limits, blocks: Mapping[Node, Blocks]
+) -> Bounds:
+    """A bound of every float value of a captured call, from the weights alone.
+
+    Args:
+        capture: of the call in the dtype to come.
+        load: gives a parameter by name; a checkpoint or a module.
+        limits: what the inputs can be.
+        blocks: values that carry several exponents.
+
+    Cost: each weight is asked for about once, in the order of the graph, and read a few times.
+    """
+    walk = _Walk(capture, load, limits, blocks)
+    for node in capture.graph.graph.nodes:
+        walk.visit(node)
+    walk.load_rest()
+    return walk.found
+
+
+class _Walk:
+    """Visits the nodes of a graph in order; answers what rules ask."""
+
+    def __init__(
+        self, capture: Capture, load: Load, limits: Limits, blocks: Mapping[Node, Blocks]
+    ) -> None:
+        self.capture, self.limits, self.blocks = capture, limits, blocks
+        self._load = load
+        self._last: tuple[str, torch.Tensor] | None = None
+        self.held: dict[Node, Any] = {}
+        self.found = Bounds()
+        self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
+        self.aliases = _find_aliases(capture.graph.graph)
+        self.spent = _find_last_uses(capture.graph.graph)
+
+    def visit(self, node: Node) -> None:
+        if node.op == "placeholder":
+            self._hold_input(node)
+        elif node.op == "call_function":
+            self._visit_operation(node)
+        for spent in self.spent.get(node, ()):
+            if isinstance(self.held.get(spent), (Exact, list)):
+                del self.held[spent]
+
+    # what rules ask
+
+    def bound(self, value: Any) -> Bound | None:
+        held = self.held.get(value)
+        if isinstance(held, Bound):
+            return held
+        if isinstance(held, Exact):
+            return bound_exact(held, shape_of(value))
+        if value.name in self.capture.parameters:
+            return self._bound_parameter(value)
+        tensor = value.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
+            return uniform(1.0, shape_of(value))
+        return None
+
+    def load(self, node: Node) -> torch.Tensor | None:
+        name = self.capture.parameters.get(node.name)
+        if name is None:
+            return None
+        if self._last is None or self._last[0] != name:
+            self._last = None  # let the one before go first
+            self._last = (name, self._load(name).detach())
+        if node.name not in self.found.ranges:
+            self._measure_parameter(node, self._last[1])
+        return self._last[1]
+
+    def _exact_load(self, node: Node) -> torch.Tensor | None:
+        if node.name not in self.capture.parameters:
+            return None
+        found = self.load(node)
+        return None if found is None else found.double()
+
+    # inputs and parameters
+
+    def _hold_input(self, node: Node) -> None:
+        name = node.name
+        if name in self.capture.parameters:
+            return
+        if name in self.capture.constants:
+            self._hold_known(node, self.capture.constants[name])
+        elif name in self.limits.fixed:
+            self._hold_known(node, self.limits.fixed[name])
+        elif name in self.limits.timesteps:
+            self.held[node] = self._hold_timesteps(node)
+        elif is_float(node):
+            largest = self.limits.largest.get(name, math.inf)
+            if math.isfinite(largest):
+                typical = min(largest, 1.0)
+                self._keep(node, uniform(largest, shape_of(node), typical))
+            else:
+                self._miss(node, "an input without a limit")
+
+    def _hold_known(self, node: Node, tensor: torch.Tensor) -> None:
+        tensor = tensor.detach().cpu()
+        if tensor.is_complex():
+            self._keep(node, make_bound(tensor.abs(), shape_of(node), typical=1.0))
+            return
+        made, dtype = make_exact(tensor), node.meta["val"].dtype
+        if is_float(node):
+            radius = made.center.abs() * RELATIVE.get(dtype, 0.0)
+            made = replace(made, radius=radius)
+        self.held[node] = made
+
+    def _hold_timesteps(self, node: Node) -> Exact:
+        """Every timestep, in each element of the call's tensor at once."""
+        steps, shape = self.limits.timesteps[node.name], shape_of(node)
+        wide = steps.values.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
+        made = make_exact(wide, batched=True)
+        return replace(made, radius=made.radius + steps.radius)
+
+    def _bound_parameter(self, node: Node) -> Bound | None:
+        tensor = self.load(node)
+        if tensor is None or not tensor.is_floating_point():
+            return None
+        shape = tuple(tensor.shape)
+        sizes = tensor.double().abs() if tensor.numel() <= SMALL else _reduce_table(tensor)
+        rms = float(tensor.float().square().mean().sqrt()) if tensor.numel() else 0.0
+        bound = make_bound(sizes, shape, typical=rms) if shape else uniform(
+            float(sizes), (), rms)  # fmt: skip
+        if tensor.numel() > SMALL and shape:
+            norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
+            norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
+            bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
+        return inflate(bound, 2.0**-10, 2.0**-15, shape)
+
+    def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
+        split = self.blocks.get(node)
+        parts = [tensor]
+        if split is not None:
+            sizes = [b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)]
+            parts = list(tensor.split(sizes, dim=split.dim))
+        ranges = []
+        for part in parts:
+            if not part.is_floating_point():
+                return
+            amax, rms, least, _ = summarise_magnitudes(part.float())
+            ranges.append(Range(amax, rms, least, certain=True))
+        self.found.ranges[node.name] = tuple(ranges)
+
+    def load_rest(self) -> None:
+        """Measure the parameters that no rule asked for."""
+        for name in self.capture.parameters:
+            node = self.placeholders[name]
+            if name not in self.found.ranges and is_float(node):
+                self.load(node)
+
+    # operations
+
+    def _visit_operation(self, node: Node) -> None:
+        if operation(node).startswith(("_assert", "sym_")):
+            return
+        made = self._evaluate(node)
+        if made is not None:
+            self.held[node] = made
+            if isinstance(made, Exact) and is_float(node):
+                self._record(node, bound_exact(made, shape_of(node)))
+        elif is_float(node):
+            self._apply_rule(node)
+        if operation(node).endswith("_") and not operation(node).startswith("__"):
+            self._change_aliases(node)
+
+    def _evaluate(self, node: Node) -> Any:
+        sources = [x for x in node.all_input_nodes if x.name not in self.capture.parameters]
+        if not all(isinstance(self.held.get(x), (Exact, list)) for x in sources):
+            return None
+        if not sources and node.all_input_nodes:
+            return None
+        try:
+            return evaluate(node, self.held.get, self._exact_load)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return None  # bounded like any other value then
+
+    def _apply_rule(self, node: Node) -> None:
+        name = operation(node)
+        in_place = name.endswith("_") and not name.startswith("__")
+        name = name.rstrip("_") if in_place else name
+        rule = PRODUCTS.get(name) or RULES.get(name)
+        if name == "copy":
+            self._keep(node, self._as_seen(node.args[1], node))
+            return
+        if rule is None:
+            self._miss(node, f"{name} has no rule")
+            return
+        step = Step(node, self)
+        bound = rule(step)
+        if name == "scaled_dot_product_attention":
+            place = f"{self.capture.component}:{module_path(node)}"
+            self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(step))
+        if bound is not None and name not in MOVING:
+            bound = self._round(node, bound)
+        partial = bound_partial_sums(step) if bound is not None else 0.0
+        self._keep(node, bound, partial)
+
+    def _as_seen(self, value: Any, node: Node) -> Bound | None:
+        return Step(node, self).spread(value)
+
+    def _round(self, node: Node, bound: Bound) -> Bound:
+        dtype = node.meta["val"].dtype
+        if operation(node) in ("to", "_to_copy", "type_as"):
+            source = node.all_input_nodes[0].meta["val"].dtype
+            if source == dtype:
+                return bound
+        floor = FLOOR if dtype == torch.float16 else 0.0
+        return inflate(bound, RELATIVE.get(dtype, 2.0**-40), floor, shape_of(node))
+
+    def _keep(self, node: Node, bound: Bound | None, partial: float = 0.0) -> None:
+        if bound is None or not math.isfinite(bound.largest):
+            self._miss(node, "")
+            return
+        self.held[node] = bound
+        self._record(node, bound, partial)
+
+    def _record(self, node: Node, bound: Bound, partial: float = 0.0) -> None:
+        self.found.values[node.name] = bound
+        self.found.ranges[node.name] = self._split(node, bound, partial)
+
+    def _split(self, node: Node, bound: Bound, partial: float) -> tuple[Range, ...]:
+        split = self.blocks.get(node)
+        if split is None or bound.peak.shape[split.dim] == 1:
+            count = 1 if split is None else len(split)
+            return (_as_range(max(bound.largest, partial), bound.typical),) * count
+        return tuple(
+            _as_range(max(float(bound.peak.narrow(split.dim, a, b - a).max()), partial),
+                      bound.typical)
+            for a, b in zip(split.bounds, split.bounds[1:], strict=False)
+        )  # fmt: skip
+
+    def _miss(self, node: Node, reason: str) -> None:
+        self.held[node] = None
+        self.found.values[node.name] = None
+        self.found.ranges.pop(node.name, None)
+        if not reason and not any(
+            self.held.get(x) is None and is_float(x) and x.name not in self.capture.parameters
+            for x in node.all_input_nodes
+        ):
+            reason = f"{operation(node)} has no bound here"
+        if reason:
+            self.found.reasons[node.name] = reason
+
+    def _change_aliases(self, node: Node) -> None:
+        """What was written in place is seen through every name of the same storage."""
+        root = self.aliases.get(node)
+        if root is None:
+            return
+        new = self.bound(node)
+        for other, other_root in self.aliases.items():
+            if other_root is not root or other is node or other not in self.held:
+                continue
+            if not is_float(other):
+                self.held[other] = None
+                continue
+            old = self.bound(other)
+            if old is None or new is None:
+                self._miss(other, "" if new is not None else "changed in place")
+            else:
+                joined = join(old, new, shape_of(other), shape_of(node))
+                self.held[other] = joined
+                self._record(other, joined)
+
+
+def _as_range(amax: float, typical: float) -> Range:
+    return Range(amax, min(typical, amax), 0.0, certain=True)
+
+
+def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:
+    """By the last dimension alone: the largest of the others."""
+    dims = tuple(range(tensor.dim() - 1))
+    sizes = tensor.abs().float()
+    return (sizes.amax(dims, keepdim=True) if dims else sizes).double()
+
+
+_SAME_STORAGE = list_names(
+    "view reshape flatten unflatten squeeze unsqueeze transpose permute t movedim swapaxes expand "
+    "expand_as slice select narrow getitem chunk split split_with_sizes unbind detach alias contiguous "
+    "to type_as dropout view_as diagonal _unsafe_view clamp_ view_as_real view_as_complex"
+)
+
+
+def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
+    """Values of changed storages, each to the first value of its storage; more rather than fewer."""
+    roots: dict[Node, Node] = {}
+    changed: set[Node] = set()
+    for node in graph.nodes:
+        name = operation(node)
+        in_place = name.endswith("_") and not name.startswith("__")
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if source is not None and (name in _SAME_STORAGE or in_place):
+            roots[node] = roots.get(source, source)
+        else:
+            roots[node] = node
+        if in_place:
+            changed.add(roots[node])
+    return {node: root for node, root in roots.items() if root in changed}
+
+
+def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
+    """Node to the values that nobody needs after it."""
+    last: dict[Node, Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    spent: dict[Node, list[Node]] = {}
+    for source, node in last.items():
+        spent.setdefault(node, []).append(source)
+    return spent
+
+
+__all__ = ["Bounds", "Limits", "Steps", "bound_call"]

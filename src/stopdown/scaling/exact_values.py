@@ -1,0 +1,334 @@
+"""Values that depend on nothing but numbers and the timestep, computed for every timestep there is.
+
+Such a value is kept as what it is in exact arithmetic, in float64 and for all timesteps at once,
+with a radius: no rounding on the way, in the dtypes that the graph has, takes it further away.
+What has no rule here is bounded like everything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from stopdown.scaling.blocks import arguments, operation
+from stopdown.scaling.bound_values import Bound, Shape, make_bound
+
+ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
+"""Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
+
+MOST_ELEMENTS = 1 << 24
+
+MOVERS = frozenset(
+    [
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "transpose",
+        "permute",
+        "flatten",
+        "unflatten",
+        "expand",
+        "slice",
+        "select",
+        "cat",
+        "stack",
+        "concat",
+        "chunk",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "repeat",
+        "repeat_interleave",
+        "contiguous",
+        "clone",
+        "alias",
+        "detach",
+        "lift_fresh_copy",
+        "neg",
+        "t",
+        "movedim",
+        "broadcast_to",
+        "meshgrid",
+        "index",
+        "dropout",
+        "tile",
+        "narrow",
+        "view_as",
+        "roll",
+        "expand_as",
+        "positive",
+        "abs",
+        "type_as",
+    ]
+)
+_LIPSCHITZ = {"sin": 1.0, "cos": 1.0, "silu": 1.13, "gelu": 1.13, "sigmoid": 0.25, "tanh": 1.0,
+              "relu": 1.0}  # fmt: skip
+_SOURCES = frozenset(
+    [
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "eye",
+        "linspace",
+        "scalar_tensor",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "tril_indices",
+        "logspace",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A value, for one or for every timestep.
+
+    Attributes:
+        center: in float64 where it is floating; with a first dimension of timesteps when `batched`.
+        radius: float64, without that dimension.
+        batched: whether the value depends on the timestep.
+    """
+
+    center: torch.Tensor
+    radius: torch.Tensor
+    batched: bool = False
+
+    @property
+    def largest(self) -> torch.Tensor:
+        """Largest magnitude over the timesteps, element by element, roundings aside."""
+        size = self.center.abs()
+        return size.amax(0) if self.batched else size
+
+
+def make_exact(center: torch.Tensor, *, batched: bool = False) -> Exact:
+    """A value that is known without error."""
+    center = center.double() if center.is_floating_point() else center
+    return Exact(
+        center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched
+    )
+
+
+def bound_exact(value: Exact, shape: Shape) -> Bound:
+    """The bound that holds at every timestep."""
+    peak = value.largest.double() + value.radius
+    center = value.center.double()
+    typical = float(center.square().mean().sqrt()) if center.numel() else 0.0
+    if not shape:
+        return make_bound(peak, shape, typical=typical)
+    squares = center.square().sum(-1, keepdim=True).sqrt()
+    norm = squares.amax(0) if value.batched else squares
+    norm = norm + value.radius.square().sum(-1, keepdim=True).sqrt()
+    return make_bound(peak, shape, typical=typical, norm=norm, rows=(len(shape) - 1,))
+
+
+Held = Callable[[Node], Any]
+"""Gives what is held for a node."""
+
+
+def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]) -> Any:
+    """What a node gives when all its inputs are exact; None when it does not stay so.
+
+    Args:
+        held: node to its exact value, or a list of them, or something else.
+        load: node to a parameter's values in float64, None when it is no parameter.
+    """
+    name = operation(node).rstrip("_")
+    sources = [x for x in node.all_input_nodes if load(x) is None]
+    values = [held(x) for x in sources]
+    if not all(isinstance(x, (Exact, list)) for x in values):
+        return None
+    if name == "getitem":
+        number: Any = node.args[1]
+        return values[0][number] if isinstance(values[0], list) else None
+    if any(isinstance(x, list) for x in values) or operation(node).endswith("_"):
+        return None
+    if len(sources) < len(node.all_input_nodes):
+        return _apply_linear(node, values[0], load) if name == "linear" and values else None
+    rule = _choose_rule(name, node, values)
+    return None if rule is None else rule(node, dict(zip(sources, values, strict=True)))
+
+
+Rule = Callable[[Node, Mapping[Node, Exact]], Any]
+
+
+def _choose_rule(name: str, node: Node, values: list[Exact]) -> Rule | None:
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and (value.numel() > MOST_ELEMENTS or value.is_complex()):
+        return None
+    if name in ("to", "_to_copy"):
+        return _cast
+    if name in MOVERS:
+        return _move
+    if name in _LIPSCHITZ:
+        return _apply_smooth
+    known = all(not bool(x.radius.any()) for x in values)
+    if name in ("add", "sub", "mul", "div", "exp"):
+        return _RULES[name]
+    if name in _SOURCES or (known and not name.startswith("_assert")):
+        return _compute_known
+    return None
+
+
+def _run(node: Node, values: Mapping[Node, Exact], part: str = "center") -> Any:
+    """The operation on centers or radii, for all timesteps at once, in float64."""
+    nodes = list(values)
+    batched = [part == "center" and values[n].batched for n in nodes]
+    tensors = [getattr(values[n], part) for n in nodes]
+
+    def call(*given: torch.Tensor) -> Any:
+        named = dict(zip(nodes, given, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: named[n])
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs))
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    if not any(batched):
+        return call(*tensors)
+    return torch.vmap(call, in_dims=tuple(0 if b else None for b in batched))(*tensors)
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.dtype) and value.is_floating_point:
+        return torch.float64
+    return value
+
+
+def _wrap(node: Node, values: Mapping[Node, Exact], center: Any, radius: Any) -> Any:
+    batched = any(x.batched for x in values.values())
+    if isinstance(center, (tuple, list)):
+        return [Exact(c, r, batched) for c, r in zip(center, radius, strict=True)]
+    if center.is_floating_point():
+        center = center.double()
+    return Exact(center, radius, batched)
+
+
+def _move(node: Node, values: Mapping[Node, Exact]) -> Any:
+    floats = {n: x for n, x in values.items() if x.center.is_floating_point()}
+    center = _run(node, values)
+    if len(floats) < len(values):  # indices, masks: exact themselves
+        if any(bool(x.radius.any()) for x in floats.values()):
+            return None
+        return _known(node, values, center)
+    radius = _run(node, {n: Exact(x.center, x.radius) for n, x in values.items()}, "radius")
+    if isinstance(radius, torch.Tensor):
+        radius = radius.abs()
+    return _wrap(node, values, center, radius)
+
+
+def _known(node: Node, values: Mapping[Node, Exact], center: Any) -> Any:
+    batched = any(x.batched for x in values.values())
+    if isinstance(center, torch.Tensor):
+        return _round(node, make_exact(center, batched=batched))
+    if isinstance(center, (tuple, list)):
+        return [make_exact(x, batched=batched) for x in center]
+    return None
+
+
+def _compute_known(node: Node, values: Mapping[Node, Exact]) -> Any:
+    return _known(node, values, _run(node, values))
+
+
+def _round(node: Node, value: Exact) -> Exact:
+    """With the radius that rounding the result to the node's dtype adds."""
+    held = node.meta.get("val")
+    if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
+        return value
+    relative = ROUNDING.get(held.dtype, 0.0)
+    peak = value.largest + value.radius
+    floor = float(peak.max()) * 2.0**-18 if held.dtype == torch.float16 and peak.numel() else 0.0
+    return Exact(value.center, value.radius + relative * peak + floor, value.batched)
+
+
+def _cast(node: Node, values: Mapping[Node, Exact]) -> Any:
+    (value,) = values.values()
+    held = node.meta["val"]
+    if held.is_floating_point():
+        return _round(node, Exact(value.center.double(), value.radius, value.batched))
+    if value.center.is_floating_point() and bool(value.radius.any()):
+        return None
+    return Exact(value.center.to(held.dtype), value.radius, value.batched)
+
+
+def _apply_smooth(node: Node, values: Mapping[Node, Exact]) -> Any:
+    (value,) = values.values()
+    radius = _LIPSCHITZ[operation(node).rstrip("_")] * value.radius
+    return _round(node, Exact(_run(node, values).double(), radius, value.batched))
+
+
+def _apply_exp(node: Node, values: Mapping[Node, Exact]) -> Any:
+    (value,) = values.values()
+    center = _run(node, values).double()
+    made = Exact(center, torch.zeros_like(value.radius), value.batched)
+    return _round(node, Exact(center, made.largest * torch.expm1(value.radius), value.batched))
+
+
+def _operands(node: Node, values: Mapping[Node, Exact]) -> list[Exact]:
+    given = arguments(node)
+    made = []
+    for name in ("self", "other"):
+        held = given[name]
+        made.append(values[held] if isinstance(held, Node) else make_exact(torch.tensor(held)))
+    return made
+
+
+def _apply_sum(node: Node, values: Mapping[Node, Exact]) -> Any:
+    if arguments(node).get("alpha", 1) not in (1, -1):
+        return None
+    first, other = _operands(node, values)
+    return _finish(node, values, first.radius + other.radius)
+
+
+def _finish(node: Node, values: Mapping[Node, Exact], radius: torch.Tensor) -> Any:
+    center = _run(node, values)
+    shape = center.shape[1:] if any(x.batched for x in values.values()) else center.shape
+    return _round(node, _wrap(node, values, center, radius.expand(shape)))
+
+
+def _apply_product(node: Node, values: Mapping[Node, Exact]) -> Any:
+    first, other = _operands(node, values)
+    radius = first.largest * other.radius + other.largest * first.radius
+    return _finish(node, values, radius + first.radius * other.radius)
+
+
+def _apply_quotient(node: Node, values: Mapping[Node, Exact]) -> Any:
+    first, other = _operands(node, values)
+    if bool(other.radius.any()) or other.batched or arguments(node).get("rounding_mode"):
+        return None
+    return _finish(node, values, first.radius / other.center.abs())
+
+
+_RULES: dict[str, Rule] = {
+    "add": _apply_sum,
+    "sub": _apply_sum,
+    "mul": _apply_product,
+    "div": _apply_quotient,
+    "exp": _apply_exp,
+}
+
+
+def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | None]) -> Any:
+    given = arguments(node)
+    weight = load(given["weight"]) if isinstance(given["weight"], Node) else None
+    if not isinstance(value, Exact) or weight is None or not isinstance(given["input"], Node):
+        return None
+    bias = load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    center = torch.nn.functional.linear(value.center, weight, bias)
+    rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
+    count, sizes = weight.shape[1], weight.abs()
+    largest = value.largest + value.radius
+    floor = 2.0**-15 * float(sizes.max()) * largest.sum(-1, keepdim=True)
+    strayed = torch.nn.functional.linear(value.radius, sizes)
+    strayed = strayed + (rounding + count * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
+    if bias is not None:
+        strayed = strayed + rounding * bias.abs()
+    return _round(node, Exact(center, strayed + floor, value.batched))

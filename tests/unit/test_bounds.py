@@ -1,0 +1,284 @@
+"""Bounds hold for every input that can be found, and a wrong rule does not go unseen."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
+from rescaling_models import EXAMPLES
+from stopdown.scaling import bounds as bounds_module
+from stopdown.scaling.bound_values import (
+    Bound,
+    concatenate,
+    inflate,
+    join,
+    make_bound,
+    norm_over,
+    reshape,
+    take,
+)
+
+SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
+UNCAPTURED = ("Lumina 2",)
+EVALUATIONS = 10_000
+SHAPES = [((2, 6), (2, 2, 3)), ((2, 2, 3), (2, 6)), ((4, 3), (12,)), ((1, 5, 4), (5, 4)),
+          ((2, 3, 4), (6, 4)), ((6,), (3, 2)), ((2, 3, 4), (2, 12))]  # fmt: skip
+
+
+def search(name: str, evaluations: int, seed: int = 0) -> tuple[list[str], int]:
+    """What exceeds a bound of a class, and how many evaluations looked for it."""
+    rng, found, done = random.Random(seed), [], 0
+    cases = bound_example(name)
+    while done < evaluations:
+        for case in cases:
+            found += climb(case, rng, 5)
+            done += 5
+    return found, done
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_no_input_exceeds_a_bound(name: str) -> None:
+    """Random inputs and gradient ascent stay below every bound, by element and by row."""
+    found, done = search(name, 10)
+    assert not found
+    assert done >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - set(UNCAPTURED)))
+def test_no_input_exceeds_a_bound_of_any_class(name: str) -> None:
+    """Over all classes of the rescale table at least 10,000 evaluations stay below every bound."""
+    classes = len(EXAMPLES) - len(UNCAPTURED)
+    found, done = search(name, math.ceil(EVALUATIONS / classes))
+    assert not found
+    assert done * classes >= EVALUATIONS
+
+
+@pytest.mark.parametrize("name", ["CogVideoX sinusoidal", "T5"])
+def test_roundings_stay_below_the_bounds(name: str) -> None:
+    """What really comes out in fp16, every operation rounded, is below every bound."""
+    rng = random.Random(1)
+    for case in bound_example(name):
+        assert not run_in_fp16(case, draw_inputs(case, rng))
+
+
+class Single(nn.Module):
+    """One operation between an input and an output."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.operation = operation
+        self.linear = nn.Linear(8, 8)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.layer = nn.LayerNorm(16)
+        self.groups = nn.GroupNorm(2, 4)
+        self.table = nn.Embedding(64, 8)
+
+    def forward(self, x: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+        maps, heads = x.reshape(1, 4, 4, 4), x.reshape(1, 2, 4, 8)
+        made = {
+            "linear": lambda: self.linear(x.reshape(8, 8)),
+            "conv2d": lambda: self.conv(maps),
+            "layer_norm": lambda: self.layer(x.reshape(4, 16)),
+            "group_norm": lambda: self.groups(maps),
+            "scaled_dot_product_attention": lambda: nn.functional.scaled_dot_product_attention(
+                heads * 0, heads, heads
+            ),
+            "gelu": lambda: nn.functional.gelu(x),
+            "silu": lambda: nn.functional.silu(x),
+            "softmax": lambda: (x * 100).softmax(-1),
+            "add": lambda: x + x.flip(0),
+            "mul": lambda: x * x.flip(0),
+            "mean": lambda: x.mean(0),
+            "sum": lambda: x.sum(0),
+            "cat": lambda: torch.cat([x, x * 2]),
+            "matmul": lambda: x.reshape(8, 8) @ x.reshape(8, 8).T,
+            "embedding": lambda: self.table(input_ids),
+            "tanh": lambda: x.tanh(),
+            "avg_pool2d": lambda: nn.functional.avg_pool2d(maps, 2),
+        }
+        return made[self.operation]() * 1
+
+
+RULED = ["linear", "conv2d", "layer_norm", "group_norm", "scaled_dot_product_attention", "gelu",
+         "silu", "softmax", "add", "mul", "mean", "sum", "cat", "matmul", "embedding", "tanh",
+         "avg_pool2d"]  # fmt: skip
+
+
+def search_single(operation: str) -> list[str]:
+    """What exceeds a bound of a module with one operation."""
+    module = Single(operation).eval().requires_grad_(False)
+    call = {"x": torch.randn(8, 8), "input_ids": torch.arange(64)}
+    case, rng, found = bound_one(module, module, (), call), random.Random(0), []
+    for _ in range(12):
+        found += climb(case, rng, 4, last=True)
+    return found
+
+
+@pytest.mark.parametrize("operation", RULED)
+def test_a_wrong_rule_is_caught(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No search exceeds a rule's bound, and a rule that promises four fifths is found out by it."""
+    assert not search_single(operation)
+    table = bounds_module.PRODUCTS if operation in bounds_module.PRODUCTS else bounds_module.RULES
+    right = table[operation]
+
+    def wrong(step: object) -> Bound | None:
+        bound = right(step)  # type: ignore[arg-type]
+        if bound is None:
+            return None
+        return Bound(bound.peak * 0.8, bound.norm * 0.8, bound.rows, bound.typical)
+
+    monkeypatch.setitem(table, operation, wrong)
+    assert any(f"({operation}," in line for line in search_single(operation))
+
+
+@pytest.mark.parametrize(("shape", "target"), SHAPES)
+@given(seed=st.integers(0, 2**20))
+@settings(max_examples=10, deadline=None)
+def test_views_keep_what_is_true(
+    shape: tuple[int, ...], target: tuple[int, ...], seed: int
+) -> None:
+    """A reshaped bound holds for the reshaped value, from any bound that held before."""
+    value, bound = draw_bound(shape, seed)
+    demand(reshape(bound, shape, target), value.reshape(target))
+
+
+@given(seed=st.integers(0, 2**20), dim=st.integers(0, 2))
+@settings(max_examples=30, deadline=None)
+def test_parts_and_wholes_keep_what_is_true(seed: int, dim: int) -> None:
+    """Slices, concatenations and unions of bounded values have the bounds that are computed."""
+    shape = (2, 3, 4)
+    (first, one), (other, two) = draw_bound(shape, seed), draw_bound(shape, seed + 1)
+    whole = list(shape)
+    whole[dim] *= 2
+    both = concatenate([one, two], [shape, shape], tuple(whole), dim)
+    demand(both, torch.cat([first, other], dim))
+    kept = list(shape)
+    kept[dim] = 1
+    demand(take(one, shape, tuple(kept), dim, 1, 2), first.narrow(dim, 1, 1))
+    mixed = torch.where(torch.rand(shape) > 0.5, first, other)
+    together = join(one, two, shape, shape)
+    assert bool((mixed.abs() <= together.peak + 1e-12).all())
+
+
+def draw_bound(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, Bound]:
+    """A value and a bound of it: exact along some dimensions, one number along the others."""
+    rng = random.Random(seed)
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    peak, norm = value.abs(), value
+    rows = [d for d in range(len(shape)) if rng.random() < 0.5] or [len(shape) - 1]
+    for dim in range(len(shape)):
+        peak = peak.amax(dim, keepdim=True) if rng.random() < 0.5 else peak
+    norm = norm.square()
+    for dim in rows:
+        norm = norm.sum(dim, keepdim=True)
+    for dim in range(len(shape)):
+        norm = norm.amax(dim, keepdim=True) if rng.random() < 0.5 else norm
+    return value, make_bound(peak, shape, typical=1.0, norm=norm.sqrt(), rows=rows)
+
+
+def demand(bound: Bound, value: torch.Tensor) -> None:
+    """Fail when a value exceeds a bound, by element or by row, or by any part of a row."""
+    shape = tuple(value.shape)
+    assert bool((value.abs() <= bound.peak * (1 + 1e-12)).all())
+    for dims in ([d] for d in range(len(shape))):
+        norm = value.square().sum(dims, keepdim=True).sqrt()
+        assert bool((norm <= norm_over(bound, shape, dims) * (1 + 1e-12)).all())
+
+
+def bound_module(module: nn.Module, *args: torch.Tensor) -> Bounded:
+    """A module called with the given arguments, with its bounds."""
+    return bound_one(module.eval().requires_grad_(False), module, args, {})
+
+
+def test_a_norm_needs_no_limit_on_its_input() -> None:
+    """What a layer norm gives is bounded by its weight, whatever goes in."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+
+        def forward(self, guidance_map: torch.Tensor) -> torch.Tensor:
+            return self.norm(guidance_map)
+
+    model = Model().eval().requires_grad_(False)
+    case = bound_one(model, model, (), {"guidance_map": torch.randn(2, 16)})
+    (bound,) = [x for n, x in case.bounds.values.items() if n.startswith("layer_norm")]
+    assert case.bounds.values["tensors_0"] is None
+    assert bound is not None
+    assert 4.0 <= bound.largest <= 4.02
+
+
+def test_an_operation_without_a_rule_is_named() -> None:
+    """What has no rule has no bound, says so, and the next norm is bounded again."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.lgamma(x)) * 2
+
+    case = bound_module(Model(), torch.rand(2, 8) + 1)
+    assert case.bounds.reasons == {"lgamma": "lgamma has no rule"}
+    assert case.bounds.values["lgamma"] is None
+    assert "lgamma" not in case.bounds.ranges
+    assert case.bounds.ranges["mul"][0].certain
+
+
+def test_every_timestep_is_computed() -> None:
+    """A value that depends on the timestep alone has the bound of its largest over all of them."""
+
+    class Model(nn.Module):
+        def forward(self, timestep: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sin(timestep.float() * 0.001).to(x.dtype)
+
+    model = Model()
+    case = bound_one(model, model, (), {"timestep": torch.tensor([3]), "x": torch.randn(2, 4)})
+    (bound,) = [x for n, x in case.bounds.values.items() if n.startswith("mul_")][-1:]
+    assert bound is not None
+    assert math.sin(1.0) * 64 <= bound.largest <= math.sin(1.0) * 64 * 1.01
+
+
+def test_values_written_in_place_are_seen_through_every_name() -> None:
+    """A bound of a tensor covers what is copied into a part of it later."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 0.01
+            y[:, :2] = x[:, :2] * 3
+            return y + 0
+
+    case = bound_module(Model(), torch.randn(2, 4))
+    assert not climb(case, random.Random(0), 5)
+    assert case.bounds.ranges["mul"][0].amax >= 3 * 64
+
+
+def test_heads_are_bounded_as_one_map() -> None:
+    """An output after attention is bounded by values and output together, tighter than in turn."""
+    case = bound_example("CogVideoX sinusoidal")[0]
+    after = [n for n in case.list_sites() if n.name.startswith("dropout")]
+    by_name = {n.name: n for n in case.list_sites()}
+    linear = next(by_name[x.args[0].name] for x in after if "to_out" in str(x.meta))
+    bound, stated = case.bounds.values[linear.name], case.bounds.ranges[linear.name][0]
+    assert bound is not None
+    assert bound.largest < 0.7 * stated.amax
+
+
+def test_rounding_is_given_room() -> None:
+    """A bound is widened by more than half a unit of fp16 in the last place."""
+    bound = make_bound(torch.tensor([1.0, 0.0]).double(), (2,), typical=1.0)
+    wider = inflate(bound, 2.0**-9, 2.0**-18, (2,))
+    assert float(wider.peak[0]) > 1 + 2.0**-10
+    assert 0 < float(wider.peak[1]) < 1e-5
+    assert float(wider.norm) > float(bound.norm)
