@@ -5,13 +5,15 @@ fake tensors in the dtype that the module is meant to run in. So no weight is re
 class too large for this machine is captured as well, and each value shows the dtype it will
 really have: only what is fp16 there is bound by 65504. Regions that an author put under autocast or
 `no_grad` are higher-order nodes in such a graph; they are walked into, so that what comes back is
-flat.
+flat. Code that asks tensors for their values (`mask.sum().tolist()`, `if x.any():`) is run once for
+real; its questions and answers are noted, and while it is traced it gets the same answers. What was
+asked becomes an output of the graph, so that nothing that decides the path is lost from sight.
 
 **Catches** positional and keyword arguments, bound methods (`vae.decode`), arguments and outputs
 that are nested or objects, tied weights, buffers that stay in fp32 beside fp16 weights.
-**Does not catch** branches that depend on values, tensors that a module makes once inside `forward`
-and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are those of
-the call: another resolution or length is another capture.
+**Does not catch** sizes that depend on values (`x[mask]`), tensors that a module makes once inside
+`forward` and keeps, custom kernels: they raise `CaptureError` naming the line of code. Sizes are
+those of the call: another resolution or length is another capture, and so are other answers.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import io
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +33,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError
@@ -37,7 +41,27 @@ from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 
 _PREFIX = "component"
+_QUESTIONS = frozenset(
+    (
+        torch.Tensor.tolist,
+        torch.Tensor.item,
+        torch.Tensor.__bool__,
+        torch.Tensor.__int__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.equal,
+        torch.Tensor.equal,
+        torch.allclose,
+        torch.is_nonzero,
+    )
+)
+"""What turns a tensor's values into numbers of Python."""
+
 _ONE_DTYPE = ("linear.", "conv", "matmul.", "bmm.", "mm.", "addmm.", "baddbmm.")
+
+
+Answers = tuple[tuple[str, Any], ...]
+"""Questions that code asked of tensors, in order, each with the answer: `("item", 7)`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,8 @@ class Capture:
         component: name of the module's class.
         single_outputs: paths of the modules that return one tensor in every call of theirs.
         method: what was called of the module: `decode`; "" for the module itself.
+        answers: what its code asked tensors for, and got, where that decides the path.
+        outputs: how many tensors the call returns; the graph's outputs after them were asked for.
     """
 
     graph: GraphModule
@@ -65,6 +91,8 @@ class Capture:
     component: str
     single_outputs: frozenset[str]
     method: str = ""
+    answers: Answers = ()
+    outputs: int = 0
 
 
 def capture_call(
@@ -87,18 +115,41 @@ def capture_call(
     Raises:
         CaptureError: the code cannot be traced; the message names the line.
     """
-    module = owner_of(call)
     failure: CaptureError | None = None
-    for real, keep_buffers in ((False, True), (False, False), (True, True)):
-        attempt = _Attempt(real, keep_buffers, wide)
-        if attempt.real and not _is_real(module):
-            continue
+    for attempt in _list_attempts(call, args, kwargs or {}, wide):
         try:
             return _export(call, args, dict(kwargs or {}), dtype, attempt)
         except CaptureError as error:
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _list_attempts(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], wide: frozenset[str]
+) -> Iterator[_Attempt]:
+    """The ways to capture a call, cheapest first; each is for when those before have failed."""
+    yield _Attempt(False, True, wide)
+    yield _Attempt(False, False, wide)
+    if not _is_real(owner_of(call)):
+        return
+    yield _Attempt(True, True, wide)
+    if answers := note_answers(call, args, kwargs):
+        yield _Attempt(False, True, wide, answers)
+        yield _Attempt(False, False, wide, answers)
+
+
+def note_answers(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Answers:
+    """What a call's code asks tensors for while it runs, with the answers.
+
+    Cost: one forward of the module as it is.
+    """
+    notes = _Notes()
+    with torch.no_grad(), notes:
+        call(*args, **kwargs)
+    return tuple(notes.found)
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
@@ -161,27 +212,75 @@ def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32."""
+    """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32,
+    with answers to what the code asks tensors for."""
 
     real: bool
     keep_buffers: bool
     wide: frozenset[str]
+    answers: Answers = ()
+
+
+class _Notes(TorchFunctionMode):
+    """Notes what code asks tensors for; or answers, from what was noted before."""
+
+    def __init__(self, answers: Answers | None = None) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+        self.asked: list[torch.Tensor] = []
+        self._left = None if answers is None else iter(answers)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _QUESTIONS:
+            return func(*args, **(kwargs or {}))
+        if self._left is not None:
+            self.asked += [x for x in args if isinstance(x, torch.Tensor)]
+            return self._answer(func.__name__)
+        answer = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.tolist:  # of a fake tensor it asks for one item after the other
+            self.found += [("item", x) for x in args[0].flatten().tolist()]
+        else:
+            self.found.append((func.__name__, answer))
+        return answer
+
+    def _answer(self, question: str) -> Any:
+        assert self._left is not None
+        noted, answer = next(self._left, ("nothing more", None))
+        if noted != question:
+            raise CaptureError(f"The code asks for {question} where a real run asked for {noted}.")
+        return answer
 
 
 class _Call(torch.nn.Module):
     """A call as a module of tensors only: other arguments are closed over."""
 
-    def __init__(self, component: torch.nn.Module, method: str, leaves: list[Any], spec: Any):
+    def __init__(
+        self,
+        component: torch.nn.Module,
+        method: str,
+        leaves: list[Any],
+        spec: Any,
+        answers: Answers,
+        count: Callable[[int], None],
+    ):
         super().__init__()
-        self.component = component
+        self.component, self._answers = component, answers
         self._method, self._leaves, self._spec = method, leaves, spec
+        self._count = count  # attributes that are set while they are traced are set back
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         call = getattr(self.component, self._method) if self._method else self.component
-        return tuple({id(x): x for x in iterate_tensors(call(*args, **kwargs))}.values())
+        notes = _Notes(self._answers)
+        with notes if self._answers else contextlib.nullcontext():
+            output = call(*args, **kwargs)
+        found = {id(x): x for x in iterate_tensors(output)}
+        self._count(len(found))
+        return (*found.values(), *notes.asked)
 
 
 def _export(
@@ -199,16 +298,17 @@ def _export(
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     given = tuple(_make_like(x, _cast_to(x, module, dtype), mode, attempt.real) for x in tensors)
+    counts: list[int] = []
+    traced = _Call(shadow, method, leaves, spec, attempt.answers, counts.append).eval()
     with torch.no_grad(), warnings.catch_warnings(), _quiet_logs():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(
-                _Call(shadow, method, leaves, spec).eval(), given, strict=False
-            )
+            program = torch.export.export(traced, given, strict=False)
         except Exception as error:
             raise describe_failure(error, module) from error
     returned = frozenset(path for path, single in singles.items() if single)
-    capture = replace(_read_program(program, module, dtype, kept, returned), method=method)
+    capture = _read_program(program, module, dtype, kept, returned)
+    capture = replace(capture, method=method, answers=attempt.answers, outputs=counts[-1])
     if kept and (mixed := find_mixed_operands(capture.graph)):
         raise CaptureError(
             f"{type(module).__name__}:{module_path(mixed[0])} mixes dtypes when the buffers "
@@ -438,6 +538,7 @@ def _quiet_logs() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # half a graph is printed before it fails
+            yield
     finally:
         logging.disable(before)

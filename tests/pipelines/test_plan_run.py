@@ -158,14 +158,13 @@ def test_every_difference_is_in_one_refusal(
 
 
 def test_a_component_that_cannot_be_scaled_falls_back_with_the_reason() -> None:
-    """A forward that looks at values, and weights that are NaN, stay in fp32; the rest is scaled."""
+    """A forward that leaves torch, and weights that are NaN, stay in fp32; the rest is scaled."""
     pipe = build("cogview3plus")
     forward = type(pipe.transformer).forward
 
     class Looking(type(pipe.transformer)):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if hidden_states.sum() > 1e9:
-                raise ValueError
+            hidden_states = torch.from_numpy(hidden_states.numpy())
             return forward(self, hidden_states, *args, **kwargs)
 
     pipe.transformer.__class__ = Looking

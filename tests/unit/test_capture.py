@@ -66,6 +66,13 @@ class Branching(nn.Module):
         return -x
 
 
+class Leaving(nn.Module):
+    """Values that leave PyTorch on their way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.numpy() * 2)
+
+
 def _call() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(3, 4),), {"tables": (torch.ones(4), None), "scaled": True}
 
@@ -124,12 +131,31 @@ def test_regions_are_walked_into() -> None:
 
 
 def test_a_branch_on_values_is_named_with_its_line() -> None:
-    """Control flow that depends on data is refused, with the file and line of the code."""
+    """Without weights there are no answers: refused, with the file and line of the code."""
+    module = build_fake(Branching, torch.float16)
     with pytest.raises(CaptureError) as caught:
-        capture_call(Branching(), (torch.randn(2, 2),), dtype=torch.float16)
+        capture_call(module, (torch.randn(2, 2),), dtype=torch.float16)
     assert "Branching cannot be captured as a graph" in str(caught.value)
     assert "test_capture.py" in str(caught.value)
     assert "if self.linear(x).sum() > 0:" in str(caught.value)
+
+
+@pytest.mark.parametrize(("bias", "taken"), [(9.0, "x"), (-9.0, "-x")])
+def test_a_branch_on_values_goes_as_it_really_went(bias: float, taken: str) -> None:
+    """A real run answers the question; what was asked stays in the graph behind the outputs."""
+    module = Branching()
+    module.linear.bias.data.fill_(bias)
+    capture = capture_call(module, (torch.randn(2, 2),), dtype=torch.float16)
+    names = [operation(node) for node in capture.graph.graph.nodes]
+    assert ("neg" in names) == (taken == "-x")
+    assert "gt" in names
+    assert (capture.answers, capture.outputs) == ((("__bool__", taken == "x"),), 1)
+
+
+def test_code_that_leaves_torch_is_named_with_its_line() -> None:
+    """No answer helps there: the line of the code stands in the error."""
+    with pytest.raises(CaptureError, match=r"Leaving cannot be captured .*x\.numpy\(\) \* 2"):
+        capture_call(Leaving(), (torch.randn(2, 2),), dtype=torch.float16)
 
 
 def test_a_class_without_weights_in_memory_is_captured() -> None:

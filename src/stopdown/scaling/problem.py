@@ -112,7 +112,7 @@ def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
     return frozenset(
         number
         for call in calls
-        for number, node in enumerate(list_outputs(_last_node(call)))
+        for number, node in enumerate(list_outputs(_last_node(call))[: call.capture.outputs])
         if is_float(node)
         and node.meta["val"].dtype == torch.float16
         and any(part.amax >= LARGEST_TAME for part in call.ranges.get(node.name, ()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stopdown.capture import Capture, capture_call, owner_of
+from stopdown.capture import Capture, capture_call, note_answers, owner_of
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.numerics import headroom_bits, iterate_tensors
 from stopdown.records import ResidualStream
@@ -139,19 +139,23 @@ def _scale_streamed(
     dtype: torch.dtype,
     stream: ResidualStream | None,
 ) -> Scaling:
-    measured = [_measure_kind(module, kind, dtype, stream) for kind in kinds]
+    measured = [x for kind in kinds for x in _measure_kind(module, kind, dtype, stream)]
     return find_scaling(module, measured, stream)
 
 
 def _measure_kind(
     module: torch.nn.Module, kind: Sequence[Call], dtype: torch.dtype, stream: ResidualStream | None
-) -> Measured:
-    """One capture with the merged ranges of all calls of a kind."""
-    call, args, kwargs = kind[0]
-    measured = measure_call(call, args, kwargs, dtype=dtype, stream=stream)
-    for _, args, kwargs in kind[1:]:
-        measured = measure_again(measured, module, args, kwargs)
-    return measured
+) -> list[Measured]:
+    """One capture with the merged ranges of a kind's calls; more where its path depends on values."""
+    found: list[Measured] = []
+    for call, args, kwargs in kind:
+        answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
+        same = (i for i, known in enumerate(found) if known.capture.answers == answers)
+        if (known := next(same, None)) is not None:
+            found[known] = measure_again(found[known], module, args, kwargs)
+        else:
+            found.append(measure_call(call, args, kwargs, dtype=dtype, stream=stream))
+    return found
 
 
 def plan_stream(
