@@ -7,7 +7,7 @@ decision about a precision can be taken for a machine that is not here. What dep
 capability alone (attention kernels, missing operations) stands in `backends`.
 
 **Catches** a file with an unknown key, a state that does not exist, or a fact without a source.
-**Does not catch** a fact that is wrong. Rates are the makers' peaks; a run sees a part of them.
+**Does not catch** a fact that is wrong. Rates are those of large matrix products; a run sees a part.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         state: see `State`.
         source: where that is said.
-        rate: peak rate of matrix products over that of fp32, as the library computes fp32 by default
-            (2.0 is twice as fast); None when no source gives it.
+        rate: rate of large matrix products over that of fp32, as PyTorch computes fp32 by default (2.0 is
+            twice as fast): measured with PyTorch where a source has that, else the maker's peak; None
+            when no source gives it.
         accumulates: what products are summed in: `fp32`, `fp16`; "" when no source says so.
         note: a sentence for people.
     """
@@ -147,9 +148,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is known of a format here, in whole sentences with the source."""
         fact = self.formats[name]
         is_told = fact.rate and name != "fp32"
-        rate = (
-            f" Peak rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
-        )
+        rate = f" Rate of matrix products: {fact.rate:g} times that of fp32." if is_told else ""
         note = f" {fact.note}" if fact.note else ""
         return f"{self.title}: {name} is {fact.state}.{note}{rate} ({fact.source})"
 
