@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stopdown.capture import name_parameters
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
 from stopdown.formats import FORMATS
@@ -23,7 +24,7 @@ from stopdown.pipelines.doors import put_cast
 from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.planning.adapters import watch_adapters
-from stopdown.planning.loading import Loaded
+from stopdown.planning.loading import Loaded, Standing
 from stopdown.planning.plan_files import read_class_versions
 from stopdown.planning.plans import count_folds, sample_weights
 from stopdown.planning.precision import ComponentFacts
@@ -71,7 +72,7 @@ def apply_plan(
         PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
             changed.
     """
-    _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+    check_plan(pipe, plan)
     own = Patches()
     try:
         for entry in plan.components:
@@ -93,6 +94,15 @@ def apply_plan(
     return AppliedPlan(pipe, plan, own)
 
 
+def check_plan(pipe: Any, plan: Plan) -> None:
+    """Refuse a plan that does not belong to a pipeline.
+
+    Raises:
+        PlanError: with all that differs.
+    """
+    _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+
+
 def apply_component(
     module: torch.nn.Module, entry: ComponentPlan, patches: Patches, *, cast: bool = True
 ) -> None:
@@ -111,6 +121,33 @@ def apply_component(
             cast_(module, dtype, rescaling)
     elif cast:
         _cast_plainly(module, dtype, patches)
+
+
+def put_for_good(module: torch.nn.Module, entry: ComponentPlan) -> Patches:
+    """Fold one component's exponents and cast it; its old weights are let go.
+
+    Returns:
+        What takes the entry off: the weights are then in fp32, as near to the old ones as the
+        format of the entry holds them.
+    """
+    off = Patches()
+    if entry.precision == "as loaded":
+        return off
+    scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+    off.defer(fold_scaling(module, scaling).undo)
+    off.defer(functools.partial(_widen, module))
+    if entry.precision == "fp16":
+        off.defer(cast_(module, torch.float16, scaling, keep=False).undo)
+    else:
+        cast_component_(module, FORMATS[entry.precision].torch_dtype)
+    return off
+
+
+def _widen(module: torch.nn.Module) -> None:
+    """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def read_scaling(entry: ComponentPlan) -> Scaling:
@@ -236,14 +273,13 @@ def load_planned(
     check_source(plan, source)
     pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress, config=config)
     _refuse(plan, list(_compare_components(pipe, plan)))
-    for entry in plan.components:
-        apply_component(getattr(pipe, entry.component), entry, Patches())
+    put = {x.component: put_for_good(getattr(pipe, x.component), x) for x in plan.components}
     patches = Patches()
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
     if device.type != "cpu":
         pipe.to(device.torch_name)
-    return Loaded(pipe, decide_by_plan(plan, name, facts), patches)
+    return Loaded(pipe, decide_by_plan(plan, name, facts), patches, Standing(plan, put))
 
 
 def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:

@@ -24,9 +24,22 @@ from stopdown.pipelines.doors import put_cast
 from stopdown.pipelines.loading import find_class, load_pipeline
 from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
 from stopdown.planning.precision import ComponentFacts, decide_precisions, parse_request
-from stopdown.records import Decision
+from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A plan that was put on while loading.
+
+    Attributes:
+        plan: it.
+        off: component to what takes its entry off: the weights are in fp32 then.
+    """
+
+    plan: Plan
+    off: Mapping[str, Patches]
 
 
 @dataclass(frozen=True)
@@ -38,11 +51,13 @@ class Loaded:
         decisions: precision of each call, with its reason.
         patches: what was put on the pipeline while loading: casts at the doors of components that
             differ, and the second copy of an autoencoder whose directions differ.
+        standing: the plan that it was loaded by; None without one.
     """
 
     pipe: Any
     decisions: tuple[Decision, ...]
     patches: Patches
+    standing: Standing | None = None
 
 
 def gather_facts(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> list[ComponentFacts]:

@@ -13,6 +13,7 @@ components (in the scheduler, in the pipeline's own arithmetic): these are named
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 import warnings
@@ -25,13 +26,23 @@ from typing import Any
 import torch
 
 from stopdown.environment import choose_device, probe_formats
-from stopdown.errors import NonFiniteError, OptionError, StopdownError, StopdownWarning
+from stopdown.errors import (
+    NonFiniteError,
+    OptionError,
+    PlanError,
+    ScalingError,
+    StopdownError,
+    StopdownWarning,
+)
 from stopdown.numerics import bound_values, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, find_argument_names, find_module, put_door
-from stopdown.planning.applying import apply_plan
-from stopdown.records import Decision, GuardRecord, Plan, Repair
+from stopdown.planning.applying import check_plan, put_boundaries, watch_adapters
+from stopdown.planning.loading import Standing
+from stopdown.planning.plan_files import seal_plan
+from stopdown.records import ComponentPlan, Decision, GuardRecord, Plan, Repair
+from stopdown.runtime.amending import amend_entry, prescribe
 from stopdown.runtime.culprit import Culprit, find_culprit, name_site
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
@@ -83,6 +94,7 @@ class Guard:
     ) -> None:
         self.pipe, self._on_fault = pipe, on_fault
         self._journal: Journal | None = None
+        self._plan: Plan | None = None
         self._announce = announce or _warn
         self._repairs: list[Repair] = []
         self._said: set[tuple[str, str]] = set()
@@ -92,8 +104,18 @@ class Guard:
         self._devices: dict[str, torch.device] = {}
         self.watch = Watch(pipe, decisions, observer, self._answer, maxima)
 
-    def put_on(self, plan: Plan | None = None, journal: Journal | str | Path | None = None) -> None:
+    def put_on(
+        self,
+        plan: Plan | None = None,
+        journal: Journal | str | Path | None = None,
+        standing: Standing | None = None,
+    ) -> None:
         """Stand at the doors.
+
+        Args:
+            plan: put on the pipeline for as long as the guard is.
+            journal: folder, or open journal.
+            standing: a plan that was put on while the pipeline was loaded.
 
         Raises:
             PlanError: the plan does not belong to this pipeline. Nothing was changed.
@@ -104,14 +126,20 @@ class Guard:
                 journal = Journal(journal, announce=self._announce)
                 self._patches.defer(journal.close)
             if plan is not None:
-                self._patches.defer(apply_plan(self.pipe, plan).undo)
+                check_plan(self.pipe, plan)
             for door in find_doors(self.pipe):
                 module = find_module(door)
-                patient = self._patients.setdefault(id(module), Patient(module))
-                self._patches.defer(patient.take_off)
+                if id(module) not in self._patients:
+                    self._patients[id(module)] = Patient(module)
+                    self._patches.defer(self._patients[id(module)].leave)
+                patient = self._patients[id(module)]
                 self._latest[door.component] = _Latest()
                 stand = functools.partial(self._stand, door, patient)
                 put_door(door, stand, self._patches, innermost=True)
+            if plan is not None:
+                self._put_plan(plan)
+            if standing is not None:
+                self._stand_under(standing)
             self.watch.__enter__()
             self._patches.defer(functools.partial(self.watch.__exit__, None, None, None))
             if journal is not None:
@@ -120,6 +148,47 @@ class Guard:
         except BaseException:
             self._patches.undo()
             raise
+
+    def _put_plan(self, plan: Plan) -> None:
+        try:
+            for entry in plan.components:
+                self._find_patient(entry).plan(prescribe(entry))
+        except ScalingError as error:
+            raise PlanError(
+                f"The plan for {plan.source} does not fit the pipeline: {error.what}",
+                remedy="Make a plan for it: stopdown plan SOURCE.",
+            ) from error
+        put_boundaries(self.pipe, plan, self._patches)
+        watch_adapters(self.pipe, plan, self._patches)
+        self._plan = plan
+
+    def _stand_under(self, standing: Standing) -> None:
+        for entry in standing.plan.components:
+            off = standing.off[entry.component]
+            self._find_patient(entry).stand_under(prescribe(entry), off)
+        self._plan = standing.plan
+
+    def _find_patient(self, entry: ComponentPlan) -> Patient:
+        return self._patients[id(getattr(self.pipe, entry.component))]
+
+    def amend_plan(self) -> Plan | None:
+        """The plan with the repairs in it, sealed; None when there is no plan, or was no repair."""
+        if self._plan is None or not any(x.is_repaired for x in self._patients.values()):
+            return None
+        entries = tuple(self._amend(entry) for entry in self._plan.components)
+        return seal_plan(dataclasses.replace(self._plan, components=entries))
+
+    def _amend(self, entry: ComponentPlan) -> ComponentPlan:
+        patient = self._find_patient(entry)
+        if not patient.is_repaired:
+            return entry
+        why = [
+            f"A run repaired it: {x.evidence} {x.reason}"
+            for x in self._repairs
+            if x.component.partition(".")[0] == entry.component
+            and x.action not in ("none", "replayed")
+        ]
+        return amend_entry(entry, patient.applied, patient.calls_measured, dict.fromkeys(why))
 
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
@@ -320,6 +389,7 @@ def guard(
     announce: Announce | None = None,
     journal: Journal | str | Path | None = None,
     maxima: bool = False,
+    standing: Standing | None = None,
 ) -> Guard:
     """Guard every component call of a pipeline until the guard is removed.
 
@@ -337,9 +407,11 @@ def guard(
             goes on where it stopped. Its bound is `journal.LIMIT_BYTES`; remove the folder when the
             run is done.
         maxima: note the largest magnitude of each block at each step, for `.record.maxima`.
+        standing: the plan that the pipeline was loaded by, in place of `plan`.
 
     Returns:
-        A context manager and handle: `.record`, `.repairs`, `.remove()`.
+        A context manager and handle: `.record`, `.repairs`, `.remove()`, and `.amend_plan()` for the
+        plan with the repairs in it.
 
     Raises:
         OptionError: `on_fault` is none of the three.
@@ -365,7 +437,7 @@ def guard(
         announce=announce,
         maxima=maxima,
     )
-    made.put_on(plan, journal)
+    made.put_on(plan, journal, standing)
     return made
 
 

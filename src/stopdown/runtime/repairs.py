@@ -1,7 +1,9 @@
 """Repairs of one component, put on while a run goes on and taken off with the guard.
 
 A repair is plain data (`Applied`), so that a plan and a journal can hold it and put it on again.
-Exponents come from the ranges of the calls that failed, all of them together, measured in fp32.
+Exponents come from the ranges of the calls that failed, all of them together, measured in fp32 on the
+component as it was found: a plan's part is taken off for that. What these calls do not touch (an
+encoder, when decoding failed) keeps the plan's exponents.
 
 **Catches** faults of range in fp16 (exponents), of one module (an island), of a whole component.
 **Does not catch** values that the weights lost when they were cast to fp16 while loading.
@@ -10,7 +12,8 @@ Exponents come from the ranges of the calls that failed, all of them together, m
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,14 +51,39 @@ class Patient:
     Attributes:
         module: whose weights they are.
         dtype: what it was cast to; None while it runs in what it was loaded in.
-        applied: repairs in force.
+        applied: what is in force: a plan's part and repairs.
+        planned: what a plan put there before any repair.
     """
 
     module: torch.nn.Module
     dtype: torch.dtype | None = None
     applied: tuple[Applied, ...] = ()
+    planned: tuple[Applied, ...] = ()
+    _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
     _calibration: Calibration | None = None
+
+    def plan(self, planned: tuple[Applied, ...]) -> None:
+        """Put a plan's part on; it comes off with the guard."""
+        self.planned = planned
+        self.put_on(planned)
+
+    def stand_under(self, planned: tuple[Applied, ...], off: Patches) -> None:
+        """Know of a plan's part that was put on while loading, and stays when the guard goes.
+
+        Args:
+            off: takes it off.
+        """
+        self.planned = self.applied = planned
+        self._stood = True
+        self._patches.defer(off.undo)
+
+    def leave(self) -> None:
+        """Leave the component as the guard found it. A second call does nothing."""
+        if self._stood:
+            self.put_on(self.planned)
+        else:
+            self.take_off()
 
     def call(
         self,
@@ -114,7 +142,7 @@ class Patient:
             raise
 
     def take_off(self) -> None:
-        """Leave the component as it was found, to the last bit. A second call does nothing."""
+        """Leave the component without plan and repairs, to the last bit. Harmless when repeated."""
         self._patches.undo()
         self.dtype, self.applied = None, ()
 
@@ -150,9 +178,18 @@ class Patient:
                 if self._calibration is None:
                     self._calibration = Calibration(self.module)
                 self._calibration.observe(call, args, kwargs)
-                return self._calibration.find_scaling()
+                found = self._calibration.find_scaling()
+            known = next((one.scaling for one in self.planned if one.scaling is not None), None)
+            if known is None:
+                return found
+            return merge_scalings(known, found, _find_used(self._calibration))
         finally:
             self.put_on(before)
+
+    @property
+    def is_repaired(self) -> bool:
+        """Whether something else is in force than a plan put there."""
+        return self.applied != self.planned
 
     @property
     def calls_measured(self) -> int:
@@ -162,3 +199,42 @@ class Patient:
     def name_precisions(self) -> tuple[str, ...]:
         """Formats of its weights, most of them first."""
         return tuple(name_dtype(dtype) for dtype in read_precisions(self.module))
+
+
+def merge_scalings(before: Scaling, found: Scaling, used: Iterable[str]) -> Scaling:
+    """New exponents, and the old ones of the parts that the new ones say nothing about.
+
+    Args:
+        before: in force so far.
+        found: solved for the calls that failed, relative to the component as it was.
+        used: parameters that take part in those calls.
+    """
+    parts = {name.partition(".")[0] for name in used}
+
+    def keep(entries: Mapping[str, int]) -> dict[str, int]:
+        return {name: x for name, x in entries.items() if name.partition(".")[0] not in parts}
+
+    exponents = keep(before.exponents)
+    headroom = before.headroom_bits if exponents else found.headroom_bits
+    islands = [path for path in before.islands if path.partition(".")[0] not in parts]
+    known = before.kept_buffers is not None and found.kept_buffers is not None
+    buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}
+    return replace(
+        found,
+        exponents={**exponents, **found.exponents},
+        eps={**keep(before.eps), **found.eps},
+        multiplies={**keep(before.multiplies), **found.multiplies},
+        islands=(*islands, *found.islands),
+        kept_buffers=tuple(sorted(buffers)) if known else None,
+        headroom_bits=min(headroom, found.headroom_bits),
+    )
+
+
+def _find_used(calibration: Calibration) -> set[str]:
+    """Parameters that take part in the calls that were measured."""
+    return {
+        known.capture.parameters[node.name]
+        for known in calibration.measured
+        for node in known.capture.graph.graph.nodes
+        if node.name in known.capture.parameters and node.users
+    }

@@ -144,11 +144,16 @@ def cast_(
     module: torch.nn.Module,
     dtype: torch.dtype,
     rescaling_or_plan: Rescaling | Scaling | None = None,
+    *,
+    keep: bool = True,
 ) -> Patches:
     """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
 
     A rescaling with an fp32 residual stream gets the casts of its stream as well.
     Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so.
+
+    Args:
+        keep: False lets the old values go: undoing removes the hooks, and every dtype stays.
 
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
@@ -165,7 +170,7 @@ def cast_(
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
-            _replace_data(tensor, tensor.data.to(wanted), patches)
+            _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
     if stream is not None:
         put_stream(module, stream, dtype, patches)
     for path in islands:
@@ -288,10 +293,13 @@ def _cast_tree(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, cast, tree)
 
 
-def _replace_data(tensor: torch.Tensor, value: torch.Tensor, patches: Patches) -> None:
+def _replace_data(
+    tensor: torch.Tensor, value: torch.Tensor, patches: Patches, *, keep: bool
+) -> None:
     before = tensor.data
     tensor.data = value
-    patches.defer(lambda: setattr(tensor, "data", before))
+    if keep:
+        patches.defer(lambda: setattr(tensor, "data", before))
 
 
 def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -1,0 +1,156 @@
+"""Tests of repairs on top of a plan, and of the plan that keeps them for the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.errors import PlanError
+from stopdown.planning.plan_files import read_plan, seal_plan, write_plan
+from stopdown.planning.plans import make_plan
+from stopdown.records import Plan
+from stopdown.runtime.guarding import guard
+from stopdown.runtime.repairs import merge_scalings
+from stopdown.scaling import Scaling
+
+NAME = "flux"
+
+
+@functools.cache
+def make_pipeline() -> Any:
+    """A pipeline whose first text encoder and transformer are as they were made."""
+    pipe = testing.make_pipeline(NAME)
+    call_pipeline(pipe, NAME)
+    return pipe
+
+
+@functools.cache
+def plan_pipeline() -> Plan:
+    """A plan of that pipeline, made before anything overflows."""
+    from stopdown.pipelines.requests import Request
+
+    request = Request(height=32, width=32)
+    return make_plan(make_pipeline(), prompts=["a"], steps=1, request=request)
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+def measure_error(pixels: Any, reference: Any) -> float:
+    """RMSE."""
+    return float(np.sqrt(np.mean((pixels - reference) ** 2)))
+
+
+def test_a_guard_puts_a_plan_on_and_takes_it_off() -> None:
+    """While it is on, fp16 by the plan; afterwards the pipeline is in fp32, bit for bit."""
+    pipe, plan = make_pipeline(), plan_pipeline()
+    reference = call_pipeline(pipe, NAME)
+    with testing.assert_untouched(pipe), guard(pipe, plan) as handle:
+        assert next(pipe.transformer.parameters()).dtype == torch.float16
+        pixels = call_pipeline(pipe, NAME)
+        assert handle.amend_plan() is None
+    assert handle.repairs == ()
+    assert 0 < measure_error(pixels, reference) < 2e-3
+
+
+def test_a_plan_for_another_pipeline_is_refused() -> None:
+    """Nothing is changed, and all that differs is said."""
+    plan = plan_pipeline()
+    entries = [dataclasses.replace(entry, weights="0" * 64) for entry in plan.components]
+    other = dataclasses.replace(plan, components=tuple(entries))
+    pipe = make_pipeline()
+    with (
+        testing.assert_untouched(pipe),
+        pytest.raises(PlanError, match="transformer has other weights than those"),
+    ):
+        guard(pipe, other)
+
+
+def give_island(plan: Plan, path: str) -> Plan:
+    """The plan with an island in its transformer."""
+    entries = [
+        dataclasses.replace(entry, islands=(path,)) if entry.component == "transformer" else entry
+        for entry in plan.components
+    ]
+    return seal_plan(dataclasses.replace(plan, components=tuple(entries)))
+
+
+def test_a_repair_on_top_of_a_plan_with_islands(tmp_path: Any) -> None:
+    """Exponents are found relative to the model itself, kept in the file, and serve the next run."""
+    pipe = make_pipeline()
+    plan = give_island(plan_pipeline(), "x_embedder")
+    with testing.inject(pipe, "transformer", step=0, kind="clamp", lasting=True):
+        reference = call_pipeline(pipe, NAME)
+        with testing.assert_untouched(pipe), guard(pipe, plan, announce=quiet) as handle:
+            pixels = call_pipeline(pipe, NAME)
+            amended = handle.amend_plan()
+        (repair,) = handle.repairs
+        assert (repair.kind, repair.action, repair.replays) == ("clamped", "rescaled", 1)
+        assert measure_error(pixels, reference) < 2e-3
+        assert amended is not None
+        write_plan(amended, tmp_path / "plan.json")
+        kept = read_plan(tmp_path / "plan.json")
+        with testing.assert_untouched(pipe), guard(pipe, kept) as again:
+            same = call_pipeline(pipe, NAME)
+    assert again.repairs == ()
+    np.testing.assert_array_equal(same, pixels)
+    found = {entry.component: entry for entry in kept.components}
+    before = {entry.component: entry for entry in plan.components}
+    assert found["transformer"] != before["transformer"]
+    assert any("A run repaired it: `transformer` gave" in x for x in found["transformer"].reasons)
+    assert {n: e for n, e in found.items() if n != "transformer"} == {
+        n: e for n, e in before.items() if n != "transformer"
+    }
+
+
+@pytest.mark.parametrize(
+    ("site", "precision", "islands"), [("x_embedder", "fp16", ("x_embedder",)), ("", "bf16", ())]
+)
+def test_islands_and_casts_are_kept_as_well(
+    monkeypatch: pytest.MonkeyPatch, site: str, precision: str, islands: tuple[str, ...]
+) -> None:
+    """What one module or a whole component was brought to stands in the plan."""
+    from stopdown.runtime.guarding import Guard
+
+    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: True)
+    pipe, plan = make_pipeline(), plan_pipeline()
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=0, site=site, lasting=True),
+        guard(pipe, plan, announce=quiet) as handle,
+    ):
+        call_pipeline(pipe, NAME)
+        amended = handle.amend_plan()
+    assert amended is not None
+    (entry,) = (entry for entry in amended.components if entry.component == "transformer")
+    (before,) = (entry for entry in plan.components if entry.component == "transformer")
+    assert (entry.precision, entry.islands) == (precision, (*before.islands, *islands))
+    assert entry.weights == before.weights
+    assert amended.seal != plan.seal
+
+
+def test_parts_that_did_not_fail_keep_their_exponents() -> None:
+    """New exponents of a decoder leave those of the encoder in force."""
+    before = Scaling(
+        exponents={"encoder.a": -3, "decoder.a": -2},
+        eps={"encoder.norm.eps": -6},
+        multiplies={"decoder.b": 1},
+        islands=("encoder.c", "decoder.c"),
+        headroom_bits=1.5,
+        kept_buffers=("encoder.t",),
+    )
+    found = Scaling(exponents={"decoder.b": -4}, headroom_bits=3.0, kept_buffers=("decoder.t",))
+    merged = merge_scalings(before, found, ["decoder.a", "decoder.b"])
+    assert merged.exponents == {"encoder.a": -3, "decoder.b": -4}
+    assert merged.eps == {"encoder.norm.eps": -6}
+    assert merged.multiplies == {}
+    assert merged.islands == ("encoder.c",)
+    assert (merged.headroom_bits, merged.kept_buffers) == (1.5, ("decoder.t", "encoder.t"))
