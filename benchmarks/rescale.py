@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,18 @@ from rescaling_models import (  # noqa: E402 (the path is set above)
 )
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
+from stopdown.records import ResidualStream  # noqa: E402
 from stopdown.scaling import (  # noqa: E402
     Measured,
+    Scaling,
     cast_,
     find_scaling,
     fold_scaling,
     measure_again,
     measure_call,
 )
+from stopdown.scaling.rescaling import plan_stream  # noqa: E402
+from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 OVERFLOWS_AT = 1e5
@@ -53,15 +57,51 @@ STEP_BITS = 3
 MOST_BITS = 36
 
 
-def measure_row(name: str, way: str) -> dict[str, Any]:
-    """One row: a class made to overflow in one way, under every precision."""
+@dataclass(frozen=True)
+class Prepared:
+    """A class as it is built, captured; the captures hold for every way to make it overflow.
+
+    Attributes:
+        plain, streamed: its calls, captured as they are and with an fp32 residual stream.
+        stream: of the latter; None when there is none, and why stands in `note`.
+        healthy: bf16's error over fp16's, before it is made to overflow.
+        before: its weights as they were drawn.
+    """
+
+    module: torch.nn.Module
+    calls: list[Call]
+    plain: list[Measured]
+    streamed: list[Measured]
+    stream: ResidualStream | None
+    note: str
+    healthy: float
+    captured_s: float
+    before: dict[str, torch.Tensor]
+
+
+def prepare_class(name: str) -> Prepared:
+    """Build a class, capture its calls, and see how near fp16 comes while nothing overflows."""
     module, calls = make_example(name)
+    before = {key: value.clone() for key, value in module.state_dict().items()}
     started = time.perf_counter()
-    measured = [measure_call(*call) for call in calls]
+    plain = [measure_call(*call) for call in calls]
     captured_s = time.perf_counter() - started
-    bits, measured = overflow(module, calls, measured, WAYS[way])
+    stream, note = plan_stream(module, calls, torch.float16)
+    streamed = [] if stream is None else [measure_call(*call, stream=stream) for call in calls]
+    reference = run_calls(calls, torch.float32)
+    errors = [run_cast(module, calls, x, reference)["l2"] for x in (torch.bfloat16, torch.float16)]
+    return Prepared(
+        module, calls, plain, streamed, stream, note, errors[0] / errors[1], captured_s, before
+    )
+
+
+def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
+    """One row: a class made to overflow in one way, under every precision."""
+    module, calls = prepared.module, prepared.calls
+    module.load_state_dict(prepared.before)
+    bits, measured = overflow(module, calls, prepared.plain, WAYS[way])
     row: dict[str, Any] = {"class": name, "way": way, "scaled_bits": bits}
-    row["peak"] = peak_of(measured)
+    row |= {"peak": peak_of(measured), "healthy": prepared.healthy}
     reference = run_calls(calls, torch.float32)
     row |= {"bf16": run_cast(module, calls, torch.bfloat16, reference)}
     row |= {"fp16": run_cast(module, calls, torch.float16, reference)}
@@ -69,38 +109,82 @@ def measure_row(name: str, way: str) -> dict[str, Any]:
     row |= {"autocast fp16": run_autocast(calls, reference)}
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
-    row |= {"captured_s": captured_s, "solved_s": time.perf_counter() - started}
-    rescaling = fold_scaling(module, scaling)
-    row["exact"] = all(map(torch.equal, run_calls(calls, torch.float32), reference))
-    cast_(module, torch.float16, rescaling)
-    row["rescaled fp16"] = describe_error(run_calls(calls, torch.float16), reference)
-    rescaling.undo()
+    row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
+    row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
     row |= {
         "folds": len(scaling.exponents),
         "multiplies": len(scaling.multiplies),
+        "outputs in fp32": len(scaling.outputs),
         "islands": list(scaling.islands),
         "island_flops": scaling.island_flops,
+        "island_bytes": share_bytes(module, scaling.islands),
+        "wide_flops": max(measure_wide_flops(x.capture) for x in measured),
         "headroom_bits": scaling.headroom_bits,
         "pinned": sorted(scaling.pinned),
     }
-    return row
+    return row | measure_streamed(prepared, reference)
+
+
+def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[str, Any]:
+    """The part of a row with the residual stream in fp32, or why there is none."""
+    if prepared.stream is None:
+        return {"residual_note": prepared.note}
+    module, calls = prepared.module, prepared.calls
+    measured = measure_calls(module, calls, prepared.streamed)
+    try:
+        scaling = find_scaling(module, measured, prepared.stream)
+    except StopdownError as error:
+        return {"residual_note": str(error)}
+    found = run_scaled(module, calls, scaling, reference, "fp32 residual")
+    found["residual_exact"] = found.pop("exact")
+    wide = max(measure_wide_flops(x.capture) for x in measured)
+    return found | {"residual_flops": scaling.island_flops + wide}
+
+
+def run_scaled(
+    module: torch.nn.Module,
+    calls: list[Call],
+    scaling: Scaling,
+    reference: list[torch.Tensor],
+    column: str,
+) -> dict[str, Any]:
+    """Whether a scaling is exact in fp32, and its errors in fp16."""
+    rescaling = fold_scaling(module, scaling)
+    exact = all(map(torch.equal, run_calls(calls, torch.float32), reference))
+    cast_(module, torch.float16, rescaling)
+    errors = describe_error(run_calls(calls, torch.float16), reference)
+    rescaling.undo()
+    return {"exact": exact, column: errors}
+
+
+def share_bytes(module: torch.nn.Module, islands: tuple[str, ...]) -> float:
+    """Share of the parameters that lie in islands."""
+    sizes = {name: x.numel() for name, x in module.named_parameters()}
+    inside = [n for n in sizes if any(not p or n.startswith(f"{p}.") for p in islands)]
+    return sum(sizes[n] for n in inside) / sum(sizes.values())
 
 
 def overflow(
     module: torch.nn.Module, calls: list[Call], measured: list[Measured], pattern: str
 ) -> tuple[int, list[Measured]]:
     """Scale the weights of a way until some fp16 value overflows; the bits, and the new ranges."""
-    bits = 0
+    bits, measured = 0, measure_calls(module, calls, measured)
     while peak_of(measured) < OVERFLOWS_AT and bits < MOST_BITS:
         if not scale_weights(module, pattern, STEP_BITS):
             raise ValueError(f"no weight matches {pattern}")
         bits += STEP_BITS
-        bare = [replace(x, ranges={}) for x in measured]
-        measured = [
-            measure_again(x, module, args, kwargs)
-            for x, (_, args, kwargs) in zip(bare, calls, strict=True)
-        ]
+        measured = measure_calls(module, calls, measured)
     return bits, measured
+
+
+def measure_calls(
+    module: torch.nn.Module, calls: list[Call], measured: list[Measured]
+) -> list[Measured]:
+    """The same captures with the ranges that the weights give now."""
+    return [
+        measure_again(replace(x, ranges={}), module, args, kwargs)
+        for x, (_, args, kwargs) in zip(measured, calls, strict=True)
+    ]
 
 
 def peak_of(measured: list[Measured]) -> float:
@@ -164,9 +248,10 @@ def describe_error(outputs: list[torch.Tensor], reference: list[torch.Tensor]) -
 def measure_classes(names: list[str]) -> None:
     """Measure rows class by class and store each as soon as it is there."""
     for name in names:
+        prepared = prepare_class(name)
         for way in EXAMPLES[name].ways:
             try:
-                row = measure_row(name, way)
+                row = measure_row(prepared, name, way)
             except (StopdownError, ValueError) as error:
                 row = {"class": name, "way": way, "failure": str(error)}
             store_rows({**load_rows(), f"{name} / {way}": row})
@@ -190,10 +275,16 @@ def store_rows(rows: dict[str, dict[str, Any]]) -> None:
     (RESULTS / "rescale.md").write_text(format_table(rows, versions))
 
 
+COLUMNS = (
+    "bf16", "fp16", "clamped fp16", "autocast fp16", "rescaled fp16", "fp32 residual",
+)  # fmt: skip
+"""What a row has an error for."""
+
+
 def format_table(rows: dict[str, dict[str, Any]], versions: dict[str, str]) -> str:
     """The rows as Markdown, with the medians that the goals are about."""
     done = [x for x in rows.values() if "failure" not in x]
-    ratios = [x["bf16"]["l2"] / x["rescaled fp16"]["l2"] for x in done]
+    wide = [x for x in done if "fp32 residual" in x]
     exact = sum(x["exact"] for x in done)
     classes = {x["class"] for x in rows.values()}
     whole = {
@@ -202,40 +293,51 @@ def format_table(rows: dict[str, dict[str, Any]], versions: dict[str, str]) -> s
     lines = [
         "# Rescaling: tiny models made to overflow fp16",
         "",
-        f"`python benchmarks/rescale.py`, CPU, {versions}. Relative 2-norm errors against fp32, the",
-        "worst output of each row; `inf` is NaN or Inf. Random weights: what the table shows is",
-        "that the method is exact and what it loses, not what a checkpoint does.",
+        f"`python benchmarks/rescale.py`, CPU, {versions}. Errors against fp32, the worst output of each",
+        "row: relative 2-norm / worst element over the largest one; `inf` is NaN or Inf. Random weights:",
+        "what the table shows is that the method is exact and what it loses, not what a checkpoint does.",
+        "`as built` is bf16 : fp16 of the same model before it was made to overflow: what one draw of",
+        "weights and inputs gives when nothing has to be scaled.",
         "",
         f"{len(classes)} classes, {len(whole)} solved in every way tried; {len(done)} of {len(rows)}"
-        f" rows solved, {exact} of them bit for bit exact in fp32;"
-        f" median bf16 : rescaled fp16 = {statistics.median(ratios):.1f}.",
+        f" rows solved, {exact} of them bit for bit exact in fp32. Medians: bf16 : rescaled fp16 ="
+        f" {median_ratio(done, 'rescaled fp16'):.1f}; bf16 : fp32 residual ="
+        f" {median_ratio(wide, 'fp32 residual'):.1f} ({len(wide)} rows); as built ="
+        f" {statistics.median(x['healthy'] for x in done if 'healthy' in x):.1f}.",
         "",
-        "| class | overflow | peak | exact in fp32 | bf16 | fp16 | clamped fp16 | autocast fp16 |"
-        " rescaled fp16 | bf16 : rescaled | folds | multiplies | FLOPs in fp32 |",
-        "|---|---|--:|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        f"| class | overflow | peak | exact in fp32 | {' | '.join(COLUMNS)} | bf16 : rescaled |"
+        " bf16 : fp32 residual | as built | folds | multiplies | FLOPs in fp32 | bytes in islands |",
+        f"|---|---|--:|---|{'--:|' * (len(COLUMNS) + 7)}",
     ]
     return "\n".join([*lines, *map(format_row, rows.values())]) + "\n"
+
+
+def median_ratio(rows: list[dict[str, Any]], column: str) -> float:
+    """Median of bf16's error over that of a column."""
+    return statistics.median(x["bf16"]["l2"] / x[column]["l2"] for x in rows)
 
 
 def format_row(row: dict[str, Any]) -> str:
     """One line of the table."""
     if "failure" in row:
-        return (
-            f"| {row['class']} | {row['way']} | | not solved: {row['failure'][:200]} |" + " |" * 9
-        )
-    errors = [f"{row[x]['l2']:.5f}" for x in
-              ("bf16", "fp16", "clamped fp16", "autocast fp16", "rescaled fp16")]  # fmt: skip
-    ratio = row["bf16"]["l2"] / row["rescaled fp16"]["l2"]
+        empty = " |" * (len(COLUMNS) + 7)
+        return f"| {row['class']} | {row['way']} | | not solved: {row['failure'][:200]} |{empty}"
+    ratios = [
+        f"{row['bf16']['l2'] / row[x]['l2']:.1f}" if x in row else ""
+        for x in ("rescaled fp16", "fp32 residual")
+    ]
     cells = [
         row["class"],
         row["way"],
         f"{row['peak']:.1e}",
-        "yes" if row["exact"] else "**no**",
-        *errors,
-        f"{ratio:.1f}",
+        "yes" if row["exact"] and row.get("residual_exact", True) else "**no**",
+        *(f"{row[x]['l2']:.5f} / {row[x]['worst']:.5f}" if x in row else "" for x in COLUMNS),
+        *ratios,
+        f"{row['healthy']:.1f}" if "healthy" in row else "",
         str(row["folds"]),
         str(row["multiplies"]),
-        f"{row['island_flops']:.0%}",
+        f"{row['island_flops'] + row.get('wide_flops', 0):.0%}",
+        f"{row.get('island_bytes', 0):.0%}",
     ]
     return f"| {' | '.join(cells)} |"
 
