@@ -73,7 +73,9 @@ def run_process(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["doctor", "--help"]]
+)
 def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     """Neither torch nor diffusers nor numpy is in the process that shows them."""
     script = (
@@ -86,7 +88,8 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
     command = [sys.executable, "-c", script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("generate" if "--help" in arguments else __version__) in done.stdout
+    shown = "doctor" if "doctor" in arguments else "generate"
+    assert (shown if "--help" in arguments else __version__) in done.stdout
 
 
 def test_every_option_has_a_help_text(run: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps
+from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps, judge_rocm
 from stopdown.errors import OptionError
 from stopdown.formats import PRECISIONS
 from stopdown.planning.precision import ComponentFacts, choose_precision, explain_plan
@@ -53,7 +53,18 @@ source = "its box"
 def test_the_profiles_that_users_ask_for_are_there() -> None:
     """Cards without bf16, cards with it, Macs and CPUs can all be asked about."""
     wanted = {"v100", "t4", "rtx20", "rtx30", "rtx40", "rtx50", "a100", "a30", "l4", "h100"}
-    wanted |= {"p100", "gtx10", "gtx16", "mps-m1", "mps-m3", "cpu-generic", "cpu-avx512", "cpu-amx"}
+    wanted |= {
+        "rx6000",
+        "rx7000",
+        "p100",
+        "gtx10",
+        "gtx16",
+        "mps-m1",
+        "mps-m3",
+        "cpu-generic",
+        "cpu-avx512",
+        "cpu-amx",
+    }
     assert wanted <= set(list_profiles())
 
 
@@ -71,6 +82,8 @@ def test_a_profile_agrees_with_what_its_device_would_say(profile: Profile) -> No
     """A format is native in the profile exactly where the rules for a live device find it native."""
     if profile.number:
         verdicts = judge_cuda(profile.number, "GTX 1660" if profile.name == "gtx16" else "")
+    elif profile.kind == "cuda":
+        verdicts = judge_rocm(profile.architecture)
     elif profile.kind == "mps":
         verdicts = judge_mps(f"Apple {profile.architecture}", profile.macos)
     else:
@@ -113,6 +126,9 @@ def test_support_is_what_a_probe_would_say() -> None:
         ("rtx40", "bf16", False),
         ("h100", "bf16", False),
         ("cpu-amx", "bf16", False),
+        ("rx6000", "fp32", True),
+        ("rx7000", "bf16", False),
+        ("p100", "fp32", True),
         ("gtx10", "fp32", False),
         ("gtx16", "fp32", False),
         ("cpu-generic", "fp32", False),
@@ -163,6 +179,7 @@ def test_a_device_of_this_machine_is_described() -> None:
         ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
         ("cuda", "NVIDIA GeForce RTX 4090", "rtx40"),
         ("cuda", "NVIDIA GeForce GTX 1660 Ti", "gtx16"),
+        ("cuda", "AMD Radeon RX 7900 XTX", "rx7000"),
         ("cuda", "NVIDIA L40S", None),
         ("mps", "Apple M1 Max", "mps-m1"),
         ("mps", "Apple M4", "mps-m3"),
