@@ -108,7 +108,7 @@ def bound_values(
 
 def _bound(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if tensor.device.type in ("cpu", "cuda"):
-        low, high = torch.aminmax(tensor.detach())
+        low, high = torch.aminmax(tensor.detach() if tensor.requires_grad else tensor)
         return low, high
     # Elsewhere a reduction may lose NaN: say it by hand.
     spoilt = torch.where(torch.isfinite(tensor).all(), 0.0, math.nan).to(tensor.dtype)
