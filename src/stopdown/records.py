@@ -126,6 +126,74 @@ class CallSummary:
 
 
 @dataclass(frozen=True)
+class StepDown:
+    """A call that ran out of memory, and what it was run again with.
+
+    Attributes:
+        component: whose call: `vae.decode`.
+        before: the strategy that was not enough: `resident`.
+        after: the one that it was run again with: `resident+tiling`.
+        evidence: what the allocator said.
+    """
+
+    component: str
+    before: str
+    after: str
+    evidence: str
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One strategy and what it is predicted to take.
+
+    Attributes:
+        strategy: its name: `block+tiling`.
+        peak_bytes: most bytes on the device at a time.
+        component: whose call that is; "" between calls.
+        moved_bytes: weights that are brought to the device in the run.
+        stored_bytes: weights that wait in host memory or on disk.
+        time_ratio: time over that of everything resident, estimated; None when the device's speed is
+            not known.
+    """
+
+    strategy: str
+    peak_bytes: int
+    component: str
+    moved_bytes: int
+    stored_bytes: int
+    time_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a run fits into a limit, predicted without weights.
+
+    Attributes:
+        source: the model as it was named.
+        device: what it was predicted for.
+        precisions: component to format.
+        request: sizes and steps of the run.
+        limit_bytes: what was allowed.
+        rows: every strategy, those that cost the least time first.
+        chosen: name of the first that fits; "" when none does.
+        reasons: whole sentences.
+        elapsed_s: seconds that the prediction took.
+    """
+
+    source: str
+    device: str
+    precisions: dict[str, str]
+    request: dict[str, Any]
+    limit_bytes: int
+    rows: tuple[MemoryRow, ...]
+    chosen: str
+    reasons: tuple[str, ...]
+    elapsed_s: float
+    kind: str = "memory"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True)
 class Repair:
     """What was done about one fault.
 
@@ -268,6 +336,7 @@ class RunRecord:
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
         repairs: what was done about each fault.
+        amended_plan: file of the plan that the repairs were written into; None when it was left.
         unwatched: what could not be watched, each with the reason.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
@@ -290,6 +359,7 @@ class RunRecord:
     output: str | None
     elapsed_s: float
     repairs: tuple[Repair, ...] = ()
+    amended_plan: str | None = None
     unwatched: tuple[str, ...] = ()
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None

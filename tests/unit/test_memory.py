@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from stopdown.errors import CaptureError
+from stopdown.errors import CaptureError, StopdownError
 from stopdown.memory import tracking
-from stopdown.memory.placing import put_placement
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
+from stopdown.memory.room import Room
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
 from stopdown.memory.tracking import StorageTracker
 from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
+from stopdown.pipelines.components import find_components, find_doors
+from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
@@ -162,15 +163,14 @@ def test_a_placement_changes_nothing_but_memory(
     expected = run_sd(pipe)
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
     whole = count_parameters(pipe)
-    with assert_untouched(pipe), Patches() as patches:
-        put_placement(pipe, placement, rehearsed_sd.strays, patches, store=tmp_path)
+    predicted = predict(rehearsed_sd, Strategy(placement), steps=2)
+    with assert_untouched(pipe), Room(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path):
         start = count_parameters(pipe)
         assert start < 0.1 * whole
         found: list[Any] = []
         peak = measure_allocator(lambda: found.append(run_sd(pipe))) + start
     assert np.array_equal(found[-1], expected)
-    predicted = predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
-    assert predicted == pytest.approx(peak, rel=0.1)
+    assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
     assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
     assert not list(tmp_path.iterdir())
 
@@ -187,3 +187,76 @@ def test_weights_that_others_read_stay_for_the_whole_call() -> None:
     weights, strays = {"a": 1, "b": 1}, {"b": frozenset({""})}
     assert group_weights(weights, (), strays, "leaf") == {"a": ("a",), "": ("b",)}
     assert group_weights(weights, (), {}, "leaf") == {"a": ("a",), "b": ("b",)}
+
+
+NO_MEMORY = torch.OutOfMemoryError("out of memory: tried to allocate 1 GiB")
+
+
+def raise_at(
+    pipe: Any, component: str, times: int, patches: Patches, error: Exception = NO_MEMORY
+) -> None:
+    """Let the first calls of a component fail, by default as an allocator does it."""
+    door = next(door for door in find_doors(pipe) if door.component == component)
+    left = times
+
+    def fail(call: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise error
+        return call(*args, **kwargs)
+
+    put_door(door, fail, patches)
+
+
+@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
+@pytest.mark.parametrize("start", ["resident", "component", "block"])
+def test_a_call_without_memory_is_run_again(
+    component: str, start: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """Out of memory in any component under any strategy: a smaller one, the same picture."""
+    pipe = make_pipeline("sd")
+    expected = run_sd(pipe)
+    all_of_them = [predict(rehearsed_sd, Strategy(one), steps=2) for one in PLACEMENTS]
+    taken = all_of_them[PLACEMENTS.index(start)]
+    said: list[str] = []
+    with Patches() as patches:
+        raise_at(pipe, component, 1, patches)
+        with Room(
+            pipe, taken, all_of_them, rehearsed_sd.strays, store=tmp_path, announce=said.append
+        ) as room:
+            assert np.array_equal(run_sd(pipe), expected)
+    after = PLACEMENTS[PLACEMENTS.index(start) + 1]
+    assert [(one.component, one.before, one.after) for one in room.steps_down] == [
+        (component, start, after)
+    ]
+    assert len(said) == 1
+    assert f"{component} ran out of memory with {start}" in said[0]
+
+
+def test_without_anything_smaller_it_says_what_would_do(
+    rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """When even the smallest strategy fails, the message has its size and what to change."""
+    pipe = make_pipeline("sd")
+    smallest = predict(rehearsed_sd, Strategy("leaf"), steps=2)
+    with assert_untouched(pipe), Patches() as patches:
+        raise_at(pipe, "unet", 9, patches)
+        room = Room(pipe, smallest, (smallest,), rehearsed_sd.strays, store=tmp_path)
+        with room, pytest.raises(StopdownError) as caught:
+            run_sd(pipe)
+    text = str(caught.value)
+    assert "unet ran out of memory with the smallest strategy, leaf: out of memory" in text
+    assert f"a device with more than {smallest.peak_bytes / 2**20:.1f} MiB free" in text
+
+
+def test_another_error_is_not_taken_for_it(rehearsed_sd: Rehearsal) -> None:
+    """An error that is not about memory passes, and nothing is tried again."""
+    pipe = make_pipeline("sd")
+    taken = predict(rehearsed_sd, Strategy(), steps=2)
+    with Patches() as patches:
+        raise_at(pipe, "unet", 1, patches, RuntimeError("mat1 and mat2 cannot be multiplied"))
+        room = Room(pipe, taken, (taken,), rehearsed_sd.strays)
+        with room, pytest.raises(RuntimeError, match="mat1 and mat2"):
+            run_sd(pipe)
+    assert room.steps_down == []

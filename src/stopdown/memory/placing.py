@@ -25,7 +25,7 @@ from stopdown.memory.rehearsing import find_blocks, weigh
 from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors, is_autoencoder
-from stopdown.pipelines.doors import Call, put_door, put_layer
+from stopdown.pipelines.doors import Call, put_layer
 
 _FEED_FORWARD = ("FeedForward",)
 """Classes that work on each position of a sequence alone."""
@@ -49,24 +49,26 @@ def put_placement(
     strays: Mapping[str, Mapping[str, frozenset[str]]],
     patches: Patches,
     *,
+    device: str = "cpu",
     store: Path | None = None,
-) -> None:
+) -> Shelf:
     """Leave weights where they wait, until `patches` is undone; then they are all back.
+
+    Every call of a component has to go through `Shelf.stand` of what comes back.
 
     Args:
         strays: of the pipeline's rehearsal.
+        device: where calls run.
         store: folder for a temporary copy of the weights; None keeps them in host memory, which
             makes sense for a device that has a memory of its own.
 
     Raises:
         OSError: the store cannot be written. Nothing is changed.
     """
+    shelf = Shelf(device, store if placement != "resident" else None)
     if placement == "resident":
-        return
-    shelf = _Shelf(store)
+        return shelf
     patches.defer(shelf.close)
-    for door in find_doors(pipe):
-        put_door(door, functools.partial(shelf.stand, door.component), patches)
     for name, module in find_components(pipe).items():
         for unit in _make_units(module, placement, strays.get(name, {}), shelf):
             patches.defer(unit.load)
@@ -76,6 +78,7 @@ def put_placement(
                 patches.defer(unit.module.register_forward_pre_hook(before).remove)
                 hook = unit.module.register_forward_hook(after, always_call=True)
                 patches.defer(hook.remove)
+    return shelf
 
 
 def _switch(module: torch.nn.Module, name: str, wanted: bool, patches: Patches) -> None:
@@ -131,7 +134,7 @@ class _Unit:
     """Weights that are loaded together, while a module runs."""
 
     def __init__(
-        self, path: str, module: torch.nn.Module, tensors: list[torch.Tensor], shelf: _Shelf
+        self, path: str, module: torch.nn.Module, tensors: list[torch.Tensor], shelf: Shelf
     ) -> None:
         self.path, self.module = path, module
         self._tensors, self._shelf, self._users = tensors, shelf, 0
@@ -160,10 +163,11 @@ class _Unit:
             self.drop()
 
 
-class _Shelf:
+class Shelf:
     """Where weights wait, and which component has its own here just now."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, device: str, folder: Path | None) -> None:
+        self._device = torch.device(device)
         self._folder = Path(tempfile.mkdtemp(dir=folder)) if folder is not None else None
         self._kept: dict[int, Callable[[], torch.Tensor]] = {}
         self._sizes: dict[int, int] = {}
@@ -194,9 +198,10 @@ class _Shelf:
     def drop(self, tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(0)
 
-    def stand(self, door: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def stand(
+        self, component: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Have a component's own weights here for a call; those of another one make room."""
-        component = door.partition(".")[0]
         if component in self._doors and component != self._current:
             if self._current:
                 self._doors[self._current].drop()
@@ -215,8 +220,8 @@ class _Shelf:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _own(self, tensor: torch.Tensor) -> None:
-        """Give a tensor a storage that is its alone: a mapped file's cannot be resized."""
-        tensor.data = tensor.data.clone(memory_format=torch.preserve_format)
+        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized."""
+        tensor.data = torch.empty_like(tensor.data, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
 
     def _write(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -241,7 +246,7 @@ def _make_units(
     module: torch.nn.Module,
     placement: Placement,
     strays: Mapping[str, frozenset[str]],
-    shelf: _Shelf,
+    shelf: Shelf,
 ) -> Iterable[_Unit]:
     """The units of one component, those of its blocks and layers before its own."""
     parts = dict(module.named_modules())

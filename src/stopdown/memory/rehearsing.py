@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.capture import describe_failure, name_parameters
 from stopdown.memory.tracking import StorageTracker
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors
 from stopdown.pipelines.doors import Call, put_door
@@ -59,6 +61,7 @@ class RehearsedCall:
         segments: in order.
         flops: of its matrix products, convolutions and attention.
         entries: module path → how often it was entered.
+        shapes: of the tensors that came back.
     """
 
     component: str
@@ -66,6 +69,7 @@ class RehearsedCall:
     segments: tuple[Segment, ...]
     flops: int
     entries: dict[str, int] = field(default_factory=dict, repr=False)
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -193,7 +197,11 @@ class Rehearser:
         del output
         segments = tuple(clock.segments)
         spent = tracker.flops - flops
-        return RehearsedCall(door.component, door.stage, segments, spent, clock.entries), shapes
+        returned = tuple(tuple(tensor.shape) for tensor in iterate_tensors(shapes))
+        call_seen = RehearsedCall(
+            door.component, door.stage, segments, spent, clock.entries, returned
+        )
+        return call_seen, shapes
 
 
 class _Clock:
@@ -277,7 +285,7 @@ def is_within(path: str, unit: str) -> bool:
 
 def _shift(call: RehearsedCall, start: int) -> RehearsedCall:
     moved = tuple(Segment(one.path, one.peak_bytes + start) for one in call.segments)
-    return RehearsedCall(call.component, call.stage, moved, call.flops, call.entries)
+    return dataclasses.replace(call, segments=moved)
 
 
 def _cut_steps(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,158 @@
+"""Every strategy of a pipeline predicted, and the cheapest that stays below a limit.
+
+The order of the strategies is that of their cost in time; where the speed of the device is known, an
+estimate of the time stands beside each: operations at the rate of a large matrix product, and
+weights over the link between host and device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stopdown.errors import OptionError
+from stopdown.memory.placing import put_variant
+from stopdown.memory.rehearsing import Rehearsal, Rehearser
+from stopdown.memory.strategies import Prediction, list_strategies, predict
+from stopdown.patches import Patches
+from stopdown.pipelines.components import find_components, is_autoencoder
+from stopdown.records import MemoryRow
+
+HEADROOM = 0.95
+"""Share of a limit that predictions may fill: allocators round, and kernels take a little."""
+
+_UNITS = {"": 1, "b": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device is.
+
+    Attributes:
+        flops_per_s: of a large matrix product in the precision of the run.
+        link_bytes_per_s: from where weights wait to the device.
+    """
+
+    flops_per_s: float
+    link_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Fit:
+    """All predictions for one run.
+
+    Attributes:
+        predictions: those that cost the least time first.
+        flops: of the whole run, by prediction.
+        strays: as in `Rehearsal`.
+    """
+
+    predictions: tuple[Prediction, ...]
+    flops: tuple[float, ...]
+    strays: Mapping[str, Mapping[str, frozenset[str]]]
+
+
+def predict_all(
+    pipe: Any,
+    arguments: dict[str, Any],
+    *,
+    steps: int,
+    fused: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Fit:
+    """Rehearse a run in every variant, and predict every strategy.
+
+    A variant whose result has other sizes is left out: tiles that do not fit this size.
+
+    Args:
+        pipe: from `stand_ins`.
+        arguments: of the pipeline's call; a generator among them is reseeded for each variant.
+        steps: denoising steps of the real run.
+        fused: whether attention runs in a kernel that keeps no score matrix.
+
+    Raises:
+        CaptureError: a component reads values of its inputs.
+    """
+    coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
+    strategies = list_strategies(
+        has_tiling=any(hasattr(module, "use_tiling") for module in coders),
+        has_slicing=any(hasattr(module, "use_slicing") for module in coders),
+    )
+    rehearser, seen = Rehearser(pipe, fused), dict[str, Rehearsal]()
+    variants = {strategy.variant: strategy for strategy in strategies}
+    for number, (variant, strategy) in enumerate(variants.items()):
+        if progress is not None:
+            progress(number, len(variants))
+        with Patches() as patches:
+            put_variant(pipe, strategy, patches)
+            seen[variant] = rehearser.rehearse(arguments, variant)
+    plain = next(iter(seen.values()))
+    fitting = [s for s in strategies if _list_shapes(seen[s.variant]) == _list_shapes(plain)]
+    predictions = tuple(predict(seen[s.variant], s, steps=steps) for s in fitting)
+    flops = tuple(_count_flops(seen[s.variant], steps) for s in fitting)
+    return Fit(predictions, flops, plain.strays)
+
+
+def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
+    """The prediction that costs the least time among those that fit; None when none does."""
+    usable = limit_bytes * HEADROOM
+    return next((one for one in fit.predictions if one.peak_bytes <= usable), None)
+
+
+def find_smallest(fit: Fit) -> Prediction:
+    """The prediction with the smallest peak."""
+    return min(fit.predictions, key=lambda one: one.peak_bytes)
+
+
+def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
+    """The table of all strategies."""
+    times = [
+        _estimate(one, flops, speed) for one, flops in zip(fit.predictions, fit.flops, strict=True)
+    ]
+    return tuple(
+        MemoryRow(
+            one.strategy.name,
+            one.peak_bytes,
+            one.component,
+            one.moved_bytes,
+            one.stored_bytes,
+            None if speed is None else round(time / times[0], 3),
+        )
+        for one, time in zip(fit.predictions, times, strict=True)
+    )
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `8GiB`, `500 MiB`, `8GB` (taken as GiB, as vendors of cards mean it) or a number.
+
+    Raises:
+        OptionError: it is not an amount of memory.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
+    amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2)] if found else 0.0
+    if found is None or amount < 1:
+        raise OptionError(
+            f"--memory {text} is not an amount of memory.",
+            expected="It is a number and a unit: 8GiB, 500MiB.",
+            remedy="Use --memory 8GiB.",
+        )
+    return int(amount)
+
+
+def _list_shapes(rehearsal: Rehearsal) -> list[tuple[tuple[int, ...], ...]]:
+    return [call.shapes for call in rehearsal.calls]
+
+
+def _count_flops(rehearsal: Rehearsal, steps: int) -> float:
+    repeats = steps / max(1, rehearsal.steps)
+    return sum(
+        call.flops * (repeats if call.stage == "denoise" else 1.0) for call in rehearsal.calls
+    )
+
+
+def _estimate(prediction: Prediction, flops: float, speed: Speed | None) -> float:
+    if speed is None:
+        return 1.0
+    return flops / speed.flops_per_s + prediction.moved_bytes / speed.link_bytes_per_s

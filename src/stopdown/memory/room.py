@@ -1,0 +1,148 @@
+"""A run that stays below a limit: a strategy at the doors of a pipeline, and a smaller one after a
+call that ran out of memory all the same.
+
+The call that failed is run again with the same arguments; what came before it is kept. The strategy
+stays for the rest of the run.
+
+**Catches** out-of-memory errors inside of components.
+**Does not catch** those outside of calls, and a process that the system kills instead of refusing.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import StopdownError
+from stopdown.memory.placing import put_placement, put_variant
+from stopdown.memory.strategies import Prediction
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.doors import Call, put_door
+from stopdown.records import StepDown
+
+MOST_STEPS_DOWN = 4
+"""How often one call may be tried again with something smaller."""
+
+
+class Room:
+    """What stands at the doors of a pipeline; a context manager that leaves it as it was.
+
+    Attributes:
+        taken: the prediction of the strategy that is on.
+        steps_down: what was done about calls that ran out of memory.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        taken: Prediction,
+        others: Sequence[Prediction],
+        strays: Mapping[str, Mapping[str, frozenset[str]]],
+        *,
+        device: str = "cpu",
+        store: Path | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            pipe: a pipeline whose weights are in host memory, or on the device already.
+            taken: what to begin with.
+            others: what may be tried after it; those with a smaller peak are.
+            strays: of the rehearsal.
+            device: where calls run.
+            store: folder for weights that wait; None keeps them in host memory.
+            announce: told of each step down.
+        """
+        self.pipe, self.taken = pipe, taken
+        self.steps_down: list[StepDown] = []
+        self._others, self._strays = tuple(others), strays
+        self._device, self._store = device, store
+        self._announce = announce or (lambda text: None)
+        self._doors, self._on = Patches(), Patches()
+
+    def __enter__(self) -> Room:
+        try:
+            for door in find_doors(self.pipe):
+                put_door(door, functools.partial(self._stand, door), self._doors)
+            self._put_on(self.taken)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on.undo()
+        self._doors.undo()
+
+    def _put_on(self, prediction: Prediction) -> None:
+        self._on.undo()
+        self._on, strategy = Patches(), prediction.strategy
+        put_variant(self.pipe, strategy, self._on)
+        self._shelf = put_placement(
+            self.pipe,
+            strategy.placement,
+            self._strays,
+            self._on,
+            device=self._device,
+            store=self._store,
+        )
+        self.taken = prediction
+
+    def _stand(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        component = door.component.partition(".")[0]
+        for _ in range(MOST_STEPS_DOWN):
+            try:
+                return self._shelf.stand(component, call, args, kwargs)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                text = " ".join(str(error).split())[:200]
+            self._step_down(door, text)  # outside: the error holds the values of the failed call
+        return self._shelf.stand(component, call, args, kwargs)
+
+    def _step_down(self, door: Door, text: str) -> None:
+        """Put on the next strategy that takes less.
+
+        Raises:
+            StopdownError: there is none.
+        """
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        before = self.taken
+        smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
+        if not smaller:
+            raise StopdownError(
+                f"{door.component} ran out of memory with the smallest strategy, "
+                f"{before.strategy.name}: {text}",
+                expected=f"It was predicted to take {format_bytes(before.peak_bytes)}, and so does "
+                "the whole run at least.",
+                remedy="Use a smaller --height and --width, fewer --frames, a 16-bit --precision, "
+                f"or a device with more than {format_bytes(before.peak_bytes)} free.",
+            )
+        self._put_on(smaller[0])
+        name = self.taken.strategy.name
+        self.steps_down.append(StepDown(door.component, before.strategy.name, name, text))
+        self._announce(
+            f"{door.component} ran out of memory with {before.strategy.name}; its call is run again "
+            f"with {name}, which is predicted to take {format_bytes(self.taken.peak_bytes)}."
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left; the CPU's is an ordinary RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return "allocate memory" in text or "out of memory" in text.lower()
+
+
+def format_bytes(count: int) -> str:
+    """`1.5 GiB`, `32.4 MiB`."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
