@@ -180,6 +180,13 @@ def plan(
         str | None,
         typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict memory instead, without weights: what each strategy takes on --device "
+            "(v100, t4… too), and which stays within 8GiB, or auto."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")
     ] = False,
@@ -203,7 +210,10 @@ def plan(
         guidance=guidance,
         revision=revision,
         config=config,
+        memory=memory,
     )
+    if memory is not None:
+        raise typer.Exit(_run_memory(options, as_json))
     _run_plan(options, as_json)
 
 
@@ -561,6 +571,23 @@ def report(
         sys.stdout.write(to_json(strip_pictures(found)))
     else:
         print_record(found, page, Console())
+
+
+def _run_memory(options: PlanOptions, as_json: bool) -> int:
+    from rich.console import Console
+
+    from stopdown.app import memory_command, plan_command
+    from stopdown.app.displays import Bars
+    from stopdown.records import to_json
+
+    request = plan_command.read_request(options)
+    with Bars(Console(stderr=True)) as display:
+        made = memory_command.plan_memory(options, request, display)
+    if as_json:
+        sys.stdout.write(to_json(made))
+    else:
+        memory_command.print_memory(made, Console(highlight=False))
+    return 0 if made.chosen else 1
 
 
 def _run_plan(options: PlanOptions, as_json: bool) -> None:

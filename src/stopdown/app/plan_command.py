@@ -32,6 +32,7 @@ class PlanOptions:
         frames, height, width, guidance: of the runs.
         revision: branch, tag or commit on the Hub.
         config: for a single file, a Diffusers folder or Hub id with its configs.
+        memory: a limit, `8GiB`, or `auto`: predict memory instead, see `memory_command`.
     """
 
     source: str
@@ -49,6 +50,7 @@ class PlanOptions:
     guidance: float | None = None
     revision: str | None = None
     config: str | None = None
+    memory: str | None = None
 
 
 def plan(options: PlanOptions, display: Display) -> Plan:

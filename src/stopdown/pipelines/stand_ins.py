@@ -35,20 +35,22 @@ from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.sources import Source, has_weights
 
 
-def build_stand_in(source: Source, torch_dtypes: Mapping[str, torch.dtype]) -> Any:
+def build_stand_in(
+    source: Source, torch_dtypes: Mapping[str, torch.dtype], *, keep_fp32: bool = True
+) -> Any:
     """A source's pipeline without weights, each component as loading it in a dtype would make it.
 
     Args:
         source: what `resolve_source` gave; of its folders only the configs are read.
         torch_dtypes: component → dtype, fp32 where it is absent.
+        keep_fp32: leave in fp32 what authors keep there; False for components that a plan rescales.
 
     Raises:
         SourceError: a config does not describe its class.
     """
     with quiet_libraries():
-        return _join(
-            source, {name: _build(source, name, torch_dtypes) for name in source.components}
-        )
+        parts = {name: _build(source, name, torch_dtypes, keep_fp32) for name in source.components}
+        return _join(source, parts)
 
 
 def copy_stand_in(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
@@ -78,7 +80,9 @@ def find_mode(module: torch.nn.Module) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def _build(source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype]) -> Any:
+def _build(
+    source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype], keep_fp32: bool
+) -> Any:
     """One component of a stand-in; None for one that the folder does not have."""
     library, class_name = source.components[name]
     folder = source.path / name
@@ -87,7 +91,7 @@ def _build(source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype]) -
     if not has_weights(class_name):
         return _build_side(folder, find_class(library, class_name), class_name)
     dtype = torch_dtypes.get(name, torch.float32)
-    module = build_empty_component(source, name, dtype)
+    module = build_empty_component(source, name, dtype, keep_fp32)
     _teach_casts(module, find_mode(module))
     return module
 

@@ -1,0 +1,182 @@
+"""`stopdown plan --memory`, as plain functions: a source and a limit in, the table of strategies out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from stopdown.errors import OptionError
+from stopdown.records import MemoryPlan, MemoryRow
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stopdown.app.commands import Display
+    from stopdown.app.plan_command import PlanOptions
+    from stopdown.memory.fitting import Fit
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source
+    from stopdown.profiles import Profile
+
+_PROMPT = "a red circle moving left on a grey background"
+
+
+def plan_memory(options: PlanOptions, request: Request, display: Display) -> MemoryPlan:
+    """Predict what every strategy takes on a device, and choose; no weights are read.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type.
+    """
+    from stopdown.pipelines import sources
+    from stopdown.pipelines.loading import complete_source
+    from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.profiles import find_target
+
+    begun = time.perf_counter()
+    profile = find_target(options.device or "auto")[1]
+    limit = _read_limit(str(options.memory), profile)
+    found = sources.resolve_source(options.source, revision=options.revision, with_weights=False)
+    if found.kind != "file":
+        sources.verify_index(found)
+    with quiet_libraries():
+        source, _ = complete_source(found, config=options.config)
+        precisions, is_planned = _choose_precisions(source, options.precision, profile)
+        fit = _predict(source, precisions, is_planned, profile, options, request, display)
+    rows, chosen, reasons = _judge(fit, limit, profile)
+    return MemoryPlan(
+        source=options.source,
+        device=f"{profile.name} ({profile.title})",
+        precisions=precisions,
+        request=_describe(options),
+        limit_bytes=limit,
+        rows=rows,
+        chosen=chosen,
+        reasons=reasons,
+        elapsed_s=round(time.perf_counter() - begun, 3),
+    )
+
+
+def _read_limit(text: str, profile: Profile) -> int:
+    from stopdown.memory.fitting import parse_bytes
+
+    if text != "auto":
+        return parse_bytes(text)
+    if not profile.memory_bytes:
+        raise OptionError(
+            f"How much memory {profile.title} has is not known.",
+            remedy="Say how much: --memory 8GiB.",
+        )
+    return profile.memory_bytes
+
+
+def _choose_precisions(source: Source, asked: str, profile: Profile) -> tuple[dict[str, str], bool]:
+    """Format of each component as a run would have it, and whether by a plan."""
+    from stopdown.pipelines.sizes import read_configs
+    from stopdown.planning.loading import decide, gather_facts
+    from stopdown.planning.precision import explain_plan
+
+    facts = gather_facts(source, read_configs(source.path))
+    if asked == "fp16" or (asked == "auto" and explain_plan(facts, profile.supports)):
+        return {fact.name: "fp16" for fact in facts}, True
+    decisions = decide(facts, profile.supports, asked)
+    return {d.component.partition(".")[0]: d.precision for d in decisions}, False
+
+
+def _predict(
+    source: Source,
+    precisions: Mapping[str, str],
+    is_planned: bool,
+    profile: Profile,
+    options: PlanOptions,
+    request: Request,
+    display: Display,
+) -> Fit:
+    import dataclasses
+
+    from stopdown.formats import FORMATS
+    from stopdown.memory.fitting import predict_all
+    from stopdown.pipelines.requests import build_arguments
+    from stopdown.pipelines.stand_ins import build_stand_in
+
+    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in precisions.items()}
+    pipe = build_stand_in(source, dtypes, keep_fp32=not is_planned)
+    request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
+    return predict_all(
+        pipe,
+        build_arguments(pipe, request),
+        steps=options.steps,
+        fused=_is_fused(profile, set(precisions.values())),
+        progress=lambda done, total: display.progress("plan", "rehearsing", done, total),
+    )
+
+
+def _is_fused(profile: Profile, formats: set[str]) -> bool:
+    """Whether the device has an attention kernel without a score matrix in each of these formats."""
+    from stopdown.backends import list_attention
+
+    kernels = list_attention(profile.kind, profile.number)
+    fused = {entry for name, taken in kernels.items() if name != "math" for entry in taken}
+    return formats <= fused
+
+
+def _judge(
+    fit: Fit, limit: int, profile: Profile
+) -> tuple[tuple[MemoryRow, ...], str, tuple[str, ...]]:
+    from stopdown.memory.fitting import HEADROOM, choose, find_smallest, make_rows
+    from stopdown.memory.room import format_bytes
+
+    chosen = choose(fit, limit)
+    usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
+    if chosen is not None:
+        peak = format_bytes(chosen.peak_bytes)
+        reasons = (
+            f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
+            f"time that stays within {usable}.",
+        )
+    else:
+        least = find_smallest(fit)
+        reasons = (
+            f"Nothing stays within {usable}: the smallest, {least.strategy.name}, is predicted to "
+            f"take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or fewer "
+            "--frames.",
+        )
+    if profile.kind != "cpu":
+        reasons += ("Workspaces of the device's kernels and its allocator's rounding come on top.",)
+    return make_rows(fit, None), chosen.strategy.name if chosen else "", reasons
+
+
+def _describe(options: PlanOptions) -> dict[str, Any]:
+    names = ("steps", "frames", "height", "width", "guidance")
+    return {name: v for name in names if (v := getattr(options, name)) is not None}
+
+
+def print_memory(plan: MemoryPlan, console: Console) -> None:
+    """Print the table of strategies, and what was chosen and why."""
+    from rich.table import Table
+
+    formats = ", ".join(f"{name} {entry}" for name, entry in plan.precisions.items())
+    console.print(f"{plan.source} on {plan.device}: {formats}", soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for heading in ("strategy", "peak", "in", "brought in a run", "waits"):
+        table.add_column(heading, justify="left" if heading in ("strategy", "in") else "right")
+    for row in plan.rows:
+        mark = "bold" if row.strategy == plan.chosen else ""
+        table.add_row(*_describe_row(row), style=mark)
+    console.print(table)
+    for reason in plan.reasons:
+        console.print(reason, soft_wrap=True)
+
+
+def _describe_row(row: MemoryRow) -> tuple[str, ...]:
+    from stopdown.memory.room import format_bytes
+
+    show: Callable[[int], str] = format_bytes
+    waits = show(row.stored_bytes) if row.stored_bytes else ""
+    return (
+        row.strategy,
+        show(row.peak_bytes),
+        row.component or "between calls",
+        show(row.moved_bytes),
+        waits,
+    )
