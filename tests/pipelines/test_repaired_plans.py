@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ import torch
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.errors import PlanError
-from stopdown.planning.plan_files import read_plan, seal_plan, write_plan
-from stopdown.planning.plans import make_plan
-from stopdown.records import Plan
+from stopdown.app.commands import GenerateOptions, Silent, generate
+from stopdown.errors import OptionError, PlanError
+from stopdown.pipelines.components import find_components
+from stopdown.planning.plan_files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.planning.plans import make_plan, sample_weights
+from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guarding import guard
 from stopdown.runtime.repairs import merge_scalings
 from stopdown.scaling import Scaling
@@ -154,3 +157,67 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
     assert merged.multiplies == {}
     assert merged.islands == ("encoder.c",)
     assert (merged.headroom_bits, merged.kept_buffers) == (1.5, ("decoder.t", "encoder.t"))
+
+
+def write_bare_plan(folder: Path, path: Path) -> None:
+    """A plan that puts everything in fp16 as it is."""
+    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.sources import resolve_source
+
+    pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)
+    entries = tuple(
+        ComponentPlan(name, type(module).__name__, sample_weights(module), "fp16")
+        for name, module in find_components(pipe).items()
+    )
+    plan = Plan(
+        *(str(folder), "", type(pipe).__name__, "fp16", read_class_versions(), entries),
+        *((), 1, "cpu", 0.0),
+    )
+    write_plan(seal_plan(plan), path)
+
+
+class Heard(Silent):
+    """What a run announces."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def announce(self, text: str) -> None:
+        """Keep it."""
+        self.texts.append(text)
+
+
+def test_a_run_keeps_its_repair_when_asked(save_tiny: Any, tmp_path: Path) -> None:
+    """A plan's file is left as it is by default; with --keep-repairs the next run needs none."""
+    folder = save_tiny("cogview3plus", "bf16", "text_encoder")
+    path = tmp_path / "plan.json"
+    write_bare_plan(folder, path)
+    bare = path.read_bytes()
+    options = GenerateOptions(
+        *(str(folder), "a", str(tmp_path / "a.png")),
+        precision=str(path),
+        steps=1,
+        height=32,
+        width=32,
+    )
+    heard = Heard()
+    first = generate(options, heard)
+    assert [(r.component, r.action) for r in first.repairs] == [("text_encoder", "rescaled")]
+    assert heard.texts[-1] == (
+        f"The repair holds for this run; --keep-repairs writes it into {path}."
+    )
+    assert (first.amended_plan, path.read_bytes()) == (None, bare)
+    second = generate(dataclasses.replace(options, keep_repairs=True), heard)
+    assert heard.texts[-1] == f"The repair was written into {path}, for the next run."
+    assert second.amended_plan == str(path)
+    third = generate(dataclasses.replace(options, maxima=True), heard)
+    assert (third.repairs, third.amended_plan) == ((), None)
+    assert "transformer_blocks.0" in {found.path for found in third.maxima}
+
+
+def test_repairs_need_a_plan_to_be_kept_in() -> None:
+    """Without a plan there is no file to write to."""
+    with pytest.raises(OptionError) as caught:
+        generate(GenerateOptions("shapes", "a", keep_repairs=True, precision="fp16"))
+    assert str(caught.value).startswith("--keep-repairs was given with --precision fp16. ")
+    assert str(caught.value).endswith("and use --precision plan.json.")

@@ -97,6 +97,14 @@ def generate(
             "raise: stop there."
         ),
     ] = "repair",
+    maxima: Annotated[
+        bool,
+        typer.Option("--maxima", help="Note how large each block's values get at each step."),
+    ] = False,
+    keep_repairs: Annotated[
+        bool,
+        typer.Option("--keep-repairs", help="Write repairs into the plan that --precision names."),
+    ] = False,
     journal: Annotated[
         Path | None,
         typer.Option(
@@ -134,6 +142,8 @@ def generate(
         config=config,
         strict=strict,
         on_fault=on_fault,
+        maxima=maxima,
+        keep_repairs=keep_repairs,
         journal=journal,
         journal_limit=journal_limit,
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stopdown.errors import InputError, OptionError, StopdownError
-from stopdown.records import Finding, GuardRecord, RunRecord, to_json
+from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
@@ -41,6 +41,8 @@ class GenerateOptions:
         config: for a single file, a Diffusers folder or Hub id with its configs.
         strict: treat findings in the finished frames as a failure.
         on_fault: `repair` a component that gives NaN or Inf and run that call again, or `raise`.
+        maxima: note the largest magnitude of each block at each step in the record.
+        keep_repairs: write what was repaired into the plan that `precision` names.
         journal: folder for the outputs of calls, from which a killed run goes on.
         journal_limit: GiB at which it ends.
     """
@@ -64,6 +66,8 @@ class GenerateOptions:
     config: str | None = None
     strict: bool = False
     on_fault: str = "repair"
+    maxima: bool = False
+    keep_repairs: bool = False
     journal: Path | None = None
     journal_limit: float = 4.0
 
@@ -151,7 +155,7 @@ def _generate(
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
         loaded = _load(loader, described, display, stages)
-        frames, seen = _run(loaded, request, options, display, stages, journal)
+        frames, seen, amended = _run(loaded, request, options, display, stages, journal)
     findings = _write(options, frames, stages)
     return RunRecord(
         source=options.source,
@@ -171,6 +175,9 @@ def _generate(
         output=options.output,
         elapsed_s=time.perf_counter() - started,
         repairs=seen.repairs,
+        amended_plan=_keep_repairs(amended, options, display),
+        unwatched=seen.unwatched,
+        maxima=seen.maxima,
         journal=seen.journal,
     )
 
@@ -227,6 +234,13 @@ def _read_request(options: GenerateOptions) -> Request:
             f"--on-fault {options.on_fault} is unknown.",
             expected="Known are repair and raise.",
             remedy="Use --on-fault repair.",
+        )
+    if options.keep_repairs and not options.precision.strip().endswith(".json"):
+        raise OptionError(
+            f"--keep-repairs was given with --precision {options.precision}.",
+            expected="Repairs are kept in a plan's file; those of a plan that auto made are kept "
+            "by themselves.",
+            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and use --precision plan.json.",
         )
     if options.image is not None and options.video is not None:
         raise OptionError(
@@ -316,8 +330,8 @@ def _run(
     display: Display,
     stages: dict[str, float],
     journal: Journal | None,
-) -> tuple[Any, GuardRecord]:
-    """Frames as `[T, H, W, 3]` uint8, and what the guard saw and did."""
+) -> tuple[Any, GuardRecord, Plan | None]:
+    """Frames as `[T, H, W, 3]` uint8, what the guard saw and did, and the plan with its repairs."""
     import torch
 
     from stopdown.media import choose_format, to_uint8
@@ -337,16 +351,37 @@ def _run(
         observer=observe,
         announce=display.announce,
         journal=journal,
+        maxima=options.maxima,
+        standing=loaded.standing,
     )
     begun = time.perf_counter()
     with guarding, torch.no_grad():
         result = _call(loaded.pipe, arguments)
+        amended = guarding.amend_plan()
     whole = time.perf_counter() - begun
     seen = guarding.record
     for call in seen.calls:
         stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
     stages["other"] = whole - sum(stages.get(name, 0.0) for name in ("encode", "denoise", "decode"))
-    return to_uint8(read_frames(result)), seen
+    return to_uint8(read_frames(result)), seen, amended
+
+
+def _keep_repairs(amended: Plan | None, options: GenerateOptions, display: Display) -> str | None:
+    """Write a plan with its repairs for the next run: where, or None when nothing was written."""
+    if amended is None:
+        return None
+    from stopdown.planning.plan_files import write_cached_plan, write_plan
+
+    path = options.precision.strip()
+    if not path.endswith(".json"):
+        path = str(write_cached_plan(amended))
+    elif options.keep_repairs:
+        write_plan(amended, path)
+    else:
+        display.announce(f"The repair holds for this run; --keep-repairs writes it into {path}.")
+        return None
+    display.announce(f"The repair was written into {path}, for the next run.")
+    return path
 
 
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
