@@ -43,7 +43,15 @@ MESSAGES = [
     ("fp8e4nv data type is not supported on CUDA arch < 89", "not-implemented"),
     # of PyTorch
     ("'mps.add' op requires the same element type for all operands and results", "dtype-mismatch"),
+    (
+        "index_add_(): self (Half) and source (Float) must have the same scalar type",
+        "dtype-mismatch",
+    ),
+    ("index_copy_(): self and source expected to have the same dtype, but got", "dtype-mismatch"),
+    ("torch.meshgrid expects all tensors to have the same dtype", "dtype-mismatch"),
+    ("linalg.solve: Expected A and B to have the same dtype, but found A of", "dtype-mismatch"),
     ("Unsupported dtype Half", "not-implemented"),
+    ("softmax with half to float conversion is not supported on CPU", "not-implemented"),
     ("linalg.inv: Low precision dtypes not supported. Got BFloat16", "not-implemented"),
     ("quantile() input tensor must be either float or double dtype", "not-implemented"),
     ("No available kernel. Aborting execution.", "not-implemented"),
