@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -52,6 +53,9 @@ from stopdown.runtime.watch import Fault, Observer, Watch
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""
+
+_ONE_FAULT = threading.RLock()
+"""Held while a fault is worked on: captures of two threads at once disturb each other."""
 
 
 @dataclass
@@ -251,6 +255,10 @@ class Guard:
 
     def _answer(self, fault: Fault) -> Any:
         """The output to go on with after a fault."""
+        with _ONE_FAULT:
+            return self._work_on(fault)
+
+    def _work_on(self, fault: Fault) -> Any:
         begun = time.perf_counter()
         if self._on_fault == "warn" and (fault.door.component, "none") in self._said:
             self._note(_Case(fault, Culprit("unknown"), begun), "none", "Not looked at again.")

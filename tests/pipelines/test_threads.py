@@ -1,0 +1,50 @@
+"""Two guarded pipelines in two threads: each as if it were alone."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.runtime.guarding import guard
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+def run_guarded(name: str, pipe: Any, together: Barrier) -> tuple[Any, Any]:
+    """Pixels and repairs of a run that begins when the other one does."""
+    together.wait()
+    with guard(pipe, announce=quiet) as handle:
+        pixels = call_pipeline(pipe, name)
+    return pixels, [(repair.component, repair.action, repair.step) for repair in handle.repairs]
+
+
+@pytest.mark.parametrize("overflows", [(None, None), ("vae", "transformer")], ids=str)
+def test_two_pipelines_in_two_threads(overflows: tuple[str | None, str | None]) -> None:
+    """Healthy or repaired, alone or beside another: the same pixels, repairs, and nothing left."""
+    made = [
+        (name, testing.make_pipeline(name, overflow=overflow, dtype=torch.float16))
+        for name, overflow in zip(("cogview3plus", "cogvideox"), overflows, strict=True)
+    ]
+    alone = [run_guarded(name, pipe, Barrier(1)) for name, pipe in made]
+    together = Barrier(2)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        for _, pipe in made:
+            stack.enter_context(testing.assert_untouched(pipe))
+        jobs = [pool.submit(run_guarded, name, pipe, together) for name, pipe in made]
+        beside = [job.result(timeout=240) for job in jobs]
+    for (pixels, repairs), (expected, expected_repairs), overflow in zip(
+        beside, alone, overflows, strict=True
+    ):
+        np.testing.assert_array_equal(pixels, expected)
+        assert repairs == expected_repairs
+        assert bool(repairs) == (overflow is not None)
