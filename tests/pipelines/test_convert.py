@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,17 @@ from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
 from stopdown.errors import OptionError, OutputError
+from stopdown.pipelines import single_files
 from stopdown.pipelines.components import Door, find_components
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.single_files import Rows, fold_rows, spread_exponents, trace_rows
+from stopdown.pipelines.single_files import (
+    Rows,
+    fold_rows,
+    spread_exponents,
+    trace_rows,
+    write_single_file,
+)
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.tiny import overflow_
 from stopdown.planning import converting, expressing
@@ -361,6 +369,86 @@ def test_what_a_converter_computes_is_told_from_what_it_moves(
     monkeypatch.setitem(mapping, "checkpoint_mapping_fn", compute)
     rows = trace_rows(resolve_source(tmp_path / "tiny.safetensors"), folder)
     assert rows.strange == {"vae": (), "text_encoder": (), "unet": ("conv_in.bias",)}
+
+
+SD3_NAMES = {
+    "pos_embed.proj": "x_embedder.proj",
+    "time_text_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "time_text_embed.timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "time_text_embed.text_embedder.linear_1": "y_embedder.mlp.0",
+    "time_text_embed.text_embedder.linear_2": "y_embedder.mlp.2",
+    "context_embedder": "context_embedder",
+    "proj_out": "final_layer.linear",
+    "transformer_blocks.0.attn.to_out.0": "joint_blocks.0.x_block.attn.proj",
+    "transformer_blocks.0.norm1.linear": "joint_blocks.0.x_block.adaLN_modulation.1",
+    "transformer_blocks.0.ff.net.0.proj": "joint_blocks.0.x_block.mlp.fc1",
+    "transformer_blocks.0.ff.net.2": "joint_blocks.0.x_block.mlp.fc2",
+}
+SD3_SWAPPED = {
+    "norm_out.linear": "final_layer.adaLN_modulation.1",
+    "transformer_blocks.0.norm1_context.linear": "joint_blocks.0.context_block.adaLN_modulation.1",
+}
+SD3_FUSED = {
+    "joint_blocks.0.x_block.attn.qkv": "to_{}",
+    "joint_blocks.0.context_block.attn.qkv": "add_{}_proj",
+}
+
+
+def lay_out_sd3(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A tiny SD3 transformer as its authors write it: q, k, v in one tensor, shift before scale."""
+    tensors = {"pos_embed": weights["pos_embed.pos_embed"]}
+    for kind in ("weight", "bias"):
+        tensors |= {f"{old}.{kind}": weights[f"{new}.{kind}"] for new, old in SD3_NAMES.items()}
+        for new, old in SD3_SWAPPED.items():
+            tensors[f"{old}.{kind}"] = weights[f"{new}.{kind}"].roll(32, 0)  # halves of 32 rows
+        for old, form in SD3_FUSED.items():
+            names = [f"transformer_blocks.0.attn.{form.format(x)}.{kind}" for x in "qkv"]
+            tensors[f"{old}.{kind}"] = torch.cat([weights[name] for name in names])
+    return {f"model.diffusion_model.{name}": x.contiguous() for name, x in tensors.items()}
+
+
+def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SD3 keeps q, k, v in one tensor and swaps halves: each part gets its own exponent."""
+    from diffusers import SD3Transformer2DModel
+    from diffusers.loaders import single_file
+
+    model = SD3Transformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, out_channels=4, num_layers=1,
+        attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
+        caption_projection_dim=32, pooled_projection_dim=16, pos_embed_max_size=8,
+    )  # fmt: skip
+    weights = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    folder, source = tmp_path / "sd3", tmp_path / "sd3.safetensors"
+    model.save_config(folder / "transformer")
+    save_file(lay_out_sd3(weights), source)
+
+    def read(checkpoint: Any, dtype: torch.dtype) -> Any:
+        return SD3Transformer2DModel.from_single_file(
+            checkpoint, config=str(folder), subfolder="transformer", torch_dtype=dtype
+        )
+
+    def load(source: Any, *, torch_dtypes: torch.dtype, config: Any) -> Any:
+        checkpoint = single_file.load_single_file_checkpoint(str(source.path))
+        return SimpleNamespace(components={"transformer": read(checkpoint, torch_dtypes)})
+
+    monkeypatch.setattr(single_files, "load_pipeline", load)  # the file has a transformer alone
+    rows = trace_rows(resolve_source(source), folder)
+    assert (rows.strange, rows.find_unread()) == ({"transformer": ()}, ())
+    folds = {
+        "transformer_blocks.0.attn.to_k.weight": -3,
+        "transformer_blocks.0.attn.add_v_proj.bias": 2,
+        "norm_out.linear.weight[0:32]": -1,
+    }
+    spread = spread_exponents(rows, {"transformer": folds}, ())
+    write_single_file(source, tmp_path / "out.safetensors", spread)
+    loaded = read(load_file(tmp_path / "out.safetensors"), torch.float16).state_dict()
+    expected = {name: tensor.float() for name, tensor in weights.items()}
+    expected["transformer_blocks.0.attn.to_k.weight"] *= 2.0**-3
+    expected["transformer_blocks.0.attn.add_v_proj.bias"] *= 2.0**2
+    expected["norm_out.linear.weight"][:32] *= 0.5
+    assert loaded.keys() == expected.keys()
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name].half()), name
 
 
 # ---------------------------------------------------------------------------------------------
