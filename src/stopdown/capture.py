@@ -102,6 +102,7 @@ def capture_call(
     *,
     dtype: torch.dtype,
     wide: frozenset[str] = frozenset(),
+    answers: Answers | None = None,
 ) -> Capture:
     """The graph of one call of a module or of a module's bound method, as it runs in `dtype`.
 
@@ -111,12 +112,13 @@ def capture_call(
             given in `dtype`; only shapes and dtypes of tensors matter.
         dtype: a floating dtype.
         wide: names of parameters and buffers that are fp32 there.
+        answers: to what the code asks tensors for; None notes them here when they are needed.
 
     Raises:
         CaptureError: the code cannot be traced; the message names the line.
     """
     failure: CaptureError | None = None
-    for attempt in _list_attempts(call, args, kwargs or {}, wide):
+    for attempt in _list_attempts(call, args, kwargs or {}, wide, answers):
         try:
             return _export(call, args, dict(kwargs or {}), dtype, attempt)
         except CaptureError as error:
@@ -126,7 +128,11 @@ def capture_call(
 
 
 def _list_attempts(
-    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], wide: frozenset[str]
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    wide: frozenset[str],
+    answers: Answers | None,
 ) -> Iterator[_Attempt]:
     """The ways to capture a call, cheapest first; each is for when those before have failed."""
     yield _Attempt(False, True, wide)
@@ -134,7 +140,10 @@ def _list_attempts(
     if not _is_real(owner_of(call)):
         return
     yield _Attempt(True, True, wide)
-    if answers := note_answers(call, args, kwargs):
+    if answers is None:
+        with contextlib.suppress(Exception):  # a call that fails has no answers: say why untraced
+            answers = note_answers(call, args, kwargs)
+    if answers:
         yield _Attempt(False, True, wide, answers)
         yield _Attempt(False, False, wide, answers)
 

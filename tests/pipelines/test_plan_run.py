@@ -157,32 +157,35 @@ def test_every_difference_is_in_one_refusal(
     assert "stopdown plan SOURCE" in text
 
 
-def test_a_component_that_cannot_be_scaled_falls_back_with_the_reason() -> None:
-    """A forward that leaves torch, and weights that are NaN, stay in fp32; the rest is scaled."""
+def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
+    """A forward that leaves torch runs in fp16 between casts, NaN in fp32; the rest is scaled."""
     pipe = build("cogview3plus")
     forward = type(pipe.transformer).forward
 
-    class Looking(type(pipe.transformer)):  # type: ignore[misc]
+    class Leaving(type(pipe.transformer)):  # type: ignore[misc]
         def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             hidden_states = torch.from_numpy(hidden_states.numpy())
             return forward(self, hidden_states, *args, **kwargs)
 
-    pipe.transformer.__class__ = Looking
+    pipe.transformer.__class__ = Leaving
     pipe.vae.encoder.conv_in.bias.data[0] = float("nan")
     plan = make_plan(pipe, prompts=["a ball"], steps=1)
     planned = {entry.component: entry for entry in plan.components}
     assert {name: entry.precision for name, entry in planned.items()} == {
         "text_encoder": "fp16",
-        "transformer": "fp32",
+        "transformer": "fp16",
         "vae": "fp32",
     }
-    assert "Looking cannot be captured as a graph" in planned["transformer"].reasons[0]
+    reasons = " ".join(planned["transformer"].reasons)
+    assert "Leaving cannot be captured as a graph" in reasons
+    assert "matrices run in fp16 between casts" in reasons
+    assert planned["transformer"].exponents == {}
     assert planned["vae"].reasons == (
         "1 of its tensors hold NaN or Inf: encoder.conv_in.bias (1 of 8).",
         "fp32 is always right.",
     )
     with assert_untouched(pipe), apply_plan(pipe, plan):
-        assert {p.dtype for p in pipe.transformer.parameters()} == {torch.float32}
+        assert pipe.transformer.proj_out.weight.dtype == torch.float16
         assert {p.dtype for p in pipe.text_encoder.parameters()} == {torch.float16}
         assert bool(run(pipe, "cogview3plus").isfinite().all())
 

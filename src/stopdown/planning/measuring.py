@@ -27,7 +27,7 @@ from stopdown.scaling import (
     fold_scaling,
     measure_again,
     measure_call,
-    scale_calls,
+    scale_anyhow,
 )
 from stopdown.scaling.rescaling import Call as PlainCall
 from stopdown.scaling.weights import check_weights
@@ -75,7 +75,7 @@ def _find_exact(
     residual: str,
 ) -> Scaling:
     placed = [[_place_call(module, call) for call in group] for group in kinds]
-    scaling = scale_calls(module, placed, dtype, residual)
+    scaling = scale_anyhow(module, placed, dtype, residual)
     if "" in scaling.islands:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     _demand_exact(module, scaling, [group[0] for group in kinds])

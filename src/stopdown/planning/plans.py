@@ -306,7 +306,7 @@ def describe_scaling(
         outputs={str(number): exponent for number, exponent in scaling.outputs.items()},
         stream=scaling.stream,
     )
-    said = [x for x in (scaling.residual_note, *notes) if x]
+    said = [x for x in (scaling.note, *notes) if x]
     return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
 
 

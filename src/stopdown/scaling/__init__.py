@@ -9,6 +9,7 @@ from stopdown.scaling.rescaling import (
     measure_again,
     measure_call,
     rescale_,
+    scale_anyhow,
     scale_calls,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "measure_again",
     "measure_call",
     "rescale_",
+    "scale_anyhow",
     "scale_calls",
 ]

@@ -39,7 +39,7 @@ class Scaling:
         outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
             the exponent that is taken off there.
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
-        residual_note: why it is not fp32 although it was asked for; "" when there is nothing to say.
+        note: why it is not fp32 although it was asked for; "" when there is nothing to say.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Scaling:
     kept_buffers: tuple[str, ...] | None = None
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
-    residual_note: str = ""
+    note: str = ""
 
 
 RESCALED = "stopdown_rescaled"

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from stopdown.capture import Capture, capture_call, note_answers, owner_of
+from stopdown.capture import Answers, Capture, capture_call, note_answers, owner_of
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.numerics import headroom_bits, iterate_tensors
 from stopdown.records import ResidualStream
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
+from stopdown.scaling.hooked import scale_by_hooks
 from stopdown.scaling.problem import (
     Measured,
     Problem,
@@ -64,7 +65,7 @@ def rescale_(
         dtype: what the module is to run in.
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
             in `dtype`; where its architecture does not allow it, `.residual` of the result is
-            `native`, and its scaling's `residual_note` says why. None is `native`.
+            `native`, and its scaling's `note` says why. None is `native`.
         verify: run the calls before and after, and compare every bit, when the module is in fp32.
 
     Raises:
@@ -81,7 +82,7 @@ def rescale_(
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
-    scaling = scale_calls(module, [[x] for x in given], dtype, check_residual(residual))
+    scaling = scale_anyhow(module, [[x] for x in given], dtype, check_residual(residual))
     before = _run_all(given) if verify and _is_fp32(module) else None
     rescaling = fold_scaling(module, scaling)
     if before is not None:
@@ -125,12 +126,30 @@ def scale_calls(
     if residual == "fp32":
         stream, note = plan_stream(module, [kind[0] for kind in kinds], dtype)
     try:
-        return replace(_scale_streamed(module, kinds, dtype, stream), residual_note=note)
+        return replace(_scale_streamed(module, kinds, dtype, stream), note=note)
     except ScalingError as error:
         if stream is None:
             raise
         note = f"{_NOT_WIDE} {error.what}"
-        return replace(_scale_streamed(module, kinds, dtype, None), residual_note=note)
+        return replace(_scale_streamed(module, kinds, dtype, None), note=note)
+
+
+def scale_anyhow(
+    module: torch.nn.Module, kinds: Sequence[Sequence[Call]], dtype: torch.dtype, *options: str
+) -> Scaling:
+    """As `scale_calls`; for a module without a graph, what hooks find that fp16 can hold.
+
+    Args:
+        options: the residual and what else `scale_calls` takes.
+
+    Raises:
+        CaptureError: there is no graph, and hooks do not do either.
+        ScalingError: there are no exponents.
+    """
+    try:
+        return scale_calls(module, kinds, dtype, *options)
+    except CaptureError as error:
+        return scale_by_hooks(module, [call for kind in kinds for call in kind], dtype, error)
 
 
 def _scale_streamed(
@@ -189,8 +208,18 @@ def _capture_streamed(
     dtype: torch.dtype,
     stream: ResidualStream | None,
 ) -> Capture:
+    if stream is None:
+        return capture_call(call, args, kwargs, dtype=dtype)
+    answers: Answers = ()
+    try:
+        with with_stream(owner_of(call), stream, dtype) as wide:
+            return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
+    except CaptureError:  # under the hooks of a stream the module itself cannot be asked
+        answers = note_answers(call, args, kwargs or {})
+        if not answers:
+            raise
     with with_stream(owner_of(call), stream, dtype) as wide:
-        return capture_call(call, args, kwargs, dtype=dtype, wide=wide)
+        return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
 
 
 def _is_fp32(module: torch.nn.Module) -> bool:

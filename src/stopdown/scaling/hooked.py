@@ -1,0 +1,218 @@
+"""The fall-back for a module without a graph: hooks tell which of its matrices fp16 can hold.
+
+No exponents can be found when the code cannot be traced. But what a linear or convolution is given
+and gives back can be seen by hooks while it runs in fp32. Those whose weights, inputs and outputs
+stay within fp16 run in fp16 between casts; the others, and everything between them (sums, norms,
+products of two values), stay in fp32. That is tried in fp16 before it is believed.
+
+**Catches** matrices that overflow in the calls that were made; operands that would not agree.
+**Does not catch** matrices that a module multiplies without calling the submodule that holds them:
+they stay in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from stopdown.capture import find_kept_buffers, name_parameters
+from stopdown.errors import CaptureError
+from stopdown.numerics import headroom_bits, iterate_tensors, measure_amax, relative_l2
+from stopdown.patches import Patches
+from stopdown.records import ResidualStream
+from stopdown.scaling.folding import Scaling, cast_
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+
+SPARE_BITS = 1.0
+"""Headroom that a matrix must have to run in fp16."""
+
+LARGEST_ERROR = 0.05
+"""Relative 2-norm error against fp32 above which the fall-back is not taken."""
+
+MOST_FLOPS_ON_CPU = 1e10
+"""A call with more of them is not tried in fp16 on a processor: it would take minutes."""
+
+MOST_NAMED = 5
+
+
+@dataclass
+class _Matrix:
+    """What one linear or convolution reached, weight and bias included."""
+
+    amax: float
+    flops: float = 0.0
+
+
+@dataclass
+class _Seen:
+    """What the calls of a module showed.
+
+    Attributes:
+        matrices: path to what it reached; only those that were called.
+        outputs: what each call returned.
+        flops: of all calls, products of two values included.
+    """
+
+    matrices: dict[str, _Matrix] = field(default_factory=dict)
+    outputs: list[list[torch.Tensor]] = field(default_factory=list)
+    flops: float = 0.0
+
+
+def scale_by_hooks(
+    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype, failure: CaptureError
+) -> Scaling:
+    """Which matrices of a module run in `dtype`, all else in fp32; nothing is folded.
+
+    Args:
+        module: in fp32, whose calls cannot be captured.
+        failure: why not; its words stand in the note of the result.
+
+    Raises:
+        CaptureError: the failure, with why the fall-back does not do either.
+
+    Cost: a forward in fp32 for each call, and one in `dtype` (not of large calls on a processor).
+    """
+    seen = _observe(module, calls)
+    narrow = [path for path, x in seen.matrices.items() if _fits(x.amax, dtype)]
+    if not narrow:
+        raise _give_up(failure, "no linear or convolution that is called fits into fp16")
+    scaling = _describe(module, seen, narrow, dtype, failure)
+    if _may_try(module, seen):
+        _try(module, calls, scaling, seen, dtype, failure)
+    return scaling
+
+
+def _observe(module: torch.nn.Module, calls: Sequence[Call]) -> _Seen:
+    seen, counter = _Seen(), FlopCounterMode(display=False)
+    with Patches() as patches, torch.no_grad():
+        for path, part in module.named_modules():
+            if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
+                hook = partial(_look, seen, path)
+                patches.defer(part.register_forward_hook(hook, with_kwargs=True).remove)
+        with counter:
+            for call, args, kwargs in calls:
+                seen.outputs.append(list(iterate_tensors(call(*args, **kwargs))))
+    seen.flops = float(counter.get_total_flops())
+    return seen
+
+
+def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    floats = [x for x in iterate_tensors((args, kwargs, output)) if x.is_floating_point()]
+    if path not in seen.matrices:
+        floats += [x for x in (part.weight, part.bias) if x is not None]
+        seen.matrices[path] = _Matrix(0.0)
+    found = seen.matrices[path]
+    found.amax = max(found.amax, *(_reach(x) for x in floats))
+    found.flops += 2.0 * output.numel() * part.weight[0].numel()
+
+
+def _reach(value: torch.Tensor) -> float:
+    """Largest magnitude, Inf when a value is not finite."""
+    return measure_amax(value) if bool(value.isfinite().all()) else math.inf
+
+
+def _fits(amax: float, dtype: torch.dtype) -> bool:
+    return amax == 0 or headroom_bits(amax, dtype) >= SPARE_BITS
+
+
+def _describe(
+    module: torch.nn.Module,
+    seen: _Seen,
+    narrow: list[str],
+    dtype: torch.dtype,
+    failure: CaptureError,
+) -> Scaling:
+    kept = find_kept_buffers(module)
+    inside = tuple(f"{path}." for path in narrow)
+    wide = [name for name, x in name_parameters(module).items() if x.is_floating_point()]
+    wide = [name for name in wide if name not in kept and not name.startswith(inside)]
+    outputs = [x for tensors in seen.outputs for x in tensors if x.is_floating_point()]
+    done = sum(seen.matrices[path].flops for path in narrow)
+    share = max(0.0, 1 - done / (seen.flops or 1.0))
+    tightest = max(narrow, key=lambda path: seen.matrices[path].amax)
+    return Scaling(
+        headroom_bits=headroom_bits(seen.matrices[tightest].amax, dtype),
+        tightest=tightest,
+        island_flops=share,
+        kept_buffers=tuple(sorted(kept)),
+        stream=ResidualStream(
+            widened=tuple(sorted(narrow)),
+            narrowed=tuple(sorted(narrow)),
+            norms=("",),
+            kept=tuple(sorted(wide)),
+            returns=all(_fits(_reach(x), dtype) for x in outputs),
+        ),
+        note=_explain(seen, narrow, share, failure),
+    )
+
+
+def _explain(seen: _Seen, narrow: list[str], share: float, failure: CaptureError) -> str:
+    beyond = [path for path in seen.matrices if path not in narrow]
+    text = (
+        f"{failure.what} Without a graph there are no exponents: {len(narrow)} of "
+        f"{len(seen.matrices)} matrices run in fp16 between casts, and all else in fp32, "
+        f"{100 * share:.1f} % of the matmul work."
+    )
+    if beyond:
+        rest = f" and {len(beyond) - MOST_NAMED} more" if len(beyond) > MOST_NAMED else ""
+        text += f" Beyond fp16: {', '.join(beyond[:MOST_NAMED])}{rest}."
+    return text
+
+
+def _may_try(module: torch.nn.Module, seen: _Seen) -> bool:
+    device = next(module.parameters()).device.type
+    return device != "cpu" or seen.flops <= MOST_FLOPS_ON_CPU
+
+
+def _try(
+    module: torch.nn.Module,
+    calls: Sequence[Call],
+    scaling: Scaling,
+    seen: _Seen,
+    dtype: torch.dtype,
+    failure: CaptureError,
+) -> None:
+    """Run the calls as they would be run.
+
+    Raises:
+        CaptureError: an output is not finite, or far from fp32's; the code raised.
+    """
+    with cast_(module, dtype, scaling), torch.no_grad():
+        for (call, args, kwargs), reference in zip(calls, seen.outputs, strict=True):
+            given = _cast_all((args, dict(kwargs)), dtype)
+            try:
+                outputs = list(iterate_tensors(call(*given[0], **given[1])))
+            except Exception as error:
+                first = (str(error).strip().splitlines() or [""])[0]
+                why = f"in fp16 with casts it raises {type(error).__name__}: {first[:200]}"
+                raise _give_up(failure, why) from error
+            for low, right in zip(outputs, reference, strict=True):
+                if low.is_floating_point() and not _is_near(low, right):
+                    raise _give_up(failure, "in fp16 with casts its output is not that of fp32")
+
+
+def _is_near(low: torch.Tensor, right: torch.Tensor) -> bool:
+    return bool(low.isfinite().all()) and relative_l2(low, right) <= LARGEST_ERROR
+
+
+def _cast_all(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.dtype == torch.float32 else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
+
+
+def _give_up(failure: CaptureError, why: str) -> CaptureError:
+    what = failure.what.rstrip(".")
+    return CaptureError(
+        f"{what}. Islands found by hooks do not do either: {why}.", remedy=failure.remedy
+    )

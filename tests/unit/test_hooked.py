@@ -1,0 +1,96 @@
+"""Modules without a graph: islands found by hooks, tried in fp16, or refused with why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import CaptureError
+from stopdown.numerics import relative_l2
+from stopdown.scaling import cast_, rescale_
+from stopdown.testing import compare_snapshot, take_snapshot
+
+
+class Leaving(nn.Module):
+    """A residual network beyond fp16 whose values leave PyTorch on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(4, 16), nn.LayerNorm(16)
+        self.wide, self.back, self.out = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        x = torch.from_numpy(x.numpy().copy())
+        x = x + self.back(torch.relu(self.wide(self.norm(x)))) * 1e5
+        return self.out(self.norm(x))
+
+
+def make_leaving(kind: type[nn.Module] = Leaving) -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    module = kind().eval().requires_grad_(False)
+    return module, torch.randn(3, 4)
+
+
+def test_what_fits_runs_in_fp16_and_the_rest_in_fp32() -> None:
+    """Finite and near in fp16, its sums in fp32; the line at fault is named; undo restores all."""
+    module, x = make_leaving()
+    module.wide.weight *= 2.0**20
+    module.back.weight *= 2.0**-20
+    reference, before = module(x), take_snapshot(module)
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    note = rescaling.scaling.note
+    assert "Leaving cannot be captured as a graph" in note
+    assert "x.numpy().copy()" in note
+    assert "2 of 4 matrices run in fp16" in note
+    assert "Beyond fp16: wide, back." in note
+    cast_(module, torch.float16, rescaling)
+    low = module(x.half())
+    assert low.dtype == torch.float16
+    assert relative_l2(low, reference) < 0.005
+    assert module.embed.weight.dtype == torch.float16
+    assert module.norm.weight.dtype == torch.float32
+    rescaling.undo()
+    assert compare_snapshot(before, module) == []
+
+
+def test_share_of_the_work_is_counted() -> None:
+    """With every matrix in fp16 nothing of the matmul work is left in fp32."""
+    module, x = make_leaving()
+    rescaling = rescale_(module, (x,))
+    assert rescaling.scaling.island_flops == 0
+    assert "4 of 4 matrices run in fp16" in rescaling.scaling.note
+
+
+class Stubborn(Leaving):
+    """Multiplies by itself, in the dtype of another module's weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.from_numpy(self.embed(x).numpy().copy()).to(self.out.weight.dtype)
+        return self.out(x @ torch.diag(self.norm.weight))
+
+
+def test_a_fall_back_that_does_not_run_is_refused() -> None:
+    """It is tried before it is believed: the error says what happened then."""
+    module, x = make_leaving(Stubborn)
+    with pytest.raises(CaptureError, match=r"hooks do not do either: in fp16 with casts it raises"):
+        rescale_(module, (x,))
+
+
+class Overflowing(Leaving):
+    """Brings its stream to 16 bits by itself, beyond their range."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.from_numpy(self.embed(x).numpy().copy()) * 1e6
+        return self.out(self.norm(x.to(self.out.weight.dtype).float()))
+
+
+def test_a_fall_back_that_is_not_right_is_refused() -> None:
+    """NaN, or another output than that of fp32: no precision is claimed that is not there."""
+    module, x = make_leaving(Overflowing)
+    with pytest.raises(CaptureError, match=r"in fp16 with casts its output is not that of fp32"):
+        rescale_(module, (x,))
