@@ -1,0 +1,234 @@
+"""Whole comparisons of a tiny pipeline that overflows: order of error, resuming, failures in place."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stopdown import compare, testing
+from stopdown.comparison import matrix, running
+from stopdown.comparison.probing import LARGEST, Probe, find_blocks
+from stopdown.comparison.records import Comparison
+from stopdown.comparison.subjects import Subject, describe_subject
+from stopdown.errors import OptionError
+from stopdown.pipelines.components import find_components
+from stopdown.pipelines.requests import Request, build_arguments, read_frames
+
+PROMPTS = ["a red circle", "a blue square"]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    """CogVideoX, tiny, with a transformer that overflows in fp16."""
+    return testing.make_pipeline("cogvideox", overflow="transformer")
+
+
+@pytest.fixture(scope="module")
+def made(pipe: Any) -> Comparison:
+    """Two prompts under fp32, bf16, naive fp16, clamped fp16 and a plan, two steps each."""
+    with testing.assert_untouched(pipe):
+        return compare(pipe, PROMPTS, "fp32,bf16,fp16,clamp,plan", steps=2, seed=5)
+
+
+def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.ndarray:
+    """`[T, H, W, 3]`: the pipeline as its own documentation runs it."""
+    alone = copy.deepcopy(pipe)
+    for module in find_components(alone).values():
+        module.to(dtype)
+    arguments = build_arguments(alone, Request(prompt=prompt, steps=2, seed=seed))
+    alone.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        return read_frames(alone(**arguments))
+
+
+def test_the_order_of_error(made: Comparison) -> None:
+    """Naive fp16 is broken, clamped fp16 another picture, rescaled fp16 nearer than bf16 each time."""
+    verdicts = {variant.name: variant.verdict for variant in made.variants}
+    assert verdicts["fp16"] == "broken"
+    assert verdicts["clamp"] == "other"
+    assert verdicts["plan"] == "same"
+    for row in made.rows:
+        cells = {cell.precision: cell for cell in row.cells}
+        assert cells["plan"].measures.rmse < cells["bf16"].measures.rmse / 2
+        assert cells["plan"].latents_rel_err[-1] < cells["bf16"].latents_rel_err[-1] / 2
+        assert cells["fp16"].findings[0].kind == "black-frames"
+        assert cells["clamp"].clamped > 0
+        assert cells["clamp"].saturated > 0
+    assert "plan is nearer to the reference than bf16 on 2 of 2 prompts." in made.reasons
+
+
+def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> None:
+    """fp32 and bf16 run without Stopdown, measured by the formula, give the record's own numbers."""
+    for index, row in enumerate(made.rows):
+        frames = {
+            name: run_by_hand(pipe, PROMPTS[index], 5 + index, dtype).astype(np.float64)
+            for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+        }
+        error = frames["bf16"] - frames["fp32"]
+        bf16 = next(cell for cell in row.cells if cell.precision == "bf16").measures
+        assert row.seed == 5 + index
+        assert bf16.rmse == pytest.approx(math.sqrt((error**2).mean()), rel=1e-9)
+        assert bf16.psnr_db == pytest.approx(-10 * math.log10((error**2).mean()), rel=1e-6)
+        changes = error[1:] - error[:-1]
+        assert bf16.flicker == pytest.approx(math.sqrt((changes**2).mean()), rel=1e-9)
+
+
+def test_naive_fp16_names_where_it_begins(made: Comparison) -> None:
+    """The layer whose output first is not finite is in the record, and on the first row only."""
+    first, second = (next(c for c in row.cells if c.precision == "fp16") for row in made.rows)
+    assert first.faults[0].site == "transformer:patch_embed.text_proj"
+    assert second.faults[0].site == "transformer"
+    assert first.parting.site == "transformer:patch_embed"
+    assert first.latents_rel_err == (None, None)
+    assert first.headroom_bits is None
+
+
+def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
+    """In fp32 blocks go beyond 65504, under the plan all stay below; the maps have each step."""
+    least = {
+        variant.name: min(
+            bits for heat in variant.heats for row in heat.bits for bits in row if bits is not None
+        )
+        for variant in made.variants
+    }
+    assert least["fp32"] < 0 < least["plan"]
+    assert least["fp16"] == -1000
+    heat = next(h for h in made.variants[0].heats if h.component == "transformer")
+    assert all(len(row) == 2 for row in heat.bits)
+
+
+def test_the_noise_is_the_same_in_every_precision(pipe: Any) -> None:
+    """What the denoiser gets first is fp32's noise, rounded; nothing is drawn differently."""
+    first: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        alone = copy.deepcopy(pipe)
+        for module in find_components(alone).values():
+            module.to(dtype)
+        alone.set_progress_bar_config(disable=True)
+
+        def keep(module: Any, args: Any, kwargs: Any) -> None:
+            first[kwargs["hidden_states"].dtype] = kwargs["hidden_states"].clone()
+            raise StopIteration
+
+        alone.transformer.register_forward_pre_hook(keep, with_kwargs=True)
+        with torch.no_grad(), pytest.raises(StopIteration):
+            alone(**build_arguments(alone, Request(prompt="a", steps=1, seed=3)))
+    assert len(first) == 3
+    for dtype, noise in first.items():
+        assert torch.equal(noise, first[torch.float32].to(dtype))
+
+
+def test_a_comparison_goes_on_where_it_stopped(
+    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-C in the third cell, a second start runs the last two and gives the same record."""
+    calls: list[str] = []
+    run = running.run_cell
+
+    def interrupt(opened: Any, name: str, request: Any, *rest: Any, **options: Any) -> Any:
+        calls.append(f"{name} {request.prompt}")
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run(opened, name, request, *rest, **options)
+
+    monkeypatch.setattr(matrix, "run_cell", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compare(pipe, PROMPTS, "fp32,bf16", steps=1, folder=tmp_path)
+    again = compare(pipe, PROMPTS, "fp32,bf16", steps=1, folder=tmp_path)
+    assert calls[2:] == ["bf16 a blue square", "bf16 a blue square", "fp32 a blue square"]
+    monkeypatch.setattr(matrix, "run_cell", run)
+    whole = compare(pipe, PROMPTS, "fp32,bf16", steps=1)
+    for one, other in zip(again.rows, whole.rows, strict=True):
+        assert [c.measures for c in one.cells] == [c.measures for c in other.cells]
+
+
+def test_another_request_does_not_reuse_cells(pipe: Any, tmp_path: Path) -> None:
+    """Cells of other steps in the same folder are not taken for those of this comparison."""
+    one = compare(pipe, PROMPTS[:1], "fp32,bf16", steps=1, folder=tmp_path)
+    two = compare(pipe, PROMPTS[:1], "fp32,bf16", steps=2, folder=tmp_path)
+    assert len(one.rows[0].cells[1].latents_rel_err) == 1
+    assert len(two.rows[0].cells[1].latents_rel_err) == 2
+
+
+def test_a_precision_that_fails_half_way_stands_in_its_place(
+    pipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that breaks on the second prompt and a plan that is missing leave the rest complete."""
+    run = running._run
+
+    def fail(opened: Any, name: str, request: Any, *rest: Any) -> Any:
+        if name == "bf16" and request.prompt == PROMPTS[1]:
+            raise RuntimeError("CUDA error:\n  out of memory")
+        return run(opened, name, request, *rest)
+
+    monkeypatch.setattr(running, "_run", fail)
+    made = compare(pipe, PROMPTS, "fp32,bf16,gone.json", steps=1)
+    cells = [{cell.precision: cell for cell in row.cells} for row in made.rows]
+    assert [row["bf16"].verdict for row in cells] == ["same", "failed"]
+    assert cells[1]["bf16"].error == "RuntimeError: CUDA error: out of memory"
+    assert all("gone.json cannot be read" in row["gone.json"].error for row in cells)
+    assert [row["fp32"].verdict for row in cells] == ["reference", "reference"]
+    assert {v.name: v.verdict for v in made.variants}["gone.json"] == "failed"
+
+
+def test_pipelines_are_closed_when_there_is_no_room(pipe: Any, tmp_path: Path) -> None:
+    """On a device without room for two pipelines the older one is let go before the next is opened."""
+    subject: Subject = describe_subject(pipe, Request(prompt="a", steps=1))
+    small = dataclasses.replace(subject.device, memory_bytes=1)
+    subject = dataclasses.replace(subject, device=small)
+    subject.open("fp32", tmp_path)
+    subject.open("bf16", tmp_path)
+    assert list(subject._opened) == ["bf16"]
+
+
+def test_a_pipeline_in_memory_has_one_precision(pipe: Any) -> None:
+    """By component it cannot be compared: the message says what to do, and the rest runs."""
+    made = compare(pipe, PROMPTS[:1], "fp32,vae=bf16", steps=1)
+    assert "Save it with save_pretrained and compare the folder." in made.rows[0].cells[1].error
+    with pytest.raises(OptionError, match="it has 1"):
+        compare(pipe, PROMPTS[:1], "fp32", steps=1)
+
+
+def test_a_probe_is_silent_and_gone(pipe: Any) -> None:
+    """A probed run gives the same bits, and the pipeline is as it was, also after an error."""
+    bare = run_by_hand(pipe, "a", 0, torch.float32)
+    arguments = build_arguments(pipe, Request(prompt="a", steps=2))
+    pipe.set_progress_bar_config(disable=True)
+    with testing.assert_untouched(pipe), Probe(pipe) as probe, torch.no_grad():
+        assert np.array_equal(read_frames(pipe(**arguments)), bare)
+    assert len(probe.trace.latents) == 2
+    with testing.assert_untouched(pipe), pytest.raises(ZeroDivisionError), Probe(pipe):
+        raise ZeroDivisionError
+
+
+def test_blocks_are_members_of_lists_and_what_stands_beside() -> None:
+    """Each block of a list is named, a projection beside the list too, what is inside a block not."""
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    block = torch.nn.Module()
+    block.inner = torch.nn.Linear(2, 2)
+    model = torch.nn.Module()
+    model.first, model.blocks = torch.nn.Linear(2, 2), torch.nn.ModuleList([block, inner])
+    assert find_blocks(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
+
+
+def test_saturated_values_are_counted() -> None:
+    """Values at the very end of fp16 are counted in fp16 and nowhere else."""
+    pipe = testing.make_pipeline("cogvideox")
+    pipe.transformer.half()
+    with torch.no_grad():
+        pipe.transformer.proj_out.bias.fill_(LARGEST)
+    call = {
+        "hidden_states": torch.zeros(1, 2, 4, 4, 4).half(),
+        "encoder_hidden_states": torch.zeros(1, 8, pipe.transformer.config.text_embed_dim).half(),
+        "timestep": torch.tensor([5]),
+    }
+    with Probe(pipe) as probe, torch.no_grad():
+        pipe.transformer(**call)
+    assert probe.trace.saturated > 0

@@ -1,0 +1,209 @@
+"""Pages and text of records, without a browser and without torch."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from comparisons import NAMES, make_comparison
+from stopdown.app.comparison_cards import strip_pictures
+from stopdown.app.report_command import name_page, report
+from stopdown.comparison.records import BadLine, Comparison
+from stopdown.errors import InputError, OptionError
+from stopdown.records import CallSummary, Decision, Finding, RunRecord, from_json, to_json
+from stopdown.report import figures
+from stopdown.report.pages import render_comparison, render_run
+from stopdown.report.tables import list_notes, list_rows
+
+RUN = RunRecord(
+    source="shapes",
+    fingerprint="abcdef0123456789abcdef",
+    pipeline="CogVideoXPipeline",
+    request={"prompt": "a <red> circle & more", "steps": 4},
+    device="cpu",
+    device_reason="There is no other.",
+    machine={"versions": {"torch": "2"}, "memory_bytes": 2**30},
+    decisions=(Decision("transformer", "bf16", "stored so", "bf16"),),
+    calls=(CallSummary("transformer", "denoise", 4, 1.5, ("bf16",), 0),),
+    stages_s={"denoise": 1.5, "decode": 0.5},
+    peak_bytes=3 * 2**20,
+    peak_source="growth",
+    own_s=0.01,
+    findings=(Finding("frozen-frames", "output", "All 9 frames are one.", "Use another seed."),),
+    output="circle.mp4",
+    elapsed_s=3.0,
+)
+
+
+@pytest.fixture(scope="module")
+def made() -> Comparison:
+    """Two drawn prompts under four precisions."""
+    return make_comparison()
+
+
+def read_data(page: str) -> list[dict]:
+    """What the page's script reads."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def test_the_page_says_what_the_record_says(made: Comparison) -> None:
+    """Headline, verdicts, reasons, measures, plan, machine and command all stand on the page."""
+    page = render_comparison(made)
+    cells = [cell for row in made.rows for cell in row.cells if cell.precision == "bf16"]
+    worst = min(cell.measures.psnr_db for cell in cells if cell.measures)
+    for text in (
+        made.headline,
+        "plan is nearer to the reference than bf16 on 2 of 2 prompts.",
+        f"{worst:.1f}",
+        "7 values are NaN or Inf",
+        "block.0.weight",
+        made.command,
+        "QoMEX 2010",
+        "paper",
+    ):
+        assert text in page.replace("&#39;", "'"), text
+    assert [cell["name"] for cell in read_data(page)[0]["cells"]] == list(NAMES)
+
+
+def test_the_page_holds_everything(made: Comparison) -> None:
+    """No address, no link to another file: the policy of the page forbids all but its own data."""
+    page = render_comparison(made)
+    assert "default-src 'none'" in page
+    outside = re.findall(r"""(?:src|href)=["'](?!data:)([^"'#]+)""", page)
+    assert outside == []
+    assert "url(" not in page
+    assert "https://" not in page
+    assert "http://" not in page
+
+
+def test_text_of_users_is_no_markup(made: Comparison) -> None:
+    """A prompt with tags and a closing script is text, and comes back whole from the data."""
+    page = render_comparison(made)
+    assert "<b>0</b> & </script>" not in page
+    assert read_data(page)[0]["prompt"] == made.rows[0].prompt
+
+
+def test_bad_lines_and_failures_stand_in_place() -> None:
+    """A line that was not run and a cell that failed are on the page, in the text and the notes."""
+    made = make_comparison(2, error="RuntimeError: half way")
+    made = dataclasses.replace(made, bad_lines=(BadLine(4, "caf\ufffd", "Byte 4 is not UTF-8."),))
+    page, notes = render_comparison(made), list_notes(made)
+    assert "Line 4" in page
+    assert "Byte 4 is not UTF-8." in page
+    assert "RuntimeError: half way" in page
+    assert "Line 4 of the prompts was not run: Byte 4 is not UTF-8." in notes
+    assert "bf16 did not run on line 2: RuntimeError: half way" in notes
+
+
+def test_the_text_has_a_row_for_each_precision(made: Comparison) -> None:
+    """The table of the terminal has the worst of each measure, and words for what is not finite."""
+    headings, *rows = list_rows(made)
+    assert [row[0] for row in rows] == list(NAMES)
+    broken = dict(zip(headings, rows[2], strict=True))
+    assert broken["verdict"] == "✕ broken"
+    assert broken["headroom"] == "not finite"
+    assert dict(zip(headings, rows[3], strict=True))["headroom"] == "3.0"
+
+
+def test_lines_end_where_values_are_lost(made: Comparison) -> None:
+    """The chart has a line for each precision but the reference; one that is lost has a cross."""
+    chart = figures.draw_growth(made)
+    assert chart is not None
+    lines = {line.name: line for line in chart.lines}
+    assert set(lines) == set(NAMES[1:])
+    assert lines["fp16"].lost is not None
+    assert lines["fp16"].path == ""
+    assert lines["plan"].lost is None
+    assert lines["plan"].end[1] > lines["bf16"].end[1]  # further down: a smaller error
+    labels = sorted(line.label_y for line in chart.lines)
+    assert all(b - a >= 14 for a, b in itertools.pairwise(labels))
+
+
+@pytest.mark.parametrize(
+    ("bits", "kind"),
+    [(-1000.0, "nf"), (-0.1, "over"), (0.0, "edge"), (1.0, "near"), (4.0, "fine"), (8.0, "far")],
+)
+def test_headroom_has_its_colour(bits: float, kind: str) -> None:
+    """Each class of headroom begins where the legend says."""
+    assert figures.choose_bin(bits) == kind
+
+
+def test_a_run_has_a_page() -> None:
+    """A record of generate is shown with its output, its precisions with reasons, and its findings."""
+    page = render_run(RUN, ("video/mp4", "AAAA"))
+    for text in ("a &lt;red&gt; circle", "stored so", "All 9 frames are one.", "3 MiB", "1.0 GiB"):
+        assert text in page, text
+    assert 'src="data:video/mp4;base64,AAAA"' in page
+    assert "<video" not in render_run(RUN)
+
+
+def test_report_finds_the_output_beside(tmp_path: Path) -> None:
+    """`stopdown report circle.mp4.json` takes circle.mp4 along and writes circle.html."""
+    record = tmp_path / "circle.mp4.json"
+    record.write_text(to_json(RUN))
+    (tmp_path / "circle.mp4").write_bytes(b"film")
+    found, page = report(record, None)
+    assert found == RUN
+    assert page == tmp_path / "circle.html"
+    assert base64.b64encode(b"film").decode() in page.read_text()
+    assert name_page(Path("report.html.json")) == Path("report.html")
+
+
+def test_report_makes_the_same_page_again(made: Comparison, tmp_path: Path) -> None:
+    """From the record alone comes the page that compare wrote."""
+    record = tmp_path / "report.html.json"
+    record.write_text(to_json(made))
+    _, page = report(record, tmp_path / "again.html")
+    assert page.read_text() == render_comparison(made)
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """What is no record, has no report, is missing, or would be written elsewhere is said."""
+    plan, text = tmp_path / "plan.json", tmp_path / "text.json"
+    plan.write_text('{"kind": "plan"}')
+    text.write_text("[1]")
+    with pytest.raises(InputError, match="holds a record of the kind 'plan', which has no report"):
+        report(plan, None)
+    with pytest.raises(InputError, match="is not a record of Stopdown"):
+        report(text, None)
+    with pytest.raises(InputError, match="cannot be read: No such file or directory"):
+        report(tmp_path / "gone.json", None)
+    with pytest.raises(OptionError, match=r"does not end in \.html"):
+        report(plan, tmp_path / "page.pdf")
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["plan.json", "text.json"]
+
+
+def test_json_for_a_terminal_has_no_pictures(made: Comparison) -> None:
+    """The printed record is whole but for the frames, and reads back."""
+    text = to_json(strip_pictures(made))
+    assert '"data"' not in text
+    read = from_json(text, Comparison)
+    assert [row.cells[1].measures for row in read.rows] == [
+        row.cells[1].measures for row in made.rows
+    ]
+
+
+def test_a_page_needs_no_torch(made: Comparison, tmp_path: Path) -> None:
+    """A fresh process makes the page of a record without torch, numpy or Diffusers."""
+    record = tmp_path / "r.html.json"
+    record.write_text(to_json(made))
+    program = (
+        "import sys; from pathlib import Path; from stopdown.app.report_command import report; "
+        "report(Path(sys.argv[1]), None); "
+        "sys.exit(', '.join({'torch', 'numpy', 'diffusers', 'scipy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(record)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r.html").exists()
