@@ -1,4 +1,4 @@
-"""A comparison as `compare` would give it, of drawn clips: no model is run."""
+"""Records of a comparison of drawn clips, and of a run: no model is run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,31 @@ from stopdown.comparison.records import (
 )
 from stopdown.comparison.verdicts import compare_pairs, judge_cell, judge_variant, recommend
 from stopdown.media import find_frame_faults, to_uint8
-from stopdown.records import ComponentPlan, Finding, Plan
+from stopdown.records import CallSummary, ComponentPlan, Decision, Finding, Plan, RunRecord
 
 NAMES = ("fp32", "bf16", "fp16", "plan")
 SPREADS = {"fp32": 0.0, "bf16": 0.008, "fp16": math.nan, "plan": 0.002}
+
+
+RUN = RunRecord(
+    source="shapes",
+    fingerprint="abcdef0123456789abcdef",
+    pipeline="CogVideoXPipeline",
+    request={"prompt": "a <red> circle & more", "steps": 4},
+    device="cpu",
+    device_reason="There is no other.",
+    machine={"versions": {"torch": "2"}, "memory_bytes": 2**30},
+    decisions=(Decision("transformer", "bf16", "stored so", "bf16"),),
+    calls=(CallSummary("transformer", "denoise", 4, 1.5, ("bf16",), 0),),
+    stages_s={"denoise": 1.5, "decode": 0.5},
+    peak_bytes=3 * 2**20,
+    peak_source="growth",
+    own_s=0.01,
+    findings=(Finding("frozen-frames", "output", "All 9 frames are one.", "Use another seed."),),
+    output="circle.mp4",
+    elapsed_s=3.0,
+)
+"""A run of `generate`, by hand."""
 
 
 def draw_clip(seed: int, *, frames: int = 5, side: int = 32) -> np.ndarray:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from comparisons import NAMES, make_comparison
+from comparisons import NAMES, RUN, make_comparison
 from stopdown.report.pages import render_comparison, render_run
-from unit.test_report import RUN
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 

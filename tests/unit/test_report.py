@@ -13,34 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from comparisons import NAMES, make_comparison
+from comparisons import NAMES, RUN, make_comparison
 from stopdown.app.comparison_cards import strip_pictures
 from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison
 from stopdown.errors import InputError, OptionError
-from stopdown.records import CallSummary, Decision, Finding, RunRecord, from_json, to_json
+from stopdown.records import from_json, to_json
 from stopdown.report import figures
 from stopdown.report.pages import render_comparison, render_run
 from stopdown.report.tables import list_notes, list_rows
-
-RUN = RunRecord(
-    source="shapes",
-    fingerprint="abcdef0123456789abcdef",
-    pipeline="CogVideoXPipeline",
-    request={"prompt": "a <red> circle & more", "steps": 4},
-    device="cpu",
-    device_reason="There is no other.",
-    machine={"versions": {"torch": "2"}, "memory_bytes": 2**30},
-    decisions=(Decision("transformer", "bf16", "stored so", "bf16"),),
-    calls=(CallSummary("transformer", "denoise", 4, 1.5, ("bf16",), 0),),
-    stages_s={"denoise": 1.5, "decode": 0.5},
-    peak_bytes=3 * 2**20,
-    peak_source="growth",
-    own_s=0.01,
-    findings=(Finding("frozen-frames", "output", "All 9 frames are one.", "Use another seed."),),
-    output="circle.mp4",
-    elapsed_s=3.0,
-)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,134 @@
+"""`stopdown compare` and `stopdown report` as a user meets them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from comparisons import make_comparison
+from stopdown.app import cli
+from stopdown.app.compare_command import CompareOptions, describe_command, find_cells
+from stopdown.comparison.records import Comparison
+from stopdown.records import from_json, to_json
+
+SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--device", "cpu")
+
+
+@pytest.fixture
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """A command in an empty folder: its exit code, and what it wrote to stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run_cli(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()  # what making the model wrote
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run_cli
+
+
+def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path) -> None:
+    """A comparison by component ends with 1 for its bad line, with both files and no cells left."""
+    folder = save_tiny("cogvideox", "fp32")
+    Path("prompts.txt").write_bytes(b"a red circle\n\xff\n")
+    code, out, err = run(
+        *("compare", folder, "--prompts", "prompts.txt", *SIZES),
+        *("--precisions", "fp32,transformer=bf16+vae.decode=fp32", "--min-ssim", "0.5"),
+        *("-o", "page.html"),
+    )
+    assert code == 1, err
+    assert "transformer=bf16+vae.decode=fp32" in out
+    assert "Line 2 of the prompts was not run: Byte 1 is not UTF-8." in out
+    assert sorted(x.name for x in tmp_path.iterdir()) == [
+        "page.html",
+        "page.html.json",
+        "prompts.txt",
+    ]
+    made = from_json(Path("page.html.json").read_bytes(), Comparison)
+    decided = {d.component: d.precision for d in made.variants[1].decisions}
+    assert (decided["transformer"], decided["vae.decode"]) == ("bf16", "fp32")
+    assert made.thresholds.ssim == 0.5
+    assert made.thresholds.source.startswith("ssim: as asked.")
+    assert "--precisions fp32,transformer=bf16+vae.decode=fp32" in made.command
+    assert made.request["steps"] == 1
+
+
+def test_report_prints_the_record(run: Any) -> None:
+    """`report` writes the page again; with --json the record without pictures is printed."""
+    Path("r.html.json").write_text(to_json(make_comparison()))
+    code, out, _ = run("report", "r.html.json")
+    assert code == 0
+    assert "Written: r.html" in out
+    assert "✕ broken" in out
+    code, out, _ = run("report", "r.html.json", "-o", "s.html", "--json")
+    assert code == 0
+    assert json.loads(out)["kind"] == "comparison"
+    assert Path("s.html").read_text() == Path("r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--precisions", "fp32"), 'stopdown: --precisions "fp32" is no list of precisions'),
+        (("--prompts", "gone.txt"), "stopdown: The prompt file gone.txt cannot be read"),
+        (("-o", "page.pdf"), "Use -o page.html"),
+        (("-o", "gone/page.html"), "could not be written"),
+        (("--steps", "0"), "--steps 0 is less than 1"),
+        (("--seed", "-1"), "--seed -1 is not a seed"),
+    ],
+)
+def test_mistakes_are_refused(
+    run: Any, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """One line without traceback, exit 1 or 2, and nothing is written."""
+    Path("p.txt").write_text("a red circle\n")
+    code, out, err = run("compare", "shapes", "--prompts", "p.txt", *arguments)
+    assert code in (1, 2)
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+    assert [x.name for x in tmp_path.iterdir()] == ["p.txt"]
+
+
+def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted comparison says where its cells are, and writes no page."""
+
+    def interrupt(*_: Any, **options: Any) -> None:
+        options["folder"].mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stopdown.comparison.matrix.compare", interrupt)
+    Path("p.txt").write_text("a red circle\n")
+    code, _, err = run("compare", "shapes", "--prompts", "p.txt")
+    assert code == 1
+    assert "What is done is kept in .report.html.cells: the same command goes on from there." in err
+    assert find_cells(Path("report.html")).is_dir()
+    assert not Path("report.html").exists()
+
+
+def test_the_command_repeats_the_request() -> None:
+    """What the record says to type holds every option that was given, quoted."""
+    options = CompareOptions(
+        "shapes", Path("my prompts.txt"), "fp32,bf16", Path("a.html"), steps=4, min_psnr=30.0
+    )
+    assert describe_command(options) == (
+        "stopdown compare shapes --prompts 'my prompts.txt' --precisions fp32,bf16 -o a.html "
+        "--steps 4 --min-psnr 30.0"
+    )
+
+
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_help_explains_each_flag(run: Any, command: str) -> None:
+    """`--help` ends with 0 and has --json and -o."""
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "--json" in out
+    assert "--output" in out
