@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import torch
 
+from stopdown.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
@@ -166,7 +167,7 @@ def _overflow_from(door: Door, step: int, patches: Patches) -> None:
     def overflowing(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls
         if calls == step:
-            for tensor in module.state_dict(keep_vars=True).values():
+            for tensor in name_parameters(module).values():
                 patches.defer(functools.partial(_put_values, tensor, tensor.detach().clone()))
             overflow_(module)
         calls += 1
