@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.errors import CaptureError, StopdownError
-from stopdown.memory import tracking
+from stopdown.memory import placing, tracking
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
@@ -260,3 +261,23 @@ def test_another_error_is_not_taken_for_it(rehearsed_sd: Rehearsal) -> None:
         with room, pytest.raises(RuntimeError, match="mat1 and mat2"):
             run_sd(pipe)
     assert room.steps_down == []
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_split_attention_gives_the_same_rows(
+    with_mask: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few queries at a time give what all at once give, in a part of the memory."""
+    monkeypatch.setattr(placing, "_MOST_SCORE_BYTES", 4 * 2 * 64 * 10)
+    query, key, value = (torch.randn(1, 2, 64, 8) for _ in range(3))
+    mask = torch.randn(1, 1, 64, 64) if with_mask else None
+
+    def attend() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        expected, whole = attend(), measure_allocator(attend)
+        with placing._SplitQueries():
+            found, split = attend(), measure_allocator(attend)
+    torch.testing.assert_close(found, expected)
+    assert split < 0.5 * whole

@@ -130,7 +130,7 @@ def _judge(
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
     if chosen is not None:
         peak = format_bytes(chosen.peak_bytes)
-        reasons = (
+        reasons: tuple[str, ...] = (
             f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
             f"time that stays within {usable}.",
         )

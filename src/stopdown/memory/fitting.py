@@ -79,6 +79,7 @@ def predict_all(
     strategies = list_strategies(
         has_tiling=any(hasattr(module, "use_tiling") for module in coders),
         has_slicing=any(hasattr(module, "use_slicing") for module in coders),
+        fused=fused,
     )
     rehearser, seen = Rehearser(pipe, fused), dict[str, Rehearsal]()
     variants = {strategy.variant: strategy for strategy in strategies}

@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from stopdown.memory.rehearsing import find_blocks, weigh
 from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors, is_autoencoder
-from stopdown.pipelines.doors import Call, put_layer
+from stopdown.pipelines.doors import Call, put_door, put_layer
+
+_MOST_SCORE_BYTES = 2**28
+"""Scores of attention in fp32 that are made at a time when it is split."""
 
 _FEED_FORWARD = ("FeedForward",)
 """Classes that work on each position of a sequence alone."""
@@ -37,10 +41,11 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
         if is_autoencoder(module):
             for name, wanted in (("slicing", strategy.slicing), ("tiling", strategy.tiling)):
                 _switch(module, name, wanted, patches)
-    if strategy.pieces > 1:
-        for door in find_doors(pipe):
-            if door.stage == "denoise":
-                _put_pieces(door.owner, strategy.pieces, patches)
+    for door in find_doors(pipe):
+        if strategy.pieces > 1 and door.stage == "denoise":
+            _put_pieces(door.owner, strategy.pieces, patches)
+        if strategy.split:
+            put_door(door, _split_attention, patches)
 
 
 def put_placement(
@@ -128,6 +133,47 @@ def _work_in_pieces(
         done += output.shape[1]
     assert first is not None
     return first
+
+
+def _split_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _SplitQueries():
+        return call(*args, **kwargs)
+
+
+class _SplitQueries(TorchFunctionMode):
+    """Attention on a few queries at a time: each row of the result depends on its own query only."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _attend_in_pieces(func, *args, **(kwargs or {}))
+
+
+def _attend_in_pieces(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of `query` `[..., L, E]` over `key` `[..., S, E]`, its scores a part at a time."""
+    length, row_bytes = query.shape[-2], query.shape[:-2].numel() * key.shape[-2] * 4
+    rows = max(1, _MOST_SCORE_BYTES // row_bytes)
+    if is_causal or rows >= length:
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    for start in range(0, length, rows):
+        part = slice(start, start + rows)
+        mask = attn_mask
+        if mask is not None and mask.shape[-2] == length:
+            mask = mask[..., part, :]
+        output[..., part, :] = attend(query[..., part, :], key, value, mask, dropout_p, **options)
+    return output
 
 
 class _Unit:

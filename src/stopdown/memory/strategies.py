@@ -29,12 +29,14 @@ class Strategy:
         slicing: the autoencoder works picture by picture.
         tiling: the autoencoder works tile by tile; the result differs a little at the seams.
         pieces: feed-forward layers of the denoiser work on this many pieces of the sequence.
+        split: attention works on a few queries at a time, where no kernel does without all scores.
     """
 
     placement: Placement = "resident"
     slicing: bool = False
     tiling: bool = False
     pieces: int = 1
+    split: bool = False
 
     @property
     def name(self) -> str:
@@ -43,12 +45,15 @@ class Strategy:
         parts += ["slicing"] if self.slicing else []
         parts += ["tiling"] if self.tiling else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
+        parts += ["split"] if self.split else []
         return "+".join(parts)
 
     @property
     def variant(self) -> str:
         """What of it changes the calls themselves."""
-        return f"slicing={self.slicing} tiling={self.tiling} pieces={self.pieces}"
+        return (
+            f"slicing={self.slicing} tiling={self.tiling} pieces={self.pieces} split={self.split}"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,19 +75,23 @@ class Prediction:
     stored_bytes: int
 
 
-def list_strategies(*, has_tiling: bool, has_slicing: bool) -> tuple[Strategy, ...]:
+def list_strategies(
+    *, has_tiling: bool, has_slicing: bool, fused: bool = True
+) -> tuple[Strategy, ...]:
     """All that are tried, those that cost the least time first.
 
     Args:
         has_tiling, has_slicing: what the autoencoder offers.
+        fused: whether attention runs in a kernel that keeps no score matrix.
     """
     smaller: list[tuple[bool, bool, int]] = [(False, False, 1)]
     smaller += [(True, False, 1)] if has_slicing else []
     smaller += [(has_slicing, True, 1)] if has_tiling else []
     smaller += [(has_slicing, has_tiling, 4)]
     return tuple(
-        Strategy(placement, slicing, tiling, pieces)
+        Strategy(placement, slicing, tiling, pieces, split)
         for placement in PLACEMENTS
+        for split in ((False,) if fused else (False, True))
         for slicing, tiling, pieces in smaller
     )
 

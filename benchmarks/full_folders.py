@@ -1,0 +1,143 @@
+"""Folders of well-known checkpoints without their weights: configurations at full size, or cut in depth.
+
+The numbers are those of the published configurations; tokenizers are small ones, since only the
+length of what they give matters. Used by other benchmarks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+
+from stopdown.capture import build_fake
+from stopdown.pipelines.tiny import make_t5_tokenizer
+
+Parts = dict[str, Any]
+
+
+def make_t5(layers: int) -> Any:
+    """T5 v1.1 XXL's encoder."""
+    config = transformers.T5Config(
+        vocab_size=32128,
+        d_model=4096,
+        d_kv=64,
+        d_ff=10240,
+        num_layers=layers,
+        num_heads=64,
+        feed_forward_proj="gated-gelu",
+        is_encoder_decoder=False,
+        use_cache=False,
+        dropout_rate=0.0,
+    )
+    return transformers.T5EncoderModel(config)
+
+
+def make_cogvideox(heads: int, layers: int, text_layers: int, *, rotary: bool) -> Parts:
+    """CogVideoX-2B has 30 heads and layers, CogVideoX-5B 48 heads, 42 layers and rotary positions."""
+    return {
+        "text_encoder": lambda: make_t5(text_layers),
+        "transformer": lambda: diffusers.CogVideoXTransformer3DModel(
+            num_attention_heads=heads,
+            num_layers=layers,
+            text_embed_dim=4096,
+            use_rotary_positional_embeddings=rotary,
+        ),
+        "vae": diffusers.AutoencoderKLCogVideoX,
+        "tokenizer": make_t5_tokenizer,
+        "scheduler": diffusers.CogVideoXDDIMScheduler,
+    }
+
+
+def make_cogview3plus(layers: int, text_layers: int) -> Parts:
+    """CogView3-Plus-3B has 30 layers."""
+    return {
+        "text_encoder": lambda: make_t5(text_layers),
+        "transformer": lambda: diffusers.CogView3PlusTransformer2DModel(num_layers=layers),
+        "vae": lambda: diffusers.AutoencoderKL(
+            block_out_channels=(128, 512, 1024, 1024),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            layers_per_block=3,
+            latent_channels=16,
+            sample_size=1024,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            mid_block_add_attention=False,
+        ),
+        "tokenizer": make_t5_tokenizer,
+        "scheduler": diffusers.CogVideoXDDIMScheduler,
+    }
+
+
+def make_svd(image_layers: int, blocks: int) -> Parts:
+    """SVD-XT has an image encoder of 32 layers and 2 layers in each block of its UNet."""
+    return {
+        "image_encoder": lambda: transformers.CLIPVisionModelWithProjection(
+            transformers.CLIPVisionConfig(
+                hidden_size=1280,
+                intermediate_size=5120,
+                num_hidden_layers=image_layers,
+                num_attention_heads=16,
+                patch_size=14,
+                image_size=224,
+                projection_dim=1024,
+            )
+        ),
+        "unet": lambda: diffusers.UNetSpatioTemporalConditionModel(
+            num_attention_heads=(5, 10, 20, 20), num_frames=25, layers_per_block=blocks
+        ),
+        "vae": lambda: diffusers.AutoencoderKLTemporalDecoder(
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            layers_per_block=2,
+            sample_size=768,
+        ),
+        "feature_extractor": transformers.CLIPImageProcessor,
+        "scheduler": diffusers.EulerDiscreteScheduler,
+    }
+
+
+CHECKPOINTS: dict[str, tuple[str, Callable[[], Parts]]] = {
+    "CogVideoX-5B": ("CogVideoXPipeline", lambda: make_cogvideox(48, 42, 24, rotary=True)),
+    "CogVideoX-2B": ("CogVideoXPipeline", lambda: make_cogvideox(30, 30, 24, rotary=False)),
+    "CogView3-Plus-3B": ("CogView3PlusPipeline", lambda: make_cogview3plus(30, 24)),
+    "SVD-XT": ("StableVideoDiffusionPipeline", lambda: make_svd(32, 2)),
+    "CogVideoX-2B, cut": ("CogVideoXPipeline", lambda: make_cogvideox(30, 2, 1, rotary=False)),
+    "CogView3-Plus-3B, cut": ("CogView3PlusPipeline", lambda: make_cogview3plus(2, 1)),
+    "SVD-XT, cut": ("StableVideoDiffusionPipeline", lambda: make_svd(2, 1)),
+}
+"""Name → class of the pipeline, and the factories of its components."""
+
+
+def write_configs(name: str, folder: Path) -> Path:
+    """A Diffusers folder with the configurations of a checkpoint, and no weights."""
+    class_name, make = CHECKPOINTS[name]
+    index: dict[str, Any] = {"_class_name": class_name, "_diffusers_version": diffusers.__version__}
+    for part, factory in make().items():
+        built = _write_part(factory, folder / part)
+        library = type(built).__module__.partition(".")[0]
+        index[part] = [library, type(built).__name__]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def _write_part(factory: Callable[[], Any], folder: Path) -> Any:
+    folder.mkdir(parents=True)
+    is_module = "tokenizer" not in folder.name and folder.name not in (
+        "scheduler",
+        "feature_extractor",
+    )
+    built = build_fake(factory, torch.bfloat16) if is_module else factory()
+    if not is_module:
+        built.save_pretrained(folder)
+    elif isinstance(built, transformers.PreTrainedModel):
+        built.config.save_pretrained(folder)
+    else:
+        built.save_config(folder)
+    return built
