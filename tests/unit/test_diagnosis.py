@@ -66,6 +66,10 @@ MESSAGES = [
         "attention-mask",
     ),
     ("RuntimeWarning: overflow encountered in cast", "unattributed"),
+    (
+        "SVD unet gives NaN on A100, not on V100: compiled, attention accumulates in half precision",
+        "attention-range",
+    ),
     ("probability tensor contains either `inf`, `nan` or element < 0", "unattributed"),
     (
         "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx( handle, CUDA_R_16BF`",
