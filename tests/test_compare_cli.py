@@ -117,11 +117,17 @@ def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_repeats_the_request() -> None:
     """What the record says to type holds every option that was given, quoted."""
     options = CompareOptions(
-        "shapes", Path("my prompts.txt"), "fp32,bf16", Path("a.html"), steps=4, min_psnr=30.0
+        "shapes",
+        Path("my prompts.txt"),
+        ("a cat",),
+        "fp32,bf16",
+        Path("a.html"),
+        steps=4,
+        min_psnr=30.0,
     )
     assert describe_command(options) == (
-        "stopdown compare shapes --prompts 'my prompts.txt' --precisions fp32,bf16 -o a.html "
-        "--steps 4 --min-psnr 30.0"
+        "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
+        "--precisions fp32,bf16 -o a.html --steps 4 --min-psnr 30.0"
     )
 
 

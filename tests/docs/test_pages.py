@@ -114,6 +114,15 @@ def test_commands_run(command: str, expected: int, folder: Path) -> None:
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python block of a page runs as it stands."""
+    monkeypatch.chdir(folder)
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, page.name, "exec"), {})  # our own text
+
+
 def test_the_flowchart_is_told_in_words() -> None:
     """Whoever cannot see the diagram finds each of its commands in the text below it."""
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")

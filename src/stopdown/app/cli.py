@@ -483,6 +483,9 @@ def compare(
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with one prompt on each line.")
     ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; give it again for more.")
+    ] = None,
     precisions: Annotated[
         str,
         typer.Option(
@@ -532,6 +535,7 @@ def compare(
     options = CompareOptions(
         source=source,
         prompts=prompts,
+        prompt=tuple(prompt or ()),
         precisions=precisions,
         output=output,
         negative=negative,

@@ -23,7 +23,8 @@ class CompareOptions:
 
     Attributes:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        prompts: file with a prompt on each line; None for a model that takes none.
+        prompts: file with a prompt on each line.
+        prompt: prompts besides, or instead; none at all for a model that takes none.
         precisions: a list, such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
         output: page to write, ending in .html; the record stands beside it.
         negative, image, video: of every run.
@@ -37,6 +38,7 @@ class CompareOptions:
 
     source: str
     prompts: Path | None = None
+    prompt: tuple[str, ...] = ()
     precisions: str = "fp32,bf16,fp16,plan"
     output: Path = Path("report.html")
     negative: str | None = None
@@ -67,7 +69,7 @@ def compare(options: CompareOptions, display: Display) -> Comparison:
     """
     check_page(options.output)
     request = _read_request(options)
-    numbered, bad = _read_prompts(options.prompts)
+    numbered, bad = _read_prompts(options)
     from stopdown.app.commands import find_record_path
     from stopdown.comparison.matrix import compare as run_matrix
     from stopdown.media import written_beside
@@ -156,10 +158,14 @@ def _read_request(options: CompareOptions) -> Request:
     )
 
 
-def _read_prompts(path: Path | None) -> tuple[list[tuple[int, str]], list[BadLine]]:
+def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:
+    """Numbered prompts of the file, then those of the command, and the lines that are none."""
     from stopdown.comparison.prompts import read_prompts
 
-    return ([(1, "")], []) if path is None else read_prompts(path)
+    good, bad = ([], []) if options.prompts is None else read_prompts(options.prompts)
+    last = good[-1][0] if good else 0
+    good += [(last + place, text) for place, text in enumerate(options.prompt, 1)]
+    return good or [(1, "")], bad
 
 
 def _read_thresholds(options: CompareOptions) -> Thresholds:
@@ -185,5 +191,6 @@ def describe_command(options: CompareOptions) -> str:
         default = CompareOptions.__dataclass_fields__[name].default
         if name != "source" and value is not None and (value != default or name == "precisions"):
             flag = "-o" if name == "output" else f"--{name.replace('_', '-')}"
-            words += [flag, str(value)]
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(item)]
     return shlex.join(words)
