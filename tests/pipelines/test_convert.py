@@ -506,6 +506,10 @@ def test_what_a_file_cannot_hold_is_found_anew(
     """A plan with a multiply is solved again by folds alone; without a configuration eps stay."""
     module, entry, scaling, call = encoder
     with_multiply = dataclasses.replace(entry, multiplies={"encoder.block.0": -2})
+    wide = dataclasses.replace(entry, outputs={"0": 3}, islands=("encoder",))
+    assert expressing.describe_rest(with_multiply) == "1 multiply"
+    assert expressing.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
+    assert not expressing._is_folds_alone(module, wide)
     with assert_untouched(module):
         found = express_component(module, with_multiply, scaling, lambda: [call])
         bare = express_component(module, entry, scaling, lambda: [call], has_config=False)

@@ -437,7 +437,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
             f"{found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
         )
     else:
-        yield "In fp32 it is bit for bit the original."
+        yield "But for rounding its weights to fp16 it is bit for bit the original."
     if math.isfinite(found.scaling.headroom_bits) and not found.scaling.certified:
         yield (
             f"In the measured calls its values stay {found.scaling.headroom_bits:.1f} bits below the end "

@@ -114,6 +114,8 @@ def describe_rest(entry: ComponentPlan) -> str:
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
     if entry.islands:
         parts.append(f"the fp32 island{'s' * (len(entry.islands) > 1)} {', '.join(entry.islands)}")
+    if entry.outputs:
+        parts.append("an output in fp32")
     if entry.stream is not None:
         parts.append("an fp32 residual stream")
     return " and ".join(parts) or "eps that no configuration sets"
@@ -121,7 +123,7 @@ def describe_rest(entry: ComponentPlan) -> str:
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
-    beyond = entry.multiplies or entry.islands or entry.stream is not None
+    beyond = entry.multiplies or entry.islands or entry.outputs or entry.stream is not None
     return not beyond and _are_stored(module, entry.exponents)
 
 
