@@ -141,7 +141,7 @@ def print_lookups() -> None:
     named = {report for cause in read_knowledge().causes for report in cause.reports}
     print("\n## Reports that an answer names\n")
     print(
-        f"{len(named)} reports, {len(named & seen)} of them looked up: the thread exists and says that"
+        f"{len(named)} reports, {len(named & seen)} of them looked up: the thread exists and says what"
     )
     print("`benchmarks/cases/lookups.toml` has of it. Not looked up, and taken from our collection:\n")
     print(", ".join(sorted(named - seen)) + ".")
