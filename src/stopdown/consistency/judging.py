@@ -21,13 +21,13 @@ import torch
 
 from stopdown.backends import Operation, Place, find_operation, judge_format, judge_operands
 from stopdown.consistency.walking import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
-from stopdown.formats import find_format, name_dtype
+from stopdown.formats import name_dtype
 
 END_OF_FP16 = 60000.0
 """A bound of a clamp from here on stands for the end of fp16's range."""
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
-_MASKED = ("scaled_dot_product_attention", "add", "add_", "__add__", "masked_fill", "masked_fill_")
+_MASKED = ("scaled_dot_product_attention", "add", "add_", "masked_fill", "masked_fill_", "where")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Judge:
         is_autocast = bool(step.autocast) and step.name in PRODUCTS
         if len(step.dtypes) < 2 or is_autocast:
             return False
-        operation = find_operation(step.name)
+        operation = look_up(step.name)
         reason, source, refused = _rule(operation, step, self.case.place.backend)
         if refused:
             odd = self._find_odd(step)
@@ -147,7 +147,7 @@ class Judge:
         return "island-not-cast-back" if root in self.case.islands else "mixed-parameters"
 
     def _judge_formats(self, step: Step) -> None:
-        operation = find_operation(step.name)
+        operation = look_up(step.name)
         formats = {name_dtype(dtype) for dtype in step.dtypes}
         for name in formats:
             self.operations.setdefault((step.name, name), step.path)
@@ -167,9 +167,9 @@ class Judge:
         mask = _find_mask(step)
         if mask is None or mask.dim() < 2:
             return
-        empty = find_empty_rows(mask, is_hidden=step.name.startswith("masked_fill"))
+        empty = count_empty(mask, is_hidden=step.name.startswith("masked_fill"))
         if empty:
-            self._observe("mask-empty-row", step, rows=str(empty), shape=str(list(mask.shape)))
+            self._observe("mask-empty-row", step, items=str(empty), shape=str(list(mask.shape)))
 
     def _judge_clamp(self, step: Step) -> None:
         if step.name not in ("clamp", "nan_to_num") or self.case.is_rescaled:
@@ -180,10 +180,14 @@ class Judge:
     def _judge_autocast(self, step: Step) -> None:
         if not self.case.ambient or not step.autocast or step.name not in PRODUCTS:
             return
-        wide = [o for o in step.operands if o.dtype == torch.float32 and o.origin.kind == "cast"]
-        if wide:
-            facts = {"operand": wide[0].name, "cast": wide[0].origin.path or "its own code"}
-            self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
+        for operand in step.operands:
+            is_island = operand.origin.parameter in self.case.islands
+            if operand.dtype == torch.float32 and (operand.origin.kind == "cast" or is_island):
+                said = f"a cast in {operand.origin.path or 'the code around it'}"
+                said = f"the parameter {operand.origin.parameter}" if is_island else said
+                facts = {"operand": operand.name, "wide": said}
+                self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
+                return
 
 
 def _rule(operation: Operation | None, step: Step, backend: str) -> tuple[str, str, bool]:
@@ -206,6 +210,11 @@ def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
     if len(operation.operands) == 1:
         return {operation.operands[0]: [fmt for formats in named.values() for fmt in formats]}
     return dict(zip(operation.operands, named.values(), strict=False))
+
+
+def look_up(name: str) -> Operation | None:
+    """The rules of an operation by the name that a walk gives it."""
+    return find_operation(name) or find_operation(f"aten.{name}")
 
 
 def list_operands(step: Step) -> str:
@@ -238,18 +247,31 @@ def _find_mask(step: Step) -> torch.Tensor | None:
         return step.known.get("attn_mask")
     if step.name.startswith("masked_fill"):
         value = step.arguments.get("value")
-        hides = isinstance(value, (int, float)) and value < -1e4
-        return step.known.get("mask") if hides else None
+        return step.known.get("mask") if _is_lowest(value) else None
+    if step.name == "where":
+        condition = step.known.get("condition")
+        other = step.arguments.get("other")
+        hides = _is_lowest(step.known.get("other") if isinstance(other, torch.Tensor) else other)
+        return condition if hides and "self" not in step.known else None
     if len(step.known) == len(step.operands):
         return None  # a mask that is being built, not used
     return next((x for x in step.known.values() if x.is_floating_point()), None)
 
 
-def find_empty_rows(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
-    """How many rows of a mask let nothing through.
+def _is_lowest(value: Any) -> bool:
+    """Whether a value stands for minus infinity in scores."""
+    if isinstance(value, torch.Tensor):
+        value = float(value) if value.numel() == 1 else 0.0
+    return isinstance(value, (int, float)) and value < -1e4
+
+
+def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
+    """In how many items of a batch a mask lets nothing through, for any query.
+
+    Rows of padding that see nothing (left-padded prompts have them) harm nobody and are not counted.
 
     Args:
-        mask: `[..., keys]` boolean (True lets through) or floating (added to scores).
+        mask: `[..., queries, keys]` boolean (True lets through) or floating (added to scores).
         is_hidden: True in a boolean mask hides instead.
     """
     if mask.dtype == torch.bool:
@@ -258,7 +280,7 @@ def find_empty_rows(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
         hidden = mask <= 0.9 * torch.finfo(mask.dtype).min
     else:
         return 0
-    return int(hidden.all(dim=-1).sum())
+    return int(hidden.flatten(-2).all(dim=-1).sum()) if hidden.numel() else 0
 
 
 def _is_end_of_range(step: Step) -> bool:
@@ -269,9 +291,3 @@ def _is_end_of_range(step: Step) -> bool:
         if isinstance(bound, (int, float)) and abs(bound) >= END_OF_FP16:
             return True
     return step.name == "nan_to_num"
-
-
-def largest_of(dtype: torch.dtype) -> float:
-    """The largest finite value of a floating dtype."""
-    found = find_format(dtype)
-    return found.largest if found else float("inf")

@@ -57,9 +57,9 @@ def _check_islands(
             f"{len(lost)} parameters that {type(module).__name__} keeps in fp32 are "
             f"{name_dtype(main)}: {_list_some(lost)}."
         )
-        yield make_finding(
-            "island-lost", f"{name}:{lost[0].rpartition('.')[0]}", evidence, dtype=str(main)
-        )
+        owner = lost[0].rpartition(".")[0]
+        site = f"{name}:{owner}" if owner else name
+        yield make_finding("island-lost", site, evidence, dtype=str(main))
 
 
 def _check_others(

@@ -124,9 +124,14 @@ def _check_tables(scheduler: Any) -> Iterator[Finding]:
 
 
 def check_upcast(seen: Examination) -> Iterator[Finding]:
-    """Findings about autoencoders that must run in fp32 and do not."""
+    """Findings about autoencoders that must run in fp32 and do not.
+
+    A pipeline that upcasts one direction of it has read the config, and chose fp16 for the other.
+    """
+    wide = {d.component.partition(".")[0] for d in seen.doors.values() if d.main == torch.float32}
     for door in seen.doors.values():
-        if door.force_upcast and door.main == torch.float16 and not door.is_rescaled:
+        is_read = door.component.partition(".")[0] in wide
+        if door.force_upcast and door.main == torch.float16 and not (door.is_rescaled or is_read):
             evidence = f"force_upcast is set in its config, and {door.component} ran in fp16."
             yield make_finding("force-upcast-unread", door.component.partition(".")[0], evidence)
 

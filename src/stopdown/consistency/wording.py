@@ -83,10 +83,10 @@ KINDS: dict[str, Kind] = {
     ),
     "mask-empty-row": Kind(
         "wrong",
-        "A row of the attention mask lets nothing through. A softmax over nothing is NaN on some "
-        "backends and versions of torch, and an average over padding on others.",
-        "Let each row see at least one token: look at the attention_mask that the tokenizer gives "
-        "(an empty prompt gives an empty one), or leave the mask away.",
+        "The attention mask lets nothing through. A softmax over nothing is NaN on some backends and "
+        "versions of torch, and an average over padding on others.",
+        "Let it see at least one token: look at the attention_mask that the tokenizer gives (an empty "
+        "prompt gives an empty one), or leave the mask away.",
     ),
     "clamp-may-bite": Kind(
         "wrong",
@@ -284,7 +284,8 @@ def _tell_positions(seen: Observation) -> str:
 
 
 def _tell_mask(seen: Observation) -> str:
-    return f"{seen.facts['rows']} rows of the mask {seen.facts['shape']} hide every key."
+    facts = seen.facts
+    return f"The mask {facts['shape']} hides every key from every query in {facts['items']} of its items."
 
 
 def _tell_clamp(seen: Observation) -> str:
@@ -294,8 +295,8 @@ def _tell_clamp(seen: Observation) -> str:
 def _tell_autocast(seen: Observation) -> str:
     facts = seen.facts
     return (
-        f"{facts['operand']} of {seen.operation} was cast to fp32 in {facts['cast']}; autocast is on "
-        f"for {facts['device']}."
+        f"{facts['operand']} of {seen.operation} is fp32 by {facts['wide']}; autocast is on for "
+        f"{facts['device']}."
     )
 
 

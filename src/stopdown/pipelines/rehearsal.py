@@ -8,6 +8,7 @@ only shapes and dtypes count, and the pipeline gets zeros. It ends where the dec
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -45,10 +46,11 @@ def rehearse(stand_in: Any, on_call: OnCall, arguments: Mapping[str, Any] | None
     """
     doors = find_doors(stand_in)
     last = next((door for door in doors if door.stage == "decode"), None)
-    with Patches() as patches, quiet_libraries(), torch.no_grad():
+    with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
         for door in doors:
             _put_stop(door, on_call, door is last, patches)
         try:
+            warnings.simplefilter("ignore")  # of a run without values they say nothing
             stand_in(**{**make_arguments(stand_in), **(arguments or {})})
         except _DecoderReached:
             return

@@ -34,6 +34,9 @@ from stopdown.pipelines.loading import find_class
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.sources import Source, has_weights
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+"""Files of which a tokenizer that knows words has one."""
+
 
 def build_stand_in(
     source: Source, torch_dtypes: Mapping[str, torch.dtype], *, keep_fp32: bool = True
@@ -101,9 +104,11 @@ def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
     if class_name.endswith("Scheduler"):
         config = folder / "scheduler_config.json"
         return kind.from_config(json.loads(config.read_text(encoding="utf-8")))
+    if "Tokenizer" in class_name and not any((folder / name).is_file() for name in _VOCABULARIES):
+        return Tokens()
     try:
         return kind.from_pretrained(folder, local_files_only=True)
-    except Exception:
+    except Exception:  # whatever an absent or foreign file makes it raise
         return Tokens() if "Tokenizer" in class_name else kind()
 
 
@@ -114,6 +119,7 @@ class Tokens:
     pad_token_id = 0
     eos_token_id = 1
     bos_token_id = 1
+    padding_side = "right"
 
     def __call__(self, text: Any, **options: Any) -> Any:
         count = len(text) if isinstance(text, (list, tuple)) else 1
@@ -122,6 +128,9 @@ class Tokens:
         mask = torch.zeros(count, length, dtype=torch.int64)
         mask[:, :2] = 1
         return _Encoding(input_ids=mask.clone(), attention_mask=mask)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [self.bos_token_id, self.eos_token_id]
 
     def batch_decode(self, ids: Any, **options: Any) -> list[str]:
         return [""] * len(ids)
