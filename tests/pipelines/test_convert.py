@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
-from stopdown.errors import OptionError, OutputError
+from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.pipelines import single_files
 from stopdown.pipelines.components import Door, find_components
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
@@ -510,6 +510,8 @@ def test_what_a_file_cannot_hold_is_found_anew(
     assert expressing.describe_rest(with_multiply) == "1 multiply"
     assert expressing.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
     assert not expressing._is_folds_alone(module, wide)
+    with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
+        express_component(module, with_multiply, scaling, lambda: [])
     with assert_untouched(module):
         found = express_component(module, with_multiply, scaling, lambda: [call])
         bare = express_component(module, entry, scaling, lambda: [call], has_config=False)

@@ -79,7 +79,7 @@ def express_component(
         has_config: there will be a configuration beside the weights.
 
     Raises:
-        ScalingError: no folds alone keep it in range.
+        ScalingError: no folds alone keep it in range, or there is no call to measure.
         CaptureError: a call cannot be captured.
 
     Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
@@ -92,6 +92,11 @@ def express_component(
         if not planned.left:
             return planned
     calls = record()
+    if not calls:
+        raise ScalingError(
+            f"Its plan has {describe_rest(entry)}, and no run of the pipeline calls it to measure what "
+            "that changes."
+        )
     best: Expressed | None = None
     for candidate, most in _find_candidates(module, planned, calls, fields):
         tried = replace(candidate, **_measure_effect(module, candidate, calls))
