@@ -48,6 +48,8 @@ from stopdown.scaling import (  # noqa: E402
     measure_again,
     measure_call,
 )
+from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
+from stopdown.scaling.ranges import run_capture  # noqa: E402
 from stopdown.scaling.rescaling import plan_stream  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
 
@@ -102,7 +104,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     bits, measured = overflow(module, calls, prepared.plain, WAYS[way])
     row: dict[str, Any] = {"class": name, "way": way, "scaled_bits": bits}
     row |= {"peak": peak_of(measured), "healthy": prepared.healthy}
-    reference = run_calls(calls, torch.float32)
+    reference = run_reference(prepared)
     row |= {"bf16": run_cast(module, calls, torch.bfloat16, reference)}
     row |= {"fp16": run_cast(module, calls, torch.float16, reference)}
     row |= {"clamped fp16": run_clamped(module, calls, reference)}
@@ -123,6 +125,18 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
         "pinned": sorted(scaling.pinned),
     }
     return row | measure_streamed(prepared, reference)
+
+
+def run_reference(prepared: Prepared) -> list[torch.Tensor]:
+    """The outputs in fp32; of a model whose clamp is part of it (Sana), with the clamp."""
+    kept = [find_kept_clamps(x.capture) for x in prepared.plain]
+    if not any(kept):
+        return run_calls(prepared.calls, torch.float32)
+    outputs: list[torch.Tensor] = []
+    for (_, args, kwargs), known, clamps in zip(prepared.calls, prepared.plain, kept, strict=True):
+        found = run_capture(known.capture, prepared.module, args, kwargs, known.blocks, clamps)[1]
+        outputs += [x for x in found if x.is_floating_point()]
+    return outputs
 
 
 def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[str, Any]:
@@ -149,8 +163,9 @@ def run_scaled(
     column: str,
 ) -> dict[str, Any]:
     """Whether a scaling is exact in fp32, and its errors in fp16."""
+    before = run_calls(calls, torch.float32)
     rescaling = fold_scaling(module, scaling)
-    exact = all(map(torch.equal, run_calls(calls, torch.float32), reference))
+    exact = all(map(torch.equal, run_calls(calls, torch.float32), before))
     cast_(module, torch.float16, rescaling)
     errors = describe_error(run_calls(calls, torch.float16), reference)
     rescaling.undo()

@@ -357,3 +357,51 @@ def test_a_module_that_is_in_range_is_left_alone() -> None:
     rescaling = rescale_(module, (x,))
     assert (rescaling.exponents, rescaling.multiplies, rescaling.islands) == ({}, {}, ())
     assert rescaling.certified is False
+
+
+def test_sequences_padded_with_zeros_keep_their_exponent() -> None:
+    """Two lengths padded to one scale like any other value; no island, and it is exact."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            return self.norm(nn.utils.rnn.pad_sequence([x[:3], x[:2]], batch_first=True))
+
+    torch.manual_seed(0)
+    module, x = Padded().eval().requires_grad_(False), torch.randn(3, 4)
+    module.embed.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert (rescaling.pinned, rescaling.islands) == ({}, ())
+    assert rescaling.exponents["embed.weight"] < -4
+    assert torch.equal(module(x), reference)
+
+
+def test_a_clamp_that_belongs_to_the_model_may_be_hit() -> None:
+    """Sana's: what comes out at 65504 is in range, so nothing has to run in fp32 for it."""
+
+    class SanaLike(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x)
+            if x.dtype == torch.float16:
+                x = x.clip(-65504, 65504)
+            return self.out(x / 65504)
+
+    torch.manual_seed(0)
+    module, x = SanaLike().eval().requires_grad_(False), torch.randn(3, 4)
+    module.embed.weight.mul_(2.0**15)
+    module.embed.bias.fill_(2.0**15)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.islands == ()
+    cast_(module, torch.float16, rescaling)
+    right = module.out(module.embed(x.half()).clip(-65504, 65504) / 65504)
+    assert torch.equal(module(x.half()), right)
+    assert bool(right.isfinite().all())

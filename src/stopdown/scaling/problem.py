@@ -297,7 +297,7 @@ class _Stater:
         return self.system.equate(self.unknown(node, None, node), *covered)
 
     def _state_limits(self) -> None:
-        exempt = self._clamped_inputs() | find_saturating(self.graph, self.call.ranges)
+        exempt = self._clamped() | find_saturating(self.graph, self.call.ranges)
         for node in self.graph.nodes:
             parts = self.call.ranges.get(node.name, ())
             if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
@@ -322,10 +322,10 @@ class _Stater:
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters
 
-    def _clamped_inputs(self) -> frozenset[Node]:
-        """What goes into a kept clamp may overflow: the clamp is there for it."""
+    def _clamped(self) -> frozenset[Node]:
+        """What goes into a kept clamp may overflow, and what comes out is at most its bound, 65504."""
         kept = find_kept_clamps(self.call.capture)
-        return frozenset(x for node in kept for x in node.all_input_nodes)
+        return kept.union(x for node in kept for x in node.all_input_nodes)
 
     def _place(self, node: Node) -> str:
         name = self.call.capture.parameters.get(node.name)

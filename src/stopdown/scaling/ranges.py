@@ -78,6 +78,22 @@ def measure_ranges(
 
     Cost: one forward in fp32, one pass and one host read for each value.
     """
+    return run_capture(capture, module, args, kwargs, blocks, kept_clamps)[0]
+
+
+def run_capture(
+    capture: Capture,
+    module: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    blocks: Mapping[Node, Blocks],
+    kept_clamps: frozenset[Node] = frozenset(),
+) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
+    """As `measure_ranges`, and what the graph returns: in fp32 what is computed in 16 bits to be.
+
+    That differs from the module in fp32 where code that runs in fp16 alone is part of the model: a
+    kept clamp.
+    """
     tensors = flatten_call(args, kwargs)
     if len(tensors) != len(capture.inputs):
         raise ScalingError(
@@ -88,8 +104,8 @@ def measure_ranges(
     runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
     runner.blocks, runner.kept_clamps = blocks, kept_clamps
     with torch.no_grad():
-        runner.run()
-    return runner.ranges
+        outputs = runner.run()
+    return runner.ranges, outputs
 
 
 def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:

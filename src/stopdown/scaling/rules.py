@@ -313,6 +313,14 @@ def pad(site: Site) -> None:
         site.pin()
 
 
+def pad_all(site: Site) -> None:
+    """Sequences padded with zeros to one length: all alike."""
+    if site.given.get("padding_value"):
+        site.pin()
+    else:
+        keep_all(site)
+
+
 def fill(site: Site) -> None:
     """Zero has every exponent, another number only 0."""
     value = site.given.get("value", site.given.get("fill_value"))
@@ -473,6 +481,7 @@ _SPECIAL: dict[str, Rule] = {
     "dropout": keep_first,
     "feature_dropout": keep_first,
     "lerp": interpolate_linearly,
+    "pad_sequence": pad_all,
     "fill": fill,
     "zero": free,
     "max": _extremum,
