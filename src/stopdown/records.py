@@ -340,6 +340,8 @@ class RunRecord:
         unwatched: what could not be watched, each with the reason.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
+        strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
+        steps_down: calls that ran out of memory, and what they were run again with.
     """
 
     source: str
@@ -363,6 +365,8 @@ class RunRecord:
     unwatched: tuple[str, ...] = ()
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
+    strategy: str = ""
+    steps_down: tuple[StepDown, ...] = ()
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 
@@ -384,6 +388,24 @@ class ResidualStream:
     norms: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     returns: bool = True
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """How torch sums inside products while a component is called; None leaves a switch as it is.
+
+    Attributes:
+        fp16_accumulation: products of fp16 matrices may be summed in fp16.
+        fp16_reduced, bf16_reduced: sums that are split may be joined in that format.
+        math_reduced: attention in plain operations may keep its scores in 16 bits.
+        attention: kernels that it may use: `math`, `flash`, `efficient`, `cudnn`; empty for any.
+    """
+
+    fp16_accumulation: bool | None = None
+    fp16_reduced: bool | None = None
+    bf16_reduced: bool | None = None
+    math_reduced: bool | None = None
+    attention: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -411,6 +433,7 @@ class ComponentPlan:
         outputs: number of an output that it returns in fp32, because fp16 cannot hold it, to the
             exponent that is taken off there.
         stream: how its residual stream is kept in fp32; None when it is as the model has it.
+        accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
     """
 
@@ -432,6 +455,7 @@ class ComponentPlan:
     kept_buffers: tuple[str, ...] | None = None
     outputs: dict[str, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
+    accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
 
 

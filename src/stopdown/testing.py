@@ -2,8 +2,9 @@
 
 `make_pipeline` and `save_pipeline` give pipelines of real Diffusers classes with small random
 weights; `overflow` names a component that then overflows in fp16 only. `inject` makes one call of a
-component go wrong: NaN, Inf, a bad frame or row, overflow, saturation. `assert_untouched` proves that
-what was put on a pipeline came off again.
+component go wrong: NaN, Inf, a bad frame or row, overflow, saturation. `summing_in_fp16` makes products
+sum in fp16, as some hardware and compilers do. `assert_untouched` proves that what was put on a pipeline
+came off again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 
+from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
 from stopdown.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from stopdown.accumulation import accumulating
 from stopdown.capture import name_parameters
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
 from stopdown.formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.components import cast_component_, find_components, find_doors
-from stopdown.pipelines.doors import put_cast
+from stopdown.pipelines.doors import Call, put_cast, put_door
 from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.planning.adapters import watch_adapters
@@ -28,7 +29,7 @@ from stopdown.planning.loading import Loaded, Standing
 from stopdown.planning.plan_files import read_class_versions
 from stopdown.planning.plans import count_folds, sample_weights
 from stopdown.planning.precision import ComponentFacts
-from stopdown.records import ComponentPlan, Decision, Plan
+from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
@@ -189,6 +190,23 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
         name = door.component.partition(".")[0]
         if name in dtypes and (is_mixed or name in upcast):
             put_cast(door, dtypes[name], patches)
+    _put_accumulations(pipe, plan, patches)
+
+
+def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Torch's switches as the plan wants them, during each component's calls and no longer."""
+    wanted = {entry.component: entry.accumulation for entry in plan.components}
+    for door in find_doors(pipe):
+        accumulation = wanted.get(door.component.partition(".")[0])
+        if accumulation is not None:
+            put_door(door, functools.partial(_call_accumulating, accumulation), patches)
+
+
+def _call_accumulating(
+    accumulation: Accumulation, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with accumulating(accumulation):
+        return call(*args, **kwargs)
 
 
 def _drop_upcast(pipe: Any, name: str, dtype: torch.dtype, patches: Patches) -> bool:
@@ -258,6 +276,7 @@ def load_planned(
     *,
     progress: Callable[[str, int, int], None] | None = None,
     config: str | Path | None = None,
+    move: bool = True,
 ) -> Loaded:
     """Load a checkpoint in fp32, put its plan on, and move it to a device.
 
@@ -265,6 +284,7 @@ def load_planned(
 
     Args:
         name: of the plan, for the reasons: `plan.json`.
+        move: False leaves the weights in host memory.
 
     Raises:
         PlanError: the plan does not belong to this checkpoint, with all that differs.
@@ -277,7 +297,7 @@ def load_planned(
     patches = Patches()
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
-    if device.type != "cpu":
+    if device.type != "cpu" and move:
         pipe.to(device.torch_name)
     return Loaded(pipe, decide_by_plan(plan, name, facts), patches, Standing(plan, put))
 

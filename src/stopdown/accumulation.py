@@ -1,0 +1,323 @@
+"""How sums inside products are done: torch's switches for one call, and sums in fp16 on any device.
+
+A product of fp16 matrices is a sum of many products. Most hardware sums in fp32 and rounds once; some
+kernels sum in fp16 itself: tensor cores with fp16 accumulators (torch's `allow_fp16_accumulation`,
+TensorRT and other compilers), and reductions that are split. Then a sum that leaves fp16 on its way is
+Inf, whatever its end would have been. In attention that is seen first: scores are summed before they
+are divided by the root of the width, so scores that fit after it need not fit before; Inf minus Inf in
+the softmax is NaN. Stable Video Diffusion showed it under a compiler on A100 and A30, and not on V100,
+whose kernels summed in fp32.
+
+`accumulating` sets the switches for a block and puts them back. `summing_in_fp16` emulates fp16
+accumulators on any device, so that the failure can be shown on a CPU, and heeds the switch as the
+hardware does. `find_sums` says beforehand, from one call, which sums would not fit.
+
+The emulation adds groups of 16 products, each exact in fp32, to accumulators that are rounded to fp16
+after each group, as tensor cores do in principle; the order of real kernels differs, so what is beyond
+65504 by a small margin may or may not overflow on a given card.
+
+**Catches** linear layers, `matmul`, `bmm`, `addmm`, `baddbmm` and `scaled_dot_product_attention`, by
+whatever name PyTorch's Python interface has for them.
+**Does not catch** convolutions, `einsum`, and products inside compiled code. The switches are those of
+the whole process: two threads that set them differently disturb each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from stopdown.errors import OptionError
+from stopdown.formats import FORMATS
+from stopdown.patches import Patches
+from stopdown.records import Accumulation
+
+GROUP = 16
+"""Products that are summed before an accumulator is rounded: the depth of a tensor core's step."""
+
+BACKENDS = {
+    "math": SDPBackend.MATH,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+"""Names of the kernels for attention that torch chooses from."""
+
+_SWITCHES = {
+    "fp16_accumulation": "allow_fp16_accumulation",
+    "fp16_reduced": "allow_fp16_reduced_precision_reduction",
+    "bf16_reduced": "allow_bf16_reduced_precision_reduction",
+}
+
+
+@contextlib.contextmanager
+def accumulating(wanted: Accumulation) -> Iterator[None]:
+    """Torch's switches as wanted inside the block, and as they were after it.
+
+    Switches that this version of torch does not have are left out.
+
+    Raises:
+        OptionError: a kernel for attention is unknown.
+    """
+    _check_backends(wanted)
+    matmul = torch.backends.cuda.matmul
+    with contextlib.ExitStack() as stack:
+        for name, switch in _SWITCHES.items():
+            value = getattr(wanted, name)
+            before = getattr(matmul, switch, None)
+            if value is not None and before is not None:
+                stack.callback(setattr, matmul, switch, before)
+                setattr(matmul, switch, value)
+        if wanted.math_reduced is not None:
+            allow = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
+            stack.callback(allow, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
+            allow(wanted.math_reduced)
+        if wanted.attention:
+            stack.enter_context(sdpa_kernel([BACKENDS[name] for name in wanted.attention]))
+        yield
+
+
+def _check_backends(wanted: Accumulation) -> None:
+    unknown = [name for name in wanted.attention if name not in BACKENDS]
+    if unknown:
+        raise OptionError(
+            f"The kernel for attention {unknown[0]!r} is unknown.",
+            expected=f"Known are {', '.join(BACKENDS)}.",
+            remedy='Use attention=("math",).',
+        )
+
+
+def read_accumulation() -> Accumulation:
+    """The switches as they are now."""
+    matmul = torch.backends.cuda.matmul
+    found = {name: getattr(matmul, switch, None) for name, switch in _SWITCHES.items()}
+    allowed = _cur_sdpa_kernel_backends()
+    return Accumulation(
+        **found,
+        math_reduced=torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        attention=tuple(name for name, backend in BACKENDS.items() if backend in allowed),
+    )
+
+
+@contextlib.contextmanager
+def summing_in_fp16() -> Iterator[None]:
+    """Products of fp16 tensors are summed in fp16 inside the block, on any device.
+
+    It switches `allow_fp16_accumulation` on; where that is off again (a plan says so for a component)
+    sums are in fp32, as they are on hardware.
+
+    Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
+    """
+    with accumulating(Accumulation(fp16_accumulation=True)), _Emulation():
+        yield
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The largest sum inside one operation of a module.
+
+    Attributes:
+        path: of the module, "" for the one that was looked at.
+        operation: `attention scores`, `attention`, `product`.
+        largest: magnitude that a partial sum reached.
+        result: magnitude of the largest sum at its end.
+    """
+
+    path: str
+    operation: str
+    largest: float
+    result: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether an fp16 accumulator holds it."""
+        return self.largest <= FORMATS["fp16"].largest
+
+
+def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:
+    """The largest sums inside a call of a module, largest first: those that do not fit would be Inf.
+
+    Args:
+        module: whose submodules give the places.
+        call: makes the call; in fp32, so that nothing overflows while it is looked at.
+
+    Cost: two host reads for each product, and a product for each group of 16.
+    """
+    look = _Look()
+    with Patches() as patches:
+        for path, part in module.named_modules():
+            enter = part.register_forward_pre_hook(lambda *_, path=path: look.enter(path))
+            leave = part.register_forward_hook(lambda *_: look.leave(), always_call=True)
+            patches.defer(enter.remove)
+            patches.defer(leave.remove)
+        with look, torch.no_grad():
+            call()
+    found = [Sum(*key, *sizes) for key, sizes in look.found.items()]
+    return tuple(sorted(found, key=lambda entry: -entry.largest))
+
+
+class _Products(TorchFunctionMode):
+    """Does every product of plain tensors by `multiply`, group after group."""
+
+    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+        """`[..., m, k]` times `[..., k, n]`."""
+        raise NotImplementedError
+
+    def wants(self, tensors: tuple[Any, ...]) -> bool:
+        """Whether a product of these is done here."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = _KNOWN.get(func)
+        given = tuple(
+            value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+        )
+        if made is None or not self.wants(given):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return made(self, *args, **kwargs)
+
+
+class _Emulation(_Products):
+    """Accumulators of fp16, where the switch is on."""
+
+    def wants(self, tensors: tuple[Any, ...]) -> bool:
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        is_on = bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True))
+        return (
+            is_on and plain and bool(tensors) and all(t.dtype == torch.float16 for t in tensors[:2])
+        )
+
+    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+        total = _sum_groups(left, right, lambda total: total.half().float())
+        return total.half()
+
+
+class _Look(_Products):
+    """Notes how large sums become, and leaves results alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, str], tuple[float, float]] = {}
+        self._paths: list[str] = []
+
+    def enter(self, path: str) -> None:
+        self._paths.append(path)
+
+    def leave(self) -> None:
+        self._paths.pop()
+
+    def wants(self, tensors: tuple[Any, ...]) -> bool:
+        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        return plain and bool(tensors) and all(t.is_floating_point() for t in tensors[:2])
+
+    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+        largest: list[torch.Tensor] = []
+
+        def note(total: torch.Tensor) -> torch.Tensor:
+            largest.append(total.abs().amax())
+            return total
+
+        total = _sum_groups(left, right, note)
+        key = (self._paths[-1] if self._paths else "", what)
+        seen, result = self.found.get(key, (0.0, 0.0))
+        reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
+        ended = float(total.abs().amax()) if total.numel() else 0.0
+        self.found[key] = (max(seen, reached), max(result, ended))
+        return total.to(left.dtype)
+
+
+def _sum_groups(
+    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """A product as a sum over groups, `each` done to the sum after every group. fp32."""
+    left, right = left.float(), right.float()
+    total = None
+    for start in range(0, left.shape[-1], GROUP):
+        rows = slice(start, start + GROUP)
+        part = torch.matmul(left[..., rows], right[..., rows, :])
+        total = each(part if total is None else total.add_(part))
+    return torch.matmul(left, right) if total is None else total
+
+
+def _matmul(mode: _Products, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    columns, rows = left.dim() == 1, right.dim() == 1
+    left, right = left[None] if columns else left, right[:, None] if rows else right
+    result = mode.multiply(left, right, "product")
+    result = result.squeeze(-1) if rows else result
+    return result.squeeze(-1 if rows else -2) if columns else result
+
+
+def _linear(
+    mode: _Products, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    result = mode.multiply(given, weight.t(), "product")
+    return result if bias is None else result + bias
+
+
+def _add_product(
+    mode: _Products,
+    added: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> torch.Tensor:
+    product = mode.multiply(left, right, "product")
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (added if beta == 1 else added * beta)
+
+
+def _attend(
+    mode: _Products,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention with its scores summed first and scaled then, as fused kernels do."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = mode.multiply(query, key.transpose(-2, -1), "attention scores").float()
+    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -math.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    shares = functional.dropout(scores.softmax(-1), dropout_p)
+    return mode.multiply(shares.to(value.dtype), value, "attention")
+
+
+_KNOWN: dict[Any, Callable[..., torch.Tensor]] = {
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    torch.bmm: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.mm: _matmul,
+    torch.Tensor.bmm: _matmul,
+    functional.linear: _linear,
+    torch.addmm: _add_product,
+    torch.baddbmm: _add_product,
+    torch.Tensor.addmm: _add_product,
+    torch.Tensor.baddbmm: _add_product,
+    functional.scaled_dot_product_attention: _attend,
+}

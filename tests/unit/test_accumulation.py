@@ -1,0 +1,243 @@
+"""Sums in fp16: switches that are set and put back, an emulation held against slow arithmetic, a repair."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from stopdown import testing
+from stopdown.accumulation import GROUP, accumulating, find_sums, read_accumulation, summing_in_fp16
+from stopdown.errors import OptionError
+from stopdown.pipelines.components import find_components
+from stopdown.planning.applying import apply_plan
+from stopdown.planning.plan_files import read_class_versions
+from stopdown.planning.plans import sample_weights
+from stopdown.records import Accumulation, ComponentPlan, Plan, from_json, to_json
+from stopdown.runtime.guarding import guard
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).half()
+
+
+def multiply_slowly(left: torch.Tensor, right: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A product by NumPy alone, each accumulator rounded to fp16 after each group."""
+    a, b = left.numpy().astype(np.float64), right.numpy().astype(np.float64)
+    total = np.zeros((a.shape[0], b.shape[1]), np.float16)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, a.shape[1], GROUP):
+            part = a[:, start : start + GROUP] @ b[start : start + GROUP]
+            total = (total.astype(np.float64) + part).astype(np.float16)
+    return total
+
+
+@pytest.mark.parametrize("size", [1, GROUP, 3 * GROUP + 5])
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_products_are_summed_as_slow_arithmetic_does(size: int, scale: float) -> None:
+    """Group by group, rounded to fp16, Inf where a sum leaves it."""
+    left, right = draw(4, size, scale=scale), draw(size, 5, seed=1, scale=scale)
+    with summing_in_fp16():
+        found = (left @ right).numpy()
+    np.testing.assert_allclose(found, multiply_slowly(left, right), rtol=2e-3, atol=1e-2)
+
+
+def test_a_sum_that_leaves_fp16_on_its_way_is_lost() -> None:
+    """In fp32 it comes back; in fp16 it is Inf; where the switch is off it comes back again."""
+    left = torch.full((1, 4 * GROUP), 128.0).half()
+    right = torch.cat(
+        [torch.full((2 * GROUP, 1), 128.0), torch.full((2 * GROUP, 1), -128.0)]
+    ).half()
+    assert (left @ right).item() == 0
+    with summing_in_fp16():
+        assert math.isinf((left @ right).item())
+        with accumulating(Accumulation(fp16_accumulation=False)):
+            assert (left @ right).item() == 0
+        assert math.isinf((left @ right).item())
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda a, b: torch.matmul(a, b),
+        lambda a, b: a.mm(b),
+        lambda a, b: torch.bmm(a[None], b[None])[0],
+        lambda a, b: functional.linear(a, b.t()),
+        lambda a, b: functional.linear(a, b.t(), torch.zeros(b.shape[1]).half()),
+        lambda a, b: torch.addmm(torch.zeros(1).half(), a, b),
+        lambda a, b: torch.baddbmm(torch.zeros(1).half(), a[None], b[None], beta=0, alpha=2)[0] / 2,
+        lambda a, b: (a[0] @ b)[None],
+        lambda a, b: (a @ b[:, 0])[None],
+    ],
+)
+def test_every_way_to_write_a_product(multiply: Callable[..., torch.Tensor]) -> None:
+    """Each gives the shape and nearly the values of torch; in fp32 and bf16 nothing is touched."""
+    left, right = draw(1, 32), draw(32, 1, seed=1)
+    with summing_in_fp16():
+        found = multiply(left, right)
+        wide = left.float() @ right.float()
+    assert torch.equal(wide, left.float() @ right.float())
+    torch.testing.assert_close(found, multiply(left, right), rtol=1e-2, atol=1e-2)
+    assert found.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.5},
+        {"attn_mask": torch.tensor([[True, False, True]])},
+        {"attn_mask": torch.tensor([[0.0, -math.inf, 1.0]]).half()},
+    ],
+)
+def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
+    """Masks, causality and scales are those of `scaled_dot_product_attention`."""
+    query, key, value = (draw(1, 2, 3, 8, seed=seed) for seed in range(3))
+    plain = functional.scaled_dot_product_attention(query, key, value, **options)
+    with summing_in_fp16():
+        found = functional.scaled_dot_product_attention(query, key, value, **options)
+    torch.testing.assert_close(found, plain, rtol=5e-3, atol=5e-3)
+
+
+# ---------------------------------------------------------------------------------------------
+# Stable Video Diffusion: NaN where sums are in fp16, and not where they are in fp32
+
+SITE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+
+
+@pytest.fixture(scope="module")
+def unet_call() -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
+    """A pipeline whose UNet has scores beyond 65504 before they are scaled; a call, and its end in fp32."""
+    pipe = testing.make_pipeline("svd")
+    attention = pipe.unet.get_submodule(SITE)
+    with torch.no_grad():
+        for linear in (attention.to_q, attention.to_k):
+            linear.weight.mul_(400)
+    generator = torch.Generator().manual_seed(0)
+    call = {
+        "sample": torch.randn(2, 3, 8, 8, 8, generator=generator),
+        "timestep": torch.tensor(1.0),
+        "encoder_hidden_states": torch.randn(2, 1, 32, generator=generator),
+        "added_time_ids": torch.ones(2, 3),
+    }
+    with torch.no_grad():
+        return pipe, call, pipe.unet(**call)[0]
+
+
+def run_half(pipe: Any, call: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The same call in fp16."""
+    half = {k: v.half() if k != "timestep" else v for k, v in call.items()}
+    with torch.no_grad():
+        found: torch.Tensor = pipe.unet(**half)[0]
+    return found.float()
+
+
+def test_the_sum_is_predicted_from_a_call_in_fp32(unet_call: Any) -> None:
+    """One sum of the whole UNet does not fit into an fp16 accumulator: the scores of that attention."""
+    pipe, call, reference = unet_call
+    outputs: list[torch.Tensor] = []
+    found = find_sums(pipe.unet, lambda: outputs.append(pipe.unet(**call)[0]))
+    assert [(entry.path, entry.operation) for entry in found if not entry.fits] == [
+        (SITE, "attention scores")
+    ]
+    torch.testing.assert_close(outputs[0], reference, rtol=1e-3, atol=1e-3)
+    assert len(found) > 50
+
+
+@pytest.fixture
+def half(unet_call: Any) -> Any:
+    """The pipeline in fp16, and in fp32 again afterwards."""
+    pipe, _, _ = unet_call
+    kept = {name: value.clone() for name, value in pipe.unet.state_dict().items()}
+    pipe.unet.half()
+    yield pipe
+    pipe.unet.float().load_state_dict(kept)
+
+
+def test_it_is_shown_on_any_device(unet_call: Any, half: Any) -> None:
+    """In fp16 with sums in fp32 the UNet is right; with sums in fp16 it is NaN."""
+    _, call, reference = unet_call
+    assert (run_half(half, call) - reference).abs().max() < 0.1
+    with summing_in_fp16():
+        assert run_half(half, call).isnan().any()
+
+
+def test_a_plan_repairs_it_for_its_component_alone(unet_call: Any, half: Any) -> None:
+    """With the switch off during the UNet's calls it is right; around them the switch is as it was."""
+    _, call, reference = unet_call
+    plan = make_plan(half, "unet", Accumulation(fp16_accumulation=False))
+    assert from_json(to_json(plan), Plan) == plan
+    with summing_in_fp16(), testing.assert_untouched(half), apply_plan(half, plan):
+        assert (run_half(half, call) - reference).abs().max() < 0.1
+        assert torch.backends.cuda.matmul.allow_fp16_accumulation
+    with summing_in_fp16():
+        assert run_half(half, call).isnan().any()
+
+
+def make_plan(pipe: Any, component: str, accumulation: Accumulation) -> Plan:
+    """A plan that leaves every component as it is loaded, but for the sums of one."""
+    entries = tuple(
+        ComponentPlan(
+            name,
+            type(module).__name__,
+            sample_weights(module),
+            "as loaded",
+            accumulation=accumulation if name == component else None,
+        )
+        for name, module in find_components(pipe).items()
+    )
+    kind = type(pipe).__name__
+    return Plan("made here", "", kind, "fp16", read_class_versions(), entries, (), 1, "cpu", 0.0)
+
+
+def test_a_guard_repairs_it_too(unet_call: Any, half: Any) -> None:
+    """Without a plan the guard sees NaN, finds the attention, and goes on with a good result."""
+    _, call, reference = unet_call
+    with (
+        summing_in_fp16(),
+        testing.assert_untouched(half),
+        guard(half, announce=lambda text: None) as handle,
+    ):
+        found = run_half(half, call)
+    (repair,) = handle.repairs
+    assert repair.site.startswith(f"unet:{SITE}")
+    assert repair.action in ("rescaled", "island")
+    assert (found - reference).abs().max() < 0.1
+
+
+# ---------------------------------------------------------------------------------------------
+# The switches
+
+
+def test_switches_are_put_back() -> None:
+    """After the block, after an exception and in nested blocks, every switch is as it was."""
+    before = read_accumulation()
+    wanted = Accumulation(True, False, False, True, ("math",))
+    with accumulating(wanted):
+        assert read_accumulation() == wanted
+        inner = accumulating(Accumulation(attention=("flash", "math")))
+        with contextlib.suppress(KeyboardInterrupt), inner:
+            assert set(read_accumulation().attention) == {"flash", "math"}
+            assert read_accumulation().fp16_accumulation is True
+            raise KeyboardInterrupt
+        assert read_accumulation() == wanted
+    assert read_accumulation() == before
+
+
+def test_an_unknown_kernel_is_refused() -> None:
+    """It is named with those that are known, and no switch was moved."""
+    before = read_accumulation()
+    with pytest.raises(OptionError) as caught, accumulating(Accumulation(attention=("fast",))):
+        pass
+    assert str(caught.value) == (
+        "The kernel for attention 'fast' is unknown. Known are math, flash, efficient, cudnn. "
+        'Use attention=("math",).'
+    )
+    assert read_accumulation() == before
