@@ -31,10 +31,9 @@ def made() -> Comparison:
 
 
 def read_data(page: str) -> list[dict]:
-    """What the page's script reads."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    assert found
-    return json.loads(found[1])
+    """What the page's script reads, prompt by prompt."""
+    pattern = r'<script type="application/json" class="row">(.*?)</script>'
+    return [json.loads(text) for text in re.findall(pattern, page, re.DOTALL)]
 
 
 def test_the_page_says_what_the_record_says(made: Comparison) -> None:

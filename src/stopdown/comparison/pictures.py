@@ -1,7 +1,7 @@
 """Frames made small enough for a report: one sheet of pictures for each clip, within a size.
 
-A clip is kept lossless when that fits; otherwise its quality, then its size and its frames are
-lowered until it does.
+A clip is kept lossless when that fits; otherwise its quality, then its size down to a half, then its
+frames are lowered until it does, and its size again at last.
 """
 
 from __future__ import annotations
@@ -23,8 +23,13 @@ WHOLE_BYTES = 20_000_000
 _LONGEST_SIDE = 16383
 """WebP has no larger pictures."""
 
-_TRIALS = ((1.0, 0), (1.0, 90), (1.0, 75), (0.75, 75), (0.5, 75), (0.5, 50), (0.35, 50), (0.25, 40))
+_GOOD = ((1.0, 0), (1.0, 90), (1.0, 75), (0.75, 75), (0.5, 75), (0.5, 50))
 """Scale and quality, from the best; quality 0 stands for lossless."""
+
+_POOR = ((0.35, 50), (0.25, 40), (0.15, 40), (0.08, 40), (0.04, 40))
+
+_LEAST = {0: 0.4, 90: 0.06, 75: 0.03, 50: 0.02, 40: 0.0}
+"""Bytes a pixel by quality, below which no photograph comes out: such a trial is not made."""
 
 
 def share_bytes(cells: int) -> int:
@@ -38,17 +43,24 @@ def make_sheet(frames: Frames, most_bytes: int) -> Sheet:
     Args:
         frames: `[T, H, W, 3]` uint8, or `[T, H, W]` for grey.
         most_bytes: of the file; the smallest trial is kept when none fits.
+
+    Raises:
+        ValueError: a frame is too large for any sheet.
     """
-    every = 1
-    while True:
-        chosen = frames[::every]
-        for scale, quality in _TRIALS:
-            sheet = _draw(chosen, scale, quality, every)
-            if sheet is not None and len(sheet.data) * 3 // 4 <= most_bytes:
-                return sheet
-        if len(chosen) <= 8 and sheet is not None:
-            return sheet
-        every *= 2
+    last: Sheet | None = None
+    thinned = [every for every in (1, 2, 4, 8) if every == 1 or len(frames) >= 4 * every]
+    trials = [(every, *trial) for every in thinned for trial in _GOOD]
+    trials += [(thinned[-1], *trial) for trial in _POOR]
+    for every, scale, quality in trials:
+        pixels = frames[::every].size / frames[0, 0, 0].size * scale**2
+        if most_bytes < _LEAST[quality] * pixels:
+            continue
+        last = _draw(frames[::every], scale, quality, every) or last
+        if last is not None and len(last.data) * 3 // 4 <= most_bytes:
+            return last
+    if last is None:
+        raise ValueError(f"frames of {frames.shape[1:3]} pixels fit no sheet")
+    return last
 
 
 def _draw(frames: Frames, scale: float, quality: int, every: int) -> Sheet | None:

@@ -1,10 +1,10 @@
 "use strict";
 (() => {
-  const rows = JSON.parse(document.getElementById("data").textContent);
+  const rows = document.querySelectorAll("script.row"); // each is read when it is shown
   const $ = (id) => document.getElementById(id);
   const words = { reference: "reference", same: "same picture", other: "another picture", broken: "broken", failed: "did not run" };
   const signs = { reference: "◎", same: "✓", other: "≠", broken: "✕", failed: "—" };
-  const state = { row: 0, frame: 0, frames: 1, timer: 0, pictures: new Map(), turn: 0 };
+  const state = { row: 0, cells: [], frame: 0, frames: 1, timer: 0, pictures: new Map(), turn: 0 };
 
   // A sheet becomes a picture without any request: bytes, blob, bitmap.
   const decode = async (sheet) => {
@@ -36,7 +36,6 @@
     context.restore();
   };
 
-  const cells = () => rows[state.row].cells;
   const drawWipe = () => {
     const canvas = $("wipe"), left = state.pictures.get($("left").value), right = state.pictures.get($("right").value);
     const one = left || right;
@@ -55,7 +54,7 @@
   const drawMap = () => {
     const canvas = $("map"), found = state.pictures.get("difference:" + $("mapped").value);
     const context = canvas.getContext("2d", { willReadFrequently: true });
-    const cell = cells().find((other) => other.name === $("mapped").value);
+    const cell = state.cells.find((other) => other.name === $("mapped").value);
     $("mapsaid").textContent = !cell ? "" : found ? cell.said : cell.verdict === "reference" ? "This is the reference." : "There is no map.";
     if (!found) { context.fillStyle = "#000"; context.fillRect(0, 0, canvas.width, canvas.height); return; }
     fit(canvas, found.sheet);
@@ -111,7 +110,8 @@
     state.row = index;
     $("prompt").value = index;
     $("before").disabled = index === 0; $("after").disabled = index === rows.length - 1;
-    const row = rows[index], pictured = row.cells.filter((cell) => cell.frames);
+    const row = JSON.parse(rows[index].textContent), pictured = row.cells.filter((cell) => cell.frames);
+    state.cells = row.cells;
     $("tiles").replaceChildren(...row.cells.map(buildTile));
     const names = pictured.map((cell) => cell.name);
     const others = names.filter((name) => name !== row.reference);
