@@ -23,16 +23,13 @@ from stopdown.scaling.bound_values import (
     norm_over,
     uniform,
 )
+from stopdown.scaling.exact_values import WEIGHT_FLOOR
 
 ROW_ENTRIES = 1 << 22
 """Weights are widened to float64 in parts of at most this many values."""
 
 WEIGHT_ROUNDING = 2.0**-11
 """A weight's relative error in fp16."""
-
-WEIGHT_FLOOR = 2.0**-15
-"""And what is added for weights that are subnormal there, relative to the tensor's largest one; it
-holds where the largest is at least 2**-10 as it is stored (`bounds` checks that)."""
 
 SUM_ROUNDING = 2.0**-23
 """Relative error of one addition in fp32, doubled for that of the product."""

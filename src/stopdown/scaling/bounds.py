@@ -29,18 +29,25 @@ from stopdown.scaling.bound_products import PRODUCTS, bound_partial_sums, bound_
 from stopdown.scaling.bound_rules import MOVING, RULES
 from stopdown.scaling.bound_steps import Step, list_names
 from stopdown.scaling.bound_values import Bound, inflate, join, make_bound, uniform
-from stopdown.scaling.exact_values import Exact, bound_exact, evaluate, make_exact
+from stopdown.scaling.exact_values import (
+    FLOOR,
+    WEIGHT_FLOOR,
+    Exact,
+    bound_exact,
+    evaluate,
+    make_exact,
+)
 from stopdown.scaling.ranges import Range
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""
 
-FLOOR = 2.0**-18
-"""Room for what is subnormal in fp16, relative to the tensor's largest magnitude; it is enough where
-that is at least `LEAST_STORED` as it is stored."""
+LEAST_STORED = 2.0**-12
+"""A value's bound has to be at least this as it is stored, so that its room for what is subnormal is
+enough: 2**-25 for its own rounding and as much for that of a bias."""
 
-LEAST_STORED = 2.0**-7
-LEAST_STORED_WEIGHT = 2.0**-10
+LEAST_STORED_WEIGHT = 2.0**-25 / WEIGHT_FLOOR
+"""The same of a weight's largest magnitude."""
 
 SMALL = 1 << 16
 """A parameter of at most this many values is looked at element by element wherever it is used."""
@@ -222,7 +229,7 @@ class _Walk:
             norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
             norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
             bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
-        return inflate(bound, 2.0**-10, 2.0**-15, shape)
+        return inflate(bound, 2.0**-10, WEIGHT_FLOOR, shape)
 
     def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
         split = self.blocks.get(node)

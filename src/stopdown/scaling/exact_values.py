@@ -21,6 +21,12 @@ from stopdown.scaling.bound_values import Bound, Shape, make_bound
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
 """Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
 
+FLOOR = 2.0**-12
+"""Room for what is subnormal in fp16, relative to a tensor's largest magnitude."""
+
+WEIGHT_FLOOR = 2.0**-10
+"""The same of a weight."""
+
 MOST_ELEMENTS = 1 << 24
 
 MOVERS = frozenset(
@@ -245,7 +251,7 @@ def _round(node: Node, value: Exact) -> Exact:
         return value
     relative = ROUNDING.get(held.dtype, 0.0)
     peak = value.largest + value.radius
-    floor = float(peak.max()) * 2.0**-18 if held.dtype == torch.float16 and peak.numel() else 0.0
+    floor = float(peak.max()) * FLOOR if held.dtype == torch.float16 and peak.numel() else 0.0
     return Exact(value.center, value.radius + relative * peak + floor, value.batched)
 
 
@@ -326,7 +332,7 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
     count, sizes = weight.shape[1], weight.abs()
     largest = value.largest + value.radius
-    floor = 2.0**-15 * float(sizes.max()) * largest.sum(-1, keepdim=True)
+    floor = WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
     strayed = torch.nn.functional.linear(value.radius, sizes)
     strayed = strayed + (rounding + count * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
     if bias is not None:

@@ -39,6 +39,9 @@ class Scaling:
         outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
             the exponent that is taken off there.
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
+        values: how many fp16 values there are; 0 where nobody counted.
+        uncertain: places of those whose ranges were measured and not bounded.
+        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
     """
 
@@ -54,6 +57,9 @@ class Scaling:
     kept_buffers: tuple[str, ...] | None = None
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
+    values: int = 0
+    uncertain: tuple[str, ...] = ()
+    range_note: str = ""
     note: str = ""
 
 

@@ -18,6 +18,7 @@ from stopdown.capture import Answers, Capture, capture_call, note_answers, owner
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.numerics import headroom_bits, iterate_tensors
 from stopdown.records import ResidualStream
+from stopdown.scaling.certifying import Kind, check_ranges, find_uncertain, scale_by_bounds
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
 from stopdown.scaling.hooked import scale_by_hooks
@@ -53,6 +54,7 @@ def rescale_(
     dtype: torch.dtype = torch.float16,
     calls: Sequence[Call] = (),
     residual: str | None = None,
+    ranges: str | None = None,
     verify: bool = True,
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in `dtype` without overflow.
@@ -66,6 +68,9 @@ def rescale_(
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
             in `dtype`; where its architecture does not allow it, `.residual` of the result is
             `native`, and its scaling's `note` says why. None is `native`.
+        ranges: `measured` trusts these calls; `bound` takes ranges that hold for every input where
+            there are some, and `.certified` is True when there are for every fp16 value; `auto` takes
+            bounds where they cost nothing. None is `measured`.
         verify: run the calls before and after, and compare every bit, when the module is in fp32.
 
     Raises:
@@ -73,7 +78,7 @@ def rescale_(
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
             named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
             not changed.
-        OptionError: the residual is none of `RESIDUALS`.
+        OptionError: the residual is none of `RESIDUALS`, the ranges none of theirs.
 
     Cost: for each call a capture (seconds; three with an fp32 residual), and three forwards in fp32.
     """
@@ -82,7 +87,8 @@ def rescale_(
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
-    scaling = scale_anyhow(module, [[x] for x in given], dtype, check_residual(residual))
+    stream, basis = check_residual(residual), check_ranges(ranges)
+    scaling = scale_anyhow(module, [[x] for x in given], dtype, stream, basis)
     before = _run_all(given) if verify and _is_fp32(module) else None
     rescaling = fold_scaling(module, scaling)
     if before is not None:
@@ -110,12 +116,14 @@ def scale_calls(
     kinds: Sequence[Sequence[Call]],
     dtype: torch.dtype,
     residual: str = "native",
+    ranges: str = "measured",
 ) -> Scaling:
     """Exponents for calls of a module, its residual stream as asked for, or as it was and why.
 
     Args:
         kinds: calls by kind: those of one kind share a graph.
         residual: one of `RESIDUALS`.
+        ranges: `measured`, `bound` or `auto`.
 
     Raises:
         CaptureError, ScalingError: there are none, with the stream or without.
@@ -126,12 +134,14 @@ def scale_calls(
     if residual == "fp32":
         stream, note = plan_stream(module, [kind[0] for kind in kinds], dtype)
     try:
-        return replace(_scale_streamed(module, kinds, dtype, stream), note=note)
+        found = _scale_streamed(module, kinds, dtype, stream, ranges)
+        return replace(found, note=note)
     except ScalingError as error:
         if stream is None:
             raise
         note = f"{_NOT_WIDE} {error.what}"
-        return replace(_scale_streamed(module, kinds, dtype, None), note=note)
+        found = _scale_streamed(module, kinds, dtype, None, ranges)
+        return replace(found, note=note)
 
 
 def scale_anyhow(
@@ -157,9 +167,16 @@ def _scale_streamed(
     kinds: Sequence[Sequence[Call]],
     dtype: torch.dtype,
     stream: ResidualStream | None,
+    ranges: str,
 ) -> Scaling:
-    measured = [x for kind in kinds for x in _measure_kind(module, kind, dtype, stream)]
-    return find_scaling(module, measured, stream)
+    found = [
+        Kind(x, kind[0][1], kind[0][2] or {})
+        for kind in kinds
+        for x in _measure_kind(module, kind, dtype, stream)
+    ]
+    if ranges == "measured":
+        return find_scaling(module, [x.measured for x in found], stream)
+    return scale_by_bounds(module, found, ranges, partial(find_scaling, stream=stream))
 
 
 def _measure_kind(
@@ -360,6 +377,7 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     headroom, tightest = _find_tightest(problem, solution)
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
+    values, uncertain = find_uncertain(problem, at, solution.islands)
     return Scaling(
         exponents=_without_zeros(folds),
         eps=_without_zeros(eps),
@@ -367,6 +385,9 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
         islands=solution.islands,
         headroom_bits=headroom,
         tightest=tightest,
+        certified=bool(values) and not uncertain,
+        values=values,
+        uncertain=uncertain,
         pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
         island_flops=sum(problem.flops.get(path, 0.0) for path in solution.islands),
         kept_buffers=tuple(sorted(problem.kept_buffers)),

@@ -1,0 +1,258 @@
+"""Ranges that rest on bounds, on measurements, or on each where it is better; and what is certified.
+
+A bound holds for every input, so exponents that fit it never overflow. Where a bound is much looser
+than what was measured (a group norm over a whole video), taking it would cost precision: `auto` takes
+it only where exponents stay about what measured ranges give, and keeps `CALIBRATED_BITS` more above
+what it measured elsewhere. `docs/certificates.md` has the argument.
+
+**Catches** by what a value's range is stated, and whether it is stored where the bound's room for
+rounding is enough.
+**Does not catch** inputs beyond the limits that the note names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stopdown.capture import name_parameters
+from stopdown.errors import OptionError, ScalingError
+from stopdown.scaling.bounds import LEAST_STORED, LEAST_STORED_WEIGHT, Bounds, Limits, bound_call
+from stopdown.scaling.folding import Scaling
+from stopdown.scaling.limits import name_inputs, state_limits
+from stopdown.scaling.problem import Measured, Problem
+from stopdown.scaling.ranges import Range, Ranges, log2_of
+
+RANGES = ("measured", "bound", "auto")
+"""What the exponents of a component can rest on."""
+
+CALIBRATED_BITS = 4.0
+"""Headroom over what was measured, where a bound is not taken although there are bounds."""
+
+LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
+"""How much looser than measured a bound may be, tried one after the other."""
+
+LOW_WEIGHT_BITS = -12.0
+"""A weight of typical size below this loses bits in fp16."""
+
+MORE_STRAIN_BITS = 0.25
+"""What bounds may cost: bits that are lost so, in the mean over the parameters."""
+
+Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A captured and measured call, and the arguments that it was captured with."""
+
+    measured: Measured
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def check_ranges(ranges: str | None) -> str:
+    """`measured`, `bound` or `auto`.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if ranges is None or ranges in RANGES:
+        return ranges or "measured"
+    raise OptionError(
+        f"Ranges were asked for as {ranges!r}.",
+        expected=f"They are one of {', '.join(RANGES)}.",
+        remedy="Use ranges='auto', or leave it out.",
+    )
+
+
+def scale_by_bounds(
+    module: torch.nn.Module, kinds: Sequence[Kind], ranges: str, find: Find
+) -> Scaling:
+    """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
+
+    Args:
+        kinds: what was captured and measured.
+        ranges: `bound` or `auto`.
+        find: finds exponents for calls.
+
+    Raises:
+        ScalingError: there are none.
+
+    Cost: one pass over the weights for each kind, and up to a dozen solutions.
+    """
+    named = name_parameters(module)
+    bounded = [_bound_kind(kind, named) for kind in kinds]
+    note = _note_limits(kinds, [limits for _, limits in bounded])
+    mixes = [
+        [
+            replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
+            for kind, (found, _) in zip(kinds, bounded, strict=True)
+        ]
+        for bits in LOOSEST_BITS
+    ]
+    plain = [kind.measured for kind in kinds]
+    scaling = _find_most(module, plain, mixes, find, free=ranges == "auto")
+    return _describe(scaling, note, [found for found, _ in bounded])
+
+
+def _bound_kind(kind: Kind, named: Mapping[str, torch.Tensor]) -> tuple[Bounds, Limits]:
+    call = kind.measured
+    seen = {
+        name: max(part.amax for part in call.ranges[name])
+        for name in call.capture.inputs
+        if name in call.ranges
+    }
+    limits = state_limits(call.capture, kind.args, kind.kwargs, measured=seen)
+    return bound_call(call.capture, named.__getitem__, limits, call.blocks), limits
+
+
+def _find_most(
+    module: torch.nn.Module,
+    plain: Sequence[Measured],
+    mixes: Sequence[Sequence[Measured]],
+    find: Find,
+    *,
+    free: bool,
+) -> Scaling:
+    """The exponents with the most bounds that need no more fp32, or cost no more in any way."""
+    best = find(module, plain)
+    for mixed in mixes:
+        try:
+            found = find(module, mixed)
+        except ScalingError:
+            continue
+        if _is_free(found, best, plain) if free else _is_as_narrow(found, best):
+            return found
+    return best
+
+
+def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
+    few = len(found.islands) <= len(best.islands)
+    return few and found.island_flops <= best.island_flops
+
+
+def _is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+    """No more in fp32, no more multiplies, about as many bits of weights lost, a bit to spare."""
+    count = max(sum(len(call.capture.parameters) for call in calls), 1)
+    strain = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return (
+        _is_as_narrow(found, best)
+        and len(found.multiplies) <= len(best.multiplies)
+        and found.headroom_bits >= min(1.0, best.headroom_bits)
+        and strain <= MORE_STRAIN_BITS * count
+    )
+
+
+def _measure_strain(scaling: Scaling, calls: Sequence[Measured]) -> float:
+    """Bits by which the typical sizes of folded weights lie too low, in sum."""
+    lost = 0.0
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
+            folds = [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
+            if sizes and folds:
+                lost += max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
+    return lost
+
+
+def mix_ranges(
+    measured: Ranges, bounds: Ranges, loosest_bits: float
+) -> dict[str, tuple[Range, ...]]:
+    """Bounds where they are there and no looser than this, else what was measured with room.
+
+    Typical sizes are those that were measured.
+    """
+    mixed = {}
+    for name, parts in measured.items():
+        stated = bounds.get(name)
+        if stated is None or len(stated) != len(parts):
+            mixed[name] = tuple(map(_widen, parts))
+        else:
+            pairs = zip(parts, stated, strict=True)
+            mixed[name] = tuple(_choose(seen, bound, loosest_bits) for seen, bound in pairs)
+    return mixed
+
+
+def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
+    if seen.amax > bound.amax or log2_of(bound.amax) - log2_of(seen.amax) > loosest_bits:
+        return _widen(seen)
+    return replace(seen, amax=bound.amax, certain=True)
+
+
+def _widen(seen: Range) -> Range:
+    return replace(seen, amax=seen.amax * 2.0**CALIBRATED_BITS)
+
+
+def find_uncertain(
+    problem: Problem, exponent: Callable[[int], int], islands: Sequence[str]
+) -> tuple[int, tuple[str, ...]]:
+    """How many fp16 values there are, and the places of those that rest on no bound.
+
+    A bound has room for what is subnormal only where the value's largest is not tiny as it is
+    stored; it counts as uncertain otherwise, and so does a weight.
+    """
+    count, uncertain = 0, []
+    for limit in problem.limits:
+        if limit.dtype != torch.float16 or set(limit.islands) & set(islands):
+            continue
+        stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
+        is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
+        least = LEAST_STORED_WEIGHT if limit.weight else LEAST_STORED
+        count += 1
+        if not (limit.range.certain or limit.weight) or (0 < stored < least and not is_bias):
+            uncertain.append(limit.place)
+    return count, tuple(uncertain)
+
+
+def _describe(scaling: Scaling, note: str, bounds: Sequence[Bounds]) -> Scaling:
+    share = describe_share(scaling.values, scaling.uncertain)
+    scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
+    said = [f"{share}{note}"]
+    if scores:
+        said.append(
+            f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
+            f"backend keeps them in it ({scores[0]})."
+        )
+    return replace(scaling, range_note=" ".join(said))
+
+
+def describe_share(values: int, uncertain: Sequence[str]) -> str:
+    """`100 % of 253 fp16 values certified`, or what share and what the rest rests on."""
+    if not values:
+        return "No value is in fp16"
+    if not uncertain:
+        return f"100 % of {values} fp16 values certified"
+    share = math.floor(1000 * max(values - len(uncertain), 0) / values) / 10
+    return (
+        f"{share:g} % of {values} fp16 values certified, the rest calibrated with "
+        f"{CALIBRATED_BITS:g} bits of headroom"
+    )
+
+
+def _note_limits(kinds: Sequence[Kind], limits: Sequence[Limits]) -> str:
+    """What the certificate assumes of the inputs, as the end of a sentence."""
+    largest: dict[str, float] = {}
+    words: list[str] = []
+    for kind, stated in zip(kinds, limits, strict=True):
+        names = [name for name, _ in name_inputs(kind.args, kind.kwargs)]
+        for placeholder, name in zip(kind.measured.capture.inputs, names, strict=True):
+            words += _word_input(placeholder, name or "its input", stated, largest)
+    words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
+    return f", for {', '.join(dict.fromkeys(words))}." if words else "."
+
+
+def _word_input(
+    placeholder: str, name: str, stated: Limits, largest: dict[str, float]
+) -> list[str]:
+    if placeholder in stated.timesteps:
+        return [f"every {name} from 0 to {float(stated.timesteps[placeholder].values[-1]):g}"]
+    if placeholder in stated.fixed:
+        return [f"{name} as measured"]
+    size = stated.largest.get(placeholder)
+    if size is not None:
+        largest[name] = max(largest.get(name, 0.0), size)
+    return []
