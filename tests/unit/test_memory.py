@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stopdown.errors import CaptureError, StopdownError
+from stopdown.app.commands import GenerateOptions, generate
+from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import placing, tracking
+from stopdown.memory.fitting import parse_bytes
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
@@ -22,6 +24,7 @@ from stopdown.pipelines.components import find_components, find_doors
 from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in
+from stopdown.records import RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 
@@ -281,3 +284,56 @@ def test_split_attention_gives_the_same_rows(
             found, split = attend(), measure_allocator(attend)
     torch.testing.assert_close(found, expected)
     assert split < 0.5 * whole
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GiB", 8 << 30), ("500 MiB", 500 << 20), ("1.5g", 3 << 29), ("64k", 1 << 16)],
+)
+def test_amounts_of_memory(text: str, count: int) -> None:
+    """Amounts are read with their units."""
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["much", "-1GiB", "0", "8 GiB of it", ""])
+def test_what_is_no_amount(text: str) -> None:
+    """Anything else is refused with an example."""
+    with pytest.raises(OptionError) as caught:
+        parse_bytes(text)
+    assert f"--memory {text} is not an amount of memory" in str(caught.value)
+    assert "Use --memory 8GiB" in str(caught.value)
+
+
+def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
+    return generate(
+        GenerateOptions(
+            source=str(folder),
+            prompt="a",
+            output=str(output),
+            steps=2,
+            height=64,
+            width=64,
+            precision="fp32",
+            memory=memory,
+        )
+    )
+
+
+def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
+    """The cheapest strategy that fits is taken, the picture is the same, and the record says it."""
+    folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
+    generate_sd(folder, tmp_path / "plain.png", None)
+    record = generate_sd(folder, tmp_path / "small.png", "1200KiB")
+    assert record.strategy == "component"
+    assert record.steps_down == ()
+    assert (tmp_path / "small.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
+
+
+def test_generate_says_what_would_fit(tmp_path: Path) -> None:
+    """A limit that nothing fits is refused before the run, with one that would do."""
+    folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
+    with pytest.raises(StopdownError) as caught:
+        generate_sd(folder, tmp_path / "none.png", "100KiB")
+    assert "the smallest strategy, leaf+slicing+tiling, is predicted to take" in str(caught.value)
+    assert "--memory 1MiB" in str(caught.value)
+    assert not (tmp_path / "none.png").exists()

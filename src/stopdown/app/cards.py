@@ -9,13 +9,14 @@ from rich.text import Text
 
 from stopdown.records import JournalUse, RunRecord
 
-_STAGES = ("prepare", "load", "encode", "denoise", "decode", "other", "write")
+_STAGES = ("prepare", "load", "rehearse", "encode", "denoise", "decode", "other", "write")
 
 
 def print_card(record: RunRecord, console: Console) -> None:
     """Print what each component really ran in and why, time by stage, memory and faults."""
     parts: list[RenderableType] = [_make_components(record), *_make_reasons(record)]
     parts += [Text(), _make_costs(record)]
+    parts += [_make_room(record)] if record.strategy else []
     parts += [_make_repairs(record)] if record.repairs else []
     parts += [_make_journal(record.journal)] if record.journal else []
     parts += [_make_finding(record)] if record.findings else []
@@ -62,6 +63,16 @@ def _make_costs(record: RunRecord) -> Text:
         f"time    {record.elapsed_s:.1f} s ({times}; of these Stopdown's own {record.own_s:.3f})\n"
         f"memory  {format_bytes(record.peak_bytes)} ({record.peak_source})"
     )
+
+
+def _make_room(record: RunRecord) -> Text:
+    """How the run stayed within its memory, and which calls were run again for it."""
+    lines = [f"\nstayed within {record.request.get('memory', '')} by: {record.strategy}"]
+    lines += [
+        f"{one.component} ran out of memory with {one.before}; run again with {one.after}"
+        for one in record.steps_down
+    ]
+    return Text("\n".join(lines))
 
 
 def _make_repairs(record: RunRecord) -> Text:

@@ -115,6 +115,13 @@ def generate(
     journal_limit: Annotated[
         float, typer.Option(help="GiB at which the journal ends; the run goes on without it.")
     ] = 4.0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Stay within this much memory, 8GiB, or within what the device has, auto: weights "
+            "that wait elsewhere, tiles, pieces; a call that runs out is run again with less."
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
     ] = False,
@@ -146,6 +153,7 @@ def generate(
         keep_repairs=keep_repairs,
         journal=journal,
         journal_limit=journal_limit,
+        memory=memory,
     )
     record = _run_generate(options, as_json)
     raise typer.Exit(1 if record.findings and strict else 0)

@@ -18,6 +18,7 @@ from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
+    from stopdown.memory.room import Room
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.planning.loading import Loaded
@@ -45,6 +46,7 @@ class GenerateOptions:
         keep_repairs: write what was repaired into the plan that `precision` names.
         journal: folder for the outputs of calls, from which a killed run goes on.
         journal_limit: GiB at which it ends.
+        memory: a limit that the run stays within, `8GiB`, or `auto`; None takes what it takes.
     """
 
     source: str
@@ -70,6 +72,7 @@ class GenerateOptions:
     keep_repairs: bool = False
     journal: Path | None = None
     journal_limit: float = 4.0
+    memory: str | None = None
 
 
 class Display(Protocol):
@@ -154,8 +157,10 @@ def _generate(
     )
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
-        loaded = _load(loader, described, display, stages)
-        frames, seen, amended = _run(loaded, request, options, display, stages, journal)
+        loaded = _load(loader, described, options, display, stages)
+        room = _make_room(loaded, request, device, options, display, stages)
+        with room or contextlib.nullcontext():
+            frames, seen, amended = _run(loaded, request, options, display, stages, journal)
     findings = _write(options, frames, stages)
     return RunRecord(
         source=options.source,
@@ -175,6 +180,8 @@ def _generate(
         output=options.output,
         elapsed_s=time.perf_counter() - started,
         repairs=seen.repairs,
+        strategy=room.taken.strategy.name if room else "",
+        steps_down=tuple(room.steps_down) if room else (),
         amended_plan=_keep_repairs(amended, options, display),
         unwatched=seen.unwatched,
         maxima=seen.maxima,
@@ -311,6 +318,7 @@ def _measured(device: Device) -> Iterator[PeakMemory]:
 def _load(
     loader: Callable[..., Loaded],
     described: Path,
+    options: GenerateOptions,
     display: Display,
     stages: dict[str, float],
 ) -> Loaded:
@@ -318,9 +326,47 @@ def _load(
     loaded = loader(
         progress=lambda what, done, total: display.progress("load", what, done, total),
         config=described,
+        move=options.memory is None,
     )
     stages["load"] = time.perf_counter() - begun
     return loaded
+
+
+def _make_room(
+    loaded: Loaded,
+    request: Request,
+    device: Device,
+    options: GenerateOptions,
+    display: Display,
+    stages: dict[str, float],
+) -> Room | None:
+    """What keeps the run within `--memory`; None when no limit was asked for."""
+    if options.memory is None:
+        return None
+    import tempfile
+
+    from stopdown.memory.fitting import parse_bytes
+    from stopdown.memory.room import make_room
+    from stopdown.pipelines.requests import build_arguments, find_steps
+    from stopdown.planning.examining import has_fused_attention
+    from stopdown.profiles import describe_device
+
+    begun = time.perf_counter()
+    arguments = build_arguments(loaded.pipe, request)
+    limit = device.memory_bytes if options.memory == "auto" else parse_bytes(options.memory)
+    formats = {decision.precision for decision in loaded.decisions}
+    room = make_room(
+        loaded.pipe,
+        arguments,
+        limit,
+        steps=find_steps(loaded.pipe, arguments),
+        fused=has_fused_attention(describe_device(device), formats),
+        device=device.torch_name,
+        store=Path(tempfile.gettempdir()) if device.type == "cpu" else None,
+        announce=display.announce,
+    )
+    stages["rehearse"] = time.perf_counter() - begun
+    return room
 
 
 def _run(
@@ -402,7 +448,8 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
         raise StopdownError(
             f"The device ran out of memory: {' '.join(str(error).split())[:200]}",
             expected="A run needs room for the weights and for the largest layer's values.",
-            remedy="Use a smaller --height and --width, fewer --frames, or a 16-bit --precision.",
+            remedy="Add --memory auto, or use a smaller --height and --width, fewer --frames, or a "
+            "16-bit --precision.",
         ) from error
 
 

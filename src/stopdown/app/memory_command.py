@@ -98,6 +98,7 @@ def _predict(
     from stopdown.memory.fitting import predict_all
     from stopdown.pipelines.requests import build_arguments
     from stopdown.pipelines.stand_ins import build_stand_in
+    from stopdown.planning.examining import has_fused_attention
 
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in precisions.items()}
     pipe = build_stand_in(source, dtypes, keep_fp32=not is_planned)
@@ -106,18 +107,9 @@ def _predict(
         pipe,
         build_arguments(pipe, request),
         steps=options.steps,
-        fused=_is_fused(profile, set(precisions.values())),
+        fused=has_fused_attention(profile, set(precisions.values())),
         progress=lambda done, total: display.progress("plan", "rehearsing", done, total),
     )
-
-
-def _is_fused(profile: Profile, formats: set[str]) -> bool:
-    """Whether the device has an attention kernel without a score matrix in each of these formats."""
-    from stopdown.backends import list_attention
-
-    kernels = list_attention(profile.kind, profile.number)
-    fused = {entry for name, taken in kernels.items() if name != "math" for entry in taken}
-    return formats <= fused
 
 
 def _judge(

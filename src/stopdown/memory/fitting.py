@@ -68,7 +68,7 @@ def predict_all(
 
     Args:
         pipe: from `stand_ins`.
-        arguments: of the pipeline's call; a generator among them is reseeded for each variant.
+        arguments: of the pipeline's call.
         steps: denoising steps of the real run.
         fused: whether attention runs in a kernel that keeps no score matrix.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import torch
 
 from stopdown.errors import StopdownError
+from stopdown.memory.fitting import HEADROOM, choose, find_smallest, predict_all
 from stopdown.memory.placing import put_placement, put_variant
 from stopdown.memory.strategies import Prediction
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, put_door
+from stopdown.pipelines.stand_ins import copy_stand_in
 from stopdown.records import StepDown
 
 MOST_STEPS_DOWN = 4
@@ -133,6 +136,58 @@ class Room:
             f"{door.component} ran out of memory with {before.strategy.name}; its call is run again "
             f"with {name}, which is predicted to take {format_bytes(self.taken.peak_bytes)}."
         )
+
+
+def make_room(
+    pipe: Any,
+    arguments: dict[str, Any],
+    limit_bytes: int,
+    *,
+    steps: int,
+    fused: bool,
+    device: str = "cpu",
+    store: Path | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> Room:
+    """Rehearse a run of a pipeline, and choose the strategy that costs the least time in a limit.
+
+    Args:
+        arguments: of the pipeline's call.
+        limit_bytes: of weights and values together.
+        steps: denoising steps.
+        fused: whether attention runs in a kernel that keeps no score matrix.
+
+    Raises:
+        StopdownError: nothing fits; the message names the smallest.
+        CaptureError: a component's code cannot be rehearsed.
+    """
+    stand_in = copy_stand_in(pipe)
+    stand_in.set_progress_bar_config(disable=True)
+    fit = predict_all(stand_in, arguments, steps=steps, fused=fused)
+    chosen = choose(fit, limit_bytes)
+    if chosen is None:
+        least = find_smallest(fit)
+        raise StopdownError(
+            f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
+            f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.",
+            expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
+            remedy="Use a smaller --height and --width, fewer --frames, a 16-bit --precision, or "
+            f"--memory {_round_up(least.peak_bytes / HEADROOM)}.",
+        )
+    return Room(
+        pipe,
+        chosen,
+        fit.predictions,
+        fit.strays,
+        device=device,
+        store=store,
+        announce=announce,
+    )
+
+
+def _round_up(count: float) -> str:
+    """An amount that `--memory` takes, no smaller than a number of bytes."""
+    return f"{math.ceil(count / 2**20)}MiB"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

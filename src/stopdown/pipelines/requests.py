@@ -193,3 +193,12 @@ def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
             )
             return int(asked or made_for or 2)
     return 1
+
+
+def find_steps(pipe: Any, arguments: dict[str, Any]) -> int:
+    """How many denoising steps a call will make, as far as its arguments and the defaults say."""
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    for name in _NAMES["steps"]:
+        if name in parameters:
+            return int(arguments.get(name) or parameters[name].default or 1)
+    return 1

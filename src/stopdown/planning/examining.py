@@ -253,3 +253,10 @@ def _list_faults(kinds: tuple[str, ...]) -> tuple[str, ...]:
         for fault in faults
     )
     return tuple(dict.fromkeys(said))
+
+
+def has_fused_attention(profile: Profile, formats: Iterable[str]) -> bool:
+    """Whether a device has, in each of these formats, an attention kernel that keeps no scores."""
+    kernels = list_attention(profile.kind, profile.number)
+    fused = {entry for name, taken in kernels.items() if name != "math" for entry in taken}
+    return set(formats) <= fused

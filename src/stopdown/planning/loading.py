@@ -104,12 +104,16 @@ def load_decided(
     *,
     progress: Progress | None = None,
     config: str | Path | None = None,
+    move: bool = True,
 ) -> Loaded:
     """Load a pipeline as decided and move it to a device.
 
     An autoencoder whose two directions differ is loaded in the wider format; the other direction
     gets a copy of its own, so that nothing is cast to and fro during a run. Where components differ,
     arguments are cast at their doors.
+
+    Args:
+        move: False leaves the weights in host memory.
 
     Raises:
         SourceError: the weights do not fit their model.
@@ -123,9 +127,9 @@ def load_decided(
         name = _name_component(door.component)
         if door.component in wanted and wanted[door.component] != widest[name]:
             narrow = cast_component_(copy.deepcopy(door.owner), wanted[door.component])
-            narrow.to(device.torch_name)
+            narrow.to(device.torch_name if move else "cpu")
             patches.set_attribute(door.owner, door.method, getattr(narrow, door.method))
-    if device.type != "cpu":
+    if device.type != "cpu" and move:
         pipe.to(device.torch_name)  # for "cpu" it would only warn about fp16
     if len(set(wanted.values())) > 1:
         for door in find_doors(pipe):
