@@ -188,9 +188,10 @@ def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str
 
 
 def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
-    """Of each two precisions with sound pictures, on how many prompts the one is nearer."""
-    for index, one in enumerate(names):
-        for other in names[index + 1 :]:
+    """Of each two precisions with sound pictures, on how many prompts the one is nearer; best first."""
+    ordered = sorted(names, key=lambda name: _find_typical(rows, name))
+    for index, one in enumerate(ordered):
+        for other in ordered[index + 1 :]:
             pairs = [(_find_rmse(row, one), _find_rmse(row, other)) for row in rows]
             known = [(a, b) for a, b in pairs if a is not None and b is not None]
             nearer = sum(a < b for a, b in known)
@@ -203,6 +204,11 @@ def compare_pairs(rows: Sequence[Row], names: Sequence[str]) -> Iterable[str]:
                     f"{best} is nearer to the reference than {worse} on {count} of {len(known)} "
                     f"prompt{'s' * (len(known) != 1)}."
                 )
+
+
+def _find_typical(rows: Sequence[Row], name: str) -> float:
+    found = [rmse for row in rows if (rmse := _find_rmse(row, name)) is not None]
+    return statistics.median(found) if found else 0.0
 
 
 def _find_rmse(row: Row, name: str) -> float | None:
