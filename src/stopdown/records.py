@@ -426,6 +426,9 @@ class ComponentPlan:
             where nothing was measured.
         tightest: the value with the least headroom.
         certified: True when the ranges are bounds that no input exceeds; False when measured.
+        values: how many fp16 values and weights there are, where bounds were asked for.
+        bounded: how many of them rest on bounds.
+        uncertain: places of the others, which rest on measurements or guesses.
         calls, prompts: how many calls and prompts were measured.
         pinned: operation without a rule to the places where it stands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those that
@@ -449,6 +452,9 @@ class ComponentPlan:
     headroom_bits: float | None = None
     tightest: str = ""
     certified: bool = False
+    values: int = 0
+    bounded: int = 0
+    uncertain: tuple[str, ...] = ()
     calls: int = 0
     prompts: int = 0
     pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -49,6 +49,12 @@ def build_empty_component(
     return module
 
 
+def build_component(source: Source, name: str) -> torch.nn.Module:
+    """One component of a source from its configuration, under whatever mode the caller has set."""
+    library, class_name = source.components[name]
+    return _build(find_class(library, class_name), source.path / name)
+
+
 def _build(module_class: Any, folder: Path) -> torch.nn.Module:
     if module_class.__module__.startswith("transformers"):
         config = module_class.config_class.from_pretrained(folder, local_files_only=True)

@@ -31,6 +31,7 @@ from stopdown.planning.plans import count_folds, sample_weights
 from stopdown.planning.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.scaling.certifying import describe_share
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -319,6 +320,15 @@ def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[
     )
 
 
+def _describe_basis(entry: ComponentPlan) -> str:
+    """What the ranges rest on: bounds, measured calls, or some of each."""
+    if entry.certified:
+        return "certified"
+    if not entry.values:
+        return f"calibrated on {entry.calls} calls"
+    return describe_share(entry.values, entry.bounded)
+
+
 def describe_entry(entry: ComponentPlan, name: str) -> str:
     """A component's entry in one sentence, or the reasons why it is not in fp16."""
     if entry.precision != "fp16":
@@ -331,5 +341,5 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
         parts.append("fp32 residual stream")
     if entry.headroom_bits is not None:
         parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
-    basis = "certified" if entry.certified else f"calibrated on {entry.calls} calls"
+    basis = _describe_basis(entry)
     return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

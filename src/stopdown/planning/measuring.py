@@ -40,6 +40,7 @@ def scale_component(
     calls: Sequence[RecordedCall],
     dtype: torch.dtype,
     residual: str = "native",
+    ranges: str = "measured",
 ) -> tuple[Scaling, tuple[str, ...]]:
     """Exponents for a component in fp32, found and tried, and what is to be said about them.
 
@@ -47,6 +48,7 @@ def scale_component(
 
     Args:
         residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
+        ranges: `measured`, `bound` or `auto`.
 
     Raises:
         CaptureError: a call cannot be captured.
@@ -60,12 +62,12 @@ def scale_component(
     real = group_calls([call for call in calls if not call.made_up])
     made_up = group_calls([call for call in calls if call.made_up])
     if not made_up:
-        return _find_exact(module, real, dtype, residual), ()
+        return _find_exact(module, real, dtype, residual, ranges), ()
     try:
-        return _find_exact(module, [*real, *made_up], dtype, residual), (_MADE_UP,)
+        return _find_exact(module, [*real, *made_up], dtype, residual, ranges), (_MADE_UP,)
     except (CaptureError, ScalingError) as error:
         note = f"Encoding was not measured: {error.what}"
-        return _find_exact(module, real, dtype, residual), (note,)
+        return _find_exact(module, real, dtype, residual, ranges), (note,)
 
 
 def _find_exact(
@@ -73,9 +75,10 @@ def _find_exact(
     kinds: Sequence[Sequence[RecordedCall]],
     dtype: torch.dtype,
     residual: str,
+    ranges: str,
 ) -> Scaling:
     placed = [[_place_call(module, call) for call in group] for group in kinds]
-    scaling = scale_anyhow(module, placed, dtype, residual)
+    scaling = scale_anyhow(module, placed, dtype, residual, ranges)
     if "" in scaling.islands:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     _demand_exact(module, scaling, [group[0] for group in kinds])

@@ -44,6 +44,7 @@ from stopdown.planning.precision import ComponentFacts, choose_precision
 from stopdown.planning.recording import Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
+from stopdown.scaling.certifying import check_ranges
 from stopdown.scaling.weights import find_quantised
 
 PROMPTS = (
@@ -77,6 +78,7 @@ def make_plan(
     prompts: Sequence[str] | None = None,
     steps: int = 4,
     residual: str | None = None,
+    ranges: str | None = None,
     request: Request | None = None,
     config: str | Path | None = None,
     progress: Progress | None = None,
@@ -93,6 +95,9 @@ def make_plan(
         steps: denoising steps of each run; the first, middle and last are measured.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
             allows it, beside fp16 matrix products; None and `native` leave it as it is.
+        ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
+            can; `auto` takes bounds where they cost nothing, and measures with room where they
+            are too loose. None is `measured`.
         request: sizes, guidance and picture or video of the runs; None leaves the model's defaults.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         progress: told of stage, what, done and total.
@@ -105,7 +110,8 @@ def make_plan(
     many forwards again as were kept.
     """
     started = time.perf_counter()
-    wanted, stream = _check_precision(precision), check_residual(residual)
+    wanted = _check_precision(precision)
+    options = (wanted, check_residual(residual), check_ranges(ranges))
     if steps < 1:
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
     given = request or Request()
@@ -114,7 +120,7 @@ def make_plan(
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
-        components = _plan_components(opened, recorded, len(requests), (wanted, stream), progress)
+        components = _plan_components(opened, recorded, len(requests), options, progress)
     return seal_plan(
         Plan(
             source=opened.name,
@@ -233,7 +239,7 @@ def _plan_components(
     opened: _Opened,
     recorded: Mapping[str, Sequence[RecordedCall]],
     prompts: int,
-    wanted: tuple[str, str],
+    wanted: tuple[str, str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
     modules = find_components(opened.pipe)
@@ -254,6 +260,7 @@ def _plan_component(
     calls: Sequence[RecordedCall],
     precision: str,
     residual: str,
+    ranges: str,
 ) -> ComponentPlan:
     bare = ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
     if method := find_quantised(module):
@@ -264,7 +271,7 @@ def _plan_component(
         return _fall_back(opened, bare, why)
     dtype = FORMATS[precision].torch_dtype
     try:
-        scaling, notes = scale_component(module, calls, dtype, residual)
+        scaling, notes = scale_component(module, calls, dtype, residual, ranges)
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         return _fall_back(opened, bare, describe_failure(error))
     return describe_scaling(bare, scaling, precision, len(calls), notes)
@@ -300,21 +307,25 @@ def describe_scaling(
         headroom_bits=round(scaling.headroom_bits, 3) if finite else None,
         tightest=scaling.tightest,
         certified=scaling.certified,
+        values=scaling.values if scaling.range_note else 0,
+        bounded=scaling.values - len(scaling.uncertain) if scaling.range_note else 0,
+        uncertain=tuple(dict.fromkeys(scaling.uncertain)) if scaling.range_note else (),
         calls=calls,
         pinned=dict(scaling.pinned),
         kept_buffers=scaling.kept_buffers,
         outputs={str(number): exponent for number, exponent in scaling.outputs.items()},
         stream=scaling.stream,
     )
-    said = [x for x in (scaling.note, *notes) if x]
+    said = [x for x in (scaling.range_note, scaling.note, *notes) if x]
     return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
 
 
 def _list_reasons(entry: ComponentPlan) -> list[str]:
     reasons = []
     if entry.headroom_bits is not None:
+        where = f"In {entry.calls} measured calls" if entry.calls else "By bounds from its weights"
         reasons.append(
-            f"In {entry.calls} measured calls every 16-bit value stays {entry.headroom_bits:.1f} bits "
+            f"{where} every 16-bit value stays {entry.headroom_bits:.1f} bits "
             f"below the end of fp16; the tightest is {entry.tightest}."
         )
     if entry.exponents:

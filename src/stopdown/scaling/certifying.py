@@ -18,13 +18,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.fx import Node
 
-from stopdown.capture import name_parameters
+from stopdown.capture import Capture, name_parameters
 from stopdown.errors import OptionError, ScalingError
-from stopdown.scaling.bounds import LEAST_STORED, LEAST_STORED_WEIGHT, Bounds, Limits, bound_call
+from stopdown.scaling.blocks import Blocks, is_float
+from stopdown.scaling.bounds import (
+    LEAST_STORED,
+    LEAST_STORED_WEIGHT,
+    Bounds,
+    Limits,
+    Load,
+    bound_call,
+)
 from stopdown.scaling.folding import Scaling
 from stopdown.scaling.limits import name_inputs, state_limits
-from stopdown.scaling.problem import Measured, Problem
+from stopdown.scaling.problem import Measured, Problem, split_values
 from stopdown.scaling.ranges import Range, Ranges, log2_of
 
 RANGES = ("measured", "bound", "auto")
@@ -38,6 +47,9 @@ LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.
 
 LOW_WEIGHT_BITS = -12.0
 """A weight of typical size below this loses bits in fp16."""
+
+PEAK = 8.0
+"""Largest over typical size of a value that was not measured."""
 
 MORE_STRAIN_BITS = 0.25
 """What bounds may cost: bits that are lost so, in the mean over the parameters."""
@@ -87,16 +99,17 @@ def scale_by_bounds(
     named = name_parameters(module)
     bounded = [_bound_kind(kind, named) for kind in kinds]
     note = _note_limits(kinds, [limits for _, limits in bounded])
-    mixes = [
-        [
-            replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
-            for kind, (found, _) in zip(kinds, bounded, strict=True)
-        ]
-        for bits in LOOSEST_BITS
-    ]
+    mixes = [_mix_all(kinds, [found for found, _ in bounded], bits) for bits in LOOSEST_BITS]
     plain = [kind.measured for kind in kinds]
     scaling = _find_most(module, plain, mixes, find, free=ranges == "auto")
     return _describe(scaling, note, [found for found, _ in bounded])
+
+
+def _mix_all(kinds: Sequence[Kind], bounds: Sequence[Bounds], bits: float) -> list[Measured]:
+    return [
+        replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
+        for kind, found in zip(kinds, bounds, strict=True)
+    ]
 
 
 def _bound_kind(kind: Kind, named: Mapping[str, torch.Tensor]) -> tuple[Bounds, Limits]:
@@ -108,6 +121,74 @@ def _bound_kind(kind: Kind, named: Mapping[str, torch.Tensor]) -> tuple[Bounds, 
     }
     limits = state_limits(call.capture, kind.args, kind.kwargs, measured=seen)
     return bound_call(call.capture, named.__getitem__, limits, call.blocks), limits
+
+
+def scale_unmeasured(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    load: Load,
+    find: Find,
+) -> Scaling:
+    """Exponents from the weights alone: no value was measured, typical sizes are guessed.
+
+    Args:
+        module: fake; only its modules and their attributes are looked at.
+        calls: captured calls and the arguments that they were captured with.
+        load: gives a parameter or buffer by name.
+
+    Raises:
+        ScalingError: there are none.
+
+    Cost: one pass over the weights for each call, and up to a dozen solutions.
+    """
+    kinds, bounded = [], []
+    for capture, args, kwargs in calls:
+        limits, blocks = state_limits(capture, args, kwargs), split_values(capture)
+        found = bound_call(capture, load, limits, blocks)
+        measured = Measured(capture, blocks, _guess_ranges(capture, found, blocks))
+        kinds.append(Kind(measured, args, kwargs))
+        bounded.append((found, limits))
+    mixes = [_mix_all(kinds, [found for found, _ in bounded], bits) for bits in LOOSEST_BITS]
+    scaling = _find_narrowest(module, mixes, find)
+    note = _note_limits(kinds, [limits for _, limits in bounded])
+    return _describe(scaling, note, [found for found, _ in bounded], _GUESSED)
+
+
+def _guess_ranges(
+    capture: Capture, found: Bounds, blocks: Mapping[Node, Blocks]
+) -> dict[str, tuple[Range, ...]]:
+    """Stand-ins for what was not measured: a few times the typical size; 0 for what is unknown."""
+    guessed: dict[str, tuple[Range, ...]] = {}
+    for node in capture.graph.graph.nodes:
+        if not is_float(node) or node.op == "output":
+            continue
+        parts = found.ranges.get(node.name)
+        if parts is None:
+            parts = (Range(0.0, 0.0, 0.0),) * (len(blocks[node]) if node in blocks else 1)
+        elif node.name not in capture.parameters:
+            parts = tuple(replace(x, amax=min(x.amax, PEAK * x.rms), certain=False) for x in parts)
+        guessed[node.name] = parts
+    return guessed
+
+
+def _find_narrowest(
+    module: torch.nn.Module, mixes: Sequence[Sequence[Measured]], find: Find
+) -> Scaling:
+    """The exponents with the most bounds that leave the least in fp32."""
+    best: Scaling | None = None
+    for mixed in mixes:
+        try:
+            found = find(module, mixed)
+        except ScalingError:
+            continue
+        if best is None or (found.island_flops, len(found.islands)) < (
+            best.island_flops,
+            len(best.islands),
+        ):
+            best = found
+        if not found.islands:
+            return found
+    return best if best is not None else find(module, mixes[0])
 
 
 def _find_most(
@@ -208,8 +289,16 @@ def find_uncertain(
     return count, tuple(uncertain)
 
 
-def _describe(scaling: Scaling, note: str, bounds: Sequence[Bounds]) -> Scaling:
-    share = describe_share(scaling.values, scaling.uncertain)
+_MEASURED = f"the rest calibrated with {CALIBRATED_BITS:g} bits of headroom"
+_GUESSED = (
+    "the rest guessed: measure it, stopdown plan SOURCE --ranges auto, or let the guard watch it"
+)
+
+
+def _describe(
+    scaling: Scaling, note: str, bounds: Sequence[Bounds], rest: str = _MEASURED
+) -> Scaling:
+    share = describe_share(scaling.values, scaling.values - len(scaling.uncertain), rest)
     scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
     said = [f"{share}{note}"]
     if scores:
@@ -220,17 +309,14 @@ def _describe(scaling: Scaling, note: str, bounds: Sequence[Bounds]) -> Scaling:
     return replace(scaling, range_note=" ".join(said))
 
 
-def describe_share(values: int, uncertain: Sequence[str]) -> str:
+def describe_share(values: int, bounded: int, rest: str = _MEASURED) -> str:
     """`100 % of 253 fp16 values certified`, or what share and what the rest rests on."""
     if not values:
         return "No value is in fp16"
-    if not uncertain:
+    if bounded == values:
         return f"100 % of {values} fp16 values certified"
-    share = math.floor(1000 * max(values - len(uncertain), 0) / values) / 10
-    return (
-        f"{share:g} % of {values} fp16 values certified, the rest calibrated with "
-        f"{CALIBRATED_BITS:g} bits of headroom"
-    )
+    share = math.floor(1000 * bounded / values) / 10
+    return f"{share:g} % of {values} fp16 values certified, {rest}"
 
 
 def _note_limits(kinds: Sequence[Kind], limits: Sequence[Limits]) -> str:
