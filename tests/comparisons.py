@@ -21,7 +21,15 @@ from stopdown.comparison.records import (
 )
 from stopdown.comparison.verdicts import compare_pairs, judge_cell, judge_variant, recommend
 from stopdown.media import find_frame_faults, to_uint8
-from stopdown.records import CallSummary, ComponentPlan, Decision, Finding, Plan, RunRecord
+from stopdown.records import (
+    BlockMaximum,
+    CallSummary,
+    ComponentPlan,
+    Decision,
+    Finding,
+    Plan,
+    RunRecord,
+)
 
 NAMES = ("fp32", "bf16", "fp16", "plan")
 SPREADS = {"fp32": 0.0, "bf16": 0.008, "fp16": math.nan, "plan": 0.002}
@@ -44,6 +52,11 @@ RUN = RunRecord(
     findings=(Finding("frozen-frames", "output", "All 9 frames are one.", "Use another seed."),),
     output="circle.mp4",
     elapsed_s=3.0,
+    maxima=(
+        BlockMaximum("transformer", "blocks.0", 0, "bf16", 65504.0 * 4),
+        BlockMaximum("transformer", "blocks.0", 1, "bf16", None),
+        BlockMaximum("vae.decode", "decoder.up_blocks.0", None, "bf16", 1.0),
+    ),
 )
 """A run of `generate`, by hand."""
 

@@ -14,7 +14,7 @@ import torch
 
 from stopdown import compare, testing
 from stopdown.comparison import matrix, running
-from stopdown.comparison.probing import LARGEST, Probe, find_blocks
+from stopdown.comparison.probing import LARGEST, Probe, find_sites
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.errors import OptionError
@@ -215,7 +215,7 @@ def test_blocks_are_members_of_lists_and_what_stands_beside() -> None:
     block.inner = torch.nn.Linear(2, 2)
     model = torch.nn.Module()
     model.first, model.blocks = torch.nn.Linear(2, 2), torch.nn.ModuleList([block, inner])
-    assert find_blocks(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
+    assert find_sites(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
 
 
 def test_saturated_values_are_counted() -> None:

@@ -125,6 +125,8 @@ def test_a_run_has_a_page() -> None:
         assert text in page, text
     assert 'src="data:video/mp4;base64,AAAA"' in page
     assert "<video" not in render_run(RUN)
+    for square in ('class="over"', 'class="nf"', 'class="far"', 'data-b="−2.0"'):
+        assert square in page, square
 
 
 def test_report_finds_the_output_beside(tmp_path: Path) -> None:

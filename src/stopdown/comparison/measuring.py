@@ -131,7 +131,7 @@ def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
 
 
 def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | None:
-    """The first block, in order of the calls, whose sample is further away than `PARTING`.
+    """The first block, in order of the calls, that is not finite or whose sample is off by `PARTING`.
 
     Args:
         scaled: blocks may hold values times powers of two (a plan's exponents): those are taken
@@ -143,6 +143,9 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | N
             continue
         if not torch.isfinite(other).all() or not other.any():
             continue
+        if is_lost(trace, reference, key):
+            component, step, path = key
+            return Parting(component, step, f"{component}:{path}", None, PARTING)
         value = trace.samples[key]
         value = _take_powers_off(value, other) if scaled else value
         error = relative_l2(value, other)
@@ -151,6 +154,12 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | N
             finite = error if math.isfinite(error) else None
             return Parting(component, step, f"{component}:{path}", finite, PARTING)
     return None
+
+
+def is_lost(trace: Trace, reference: Trace, key: tuple[str, int | None, str]) -> bool:
+    """Whether a block gave NaN or Inf anywhere, where the reference's values were finite."""
+    own, other = trace.amax.get(key, 0.0), reference.amax.get(key, 0.0)
+    return math.isfinite(other) and not math.isfinite(own)
 
 
 def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

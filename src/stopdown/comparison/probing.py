@@ -113,7 +113,7 @@ class Probe:
                 if next(module.children(), None) is None:
                     handle = module.register_forward_hook(functools.partial(_clamp, pending))
                     self._patches.defer(handle.remove)
-        pending.blocks = find_blocks(owner)
+        pending.blocks = find_sites(owner)
         for path in pending.blocks:
             note = functools.partial(_note, pending, path)
             handle = owner.get_submodule(path).register_forward_hook(note)
@@ -215,7 +215,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
     return torch.nan_to_num(output, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
 
 
-def find_blocks(owner: torch.nn.Module) -> tuple[str, ...]:
+def find_sites(owner: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the blocks of a component: members of module lists, and what stands beside them."""
     found = []
     for path, module in owner.named_modules():

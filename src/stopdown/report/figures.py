@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stopdown.comparison.records import Cell, Comparison, Heat
+from stopdown.records import BlockMaximum
 
 SPOILT = -1000.0
 """How a record says that a value was not finite where bits stand otherwise."""
@@ -268,16 +269,43 @@ class HeatMap:
 def draw_maps(comparison: Comparison) -> tuple[HeatMap, ...]:
     """Headroom by block and step for each component and precision."""
     components = dict.fromkeys(h.component for v in comparison.variants for h in v.heats)
-    return tuple(_draw_map(comparison, component) for component in components)
+    return tuple(_draw_map(name, _collect_heats(comparison, name)) for name in components)
 
 
-def _draw_map(comparison: Comparison, component: str) -> HeatMap:
-    heats: dict[str, Heat] = {
+def draw_run_maps(maxima: Sequence[BlockMaximum]) -> tuple[HeatMap, ...]:
+    """Headroom of one run by block and step, in the formats that the blocks returned."""
+    found: dict[str, dict[str, dict[int, float | None]]] = {}
+    formats: dict[str, dict[str, None]] = {}
+    for entry in maxima:
+        sites = found.setdefault(entry.component, {})
+        sites.setdefault(entry.path, {})[entry.step or 0] = count_bits(entry.amax)
+        formats.setdefault(entry.component, {})[entry.precision] = None
+    maps = []
+    for component, sites in found.items():
+        steps = sorted({step for bits in sites.values() for step in bits})
+        rows = tuple(tuple(bits.get(step) for step in steps) for bits in sites.values())
+        heat = Heat(component, tuple(sites), rows)
+        maps.append(_draw_map(component, {" + ".join(formats[component]): heat}))
+    return tuple(maps)
+
+
+def count_bits(amax: float | None) -> float | None:
+    """Bits from a magnitude up to 65504; None for zero, `SPOILT` for what is not finite."""
+    if amax is None or not math.isfinite(amax):
+        return SPOILT
+    return round(math.log2(65504.0) - math.log2(amax), 2) if amax > 0 else None
+
+
+def _collect_heats(comparison: Comparison, component: str) -> dict[str, Heat]:
+    return {
         variant.name: heat
         for variant in comparison.variants
         for heat in variant.heats
         if heat.component == component
     }
+
+
+def _draw_map(component: str, heats: Mapping[str, Heat]) -> HeatMap:
     sites = tuple(dict.fromkeys(site for heat in heats.values() for site in heat.sites))
     steps = max((len(row) for heat in heats.values() for row in heat.bits), default=1)
     size = 26 if steps == 1 else max(4, min(14, 240 // steps))

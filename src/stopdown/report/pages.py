@@ -88,6 +88,8 @@ def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
         title=f"{record.source}: {record.request.get('prompt') or record.pipeline}",
         r=record,
         media=media,
+        maps=figures.draw_run_maps(record.maxima),
+        bins=figures.BINS,
         shares=[(name, s, 100 * s / whole) for name, s in record.stages_s.items()],
         facts=_list_facts(record.machine),
     )
