@@ -184,6 +184,20 @@ def plan(
             "fp32 still."
         ),
     ] = "native",
+    ranges: Annotated[
+        str,
+        typer.Option(
+            help="measured; bound: ranges that hold for every input, where there are some; auto: "
+            "those that cost nothing."
+        ),
+    ] = "measured",
+    certify: Annotated[
+        bool,
+        typer.Option(
+            "--certify",
+            help="Run nothing: bounds for every prompt from the weights alone, read tensor by tensor.",
+        ),
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None,
@@ -219,6 +233,8 @@ def plan(
         steps=steps,
         precision=precision,
         residual=residual,
+        ranges=ranges,
+        certify=certify,
         device=device,
         image=image,
         video=video,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from stopdown.app.commands import Display
     from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class PlanOptions:
         steps: denoising steps of each run.
         precision: `fp16`.
         residual: `native`, or `fp32` to keep residual streams in fp32.
+        ranges: `measured`, `bound` or `auto`.
+        certify: run nothing; bounds from the weights alone.
         device: where to measure; None for the best that holds the pipeline in fp32.
         image, video: files to start from.
         frames, height, width, guidance: of the runs.
@@ -41,6 +44,8 @@ class PlanOptions:
     steps: int = 4
     precision: str = "fp16"
     residual: str = "native"
+    ranges: str = "measured"
+    certify: bool = False
     device: str | None = None
     image: Path | None = None
     video: Path | None = None
@@ -61,8 +66,11 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     """
     from stopdown.media import written_beside
     from stopdown.scaling import check_residual
+    from stopdown.scaling.certifying import check_ranges
 
     check_residual(options.residual)
+    check_ranges(options.ranges)
+    _check_certify(options)
     request = read_request(options)
     with written_beside(options.output, probe=True) as part:
         part.write_text("")  # refused here rather than after an hour
@@ -77,6 +85,10 @@ def plan(options: PlanOptions, display: Display) -> Plan:
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     verify_source(source)
+    if options.certify:
+        made = _certify(source, options, request, display)
+        write_plan(made, options.output)
+        return made
     with quiet_libraries():
         made = make_plan(
             source,
@@ -85,12 +97,47 @@ def plan(options: PlanOptions, display: Display) -> Plan:
             prompts=options.prompts,
             steps=options.steps,
             residual=options.residual,
+            ranges=options.ranges,
             request=request,
             config=options.config,
             progress=display.progress,
         )
     write_plan(made, options.output)
     return made
+
+
+def _check_certify(options: PlanOptions) -> None:
+    """Refuse options of runs beside --certify, which makes none.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    sizes = (options.frames, options.height, options.width, options.guidance)
+    given = {
+        "--prompt": options.prompts,
+        "--residual": options.residual != "native",
+        "--ranges": options.ranges != "measured",
+        "--device": options.device,
+        "--frames, --height, --width or --guidance": any(x is not None for x in sizes),
+    }
+    for name, value in given.items():
+        if options.certify and value:
+            raise OptionError(
+                f"{name} was given beside --certify.",
+                expected="A certificate is made from the weights alone, and nothing is run.",
+                remedy=f"Leave one of them out; stopdown plan {options.source} --ranges auto runs "
+                "and bounds.",
+            )
+
+
+def _certify(source: Source, options: PlanOptions, request: Request, display: Display) -> Plan:
+    from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.planning.certifying import certify_plan
+
+    with quiet_libraries():
+        return certify_plan(
+            source, precision=options.precision, request=request, progress=display.progress
+        )
 
 
 def read_request(options: PlanOptions) -> Request:
@@ -133,6 +180,13 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
     for entry in made.components:
         reasons = " ".join(entry.reasons)
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
+    if not made.steps:
+        console.print(
+            f"\nFrom the weights alone, {made.elapsed_s:.1f} s. Written: {output}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        return
     calls = sum(entry.calls for entry in made.components)
     runs = len(made.prompts) or 1
     console.print(
