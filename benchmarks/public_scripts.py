@@ -82,7 +82,7 @@ PAGE_SHA = "d9760091a50894af094c2fcc0756761f61bd8942dd15fac52455afd3a5e08f0b"
 SVD = "docs/source/en/api/pipelines/stable_diffusion/svd.md"
 SVD_SHA = "1afb1b088b6f3a58176d4d28974ad69f71dade0d107ae6e5eb7f0fa38141fab8"
 CODE = "src/diffusers/pipelines"
-SHORT = "--dtype float16 --num_inference_steps 4 --output_path output.mp4"
+SHORT = "--dtype float16 --num_inference_steps 2 --output_path output.mp4"
 GIRL = "--prompt 'a girl riding a bike' --model_path THUDM/CogVideoX-5b"
 
 CASES = (
@@ -103,7 +103,7 @@ CASES = (
         f"{GIRL} --generate_type v2v --image_or_video_path clip.mp4 --num_frames 9 {SHORT}",
     ),
     Case(
-        *("Diffusers' page on video, CogVideoX", "diffusers", PAGE, PAGE_SHA, 5),
+        *("Diffusers' page on video, CogVideoX", "diffusers", PAGE, PAGE_SHA, 4),
         *("THUDM/CogVideoX-2b", "cogvideox", "transformer", "output.mp4"),
     ),
     Case(
@@ -119,7 +119,7 @@ CASES = (
         *(-1, "THUDM/CogView3-Plus-3B", "cogview3plus", "vae", "output.png"),
     ),
     Case(
-        *("Diffusers' page on Stable Video Diffusion", "diffusers", SVD, SVD_SHA, 0),
+        *("Diffusers' page on Stable Video Diffusion", "diffusers", SVD, SVD_SHA, 1),
         *("stabilityai/stable-video-diffusion-img2vid-xt", "svd", "unet", "generated.mp4"),
     ),
 )
@@ -154,7 +154,7 @@ def take_script(case: Case, root: Path, folder: Path) -> Path:
         text = "".join(example.source for example in parsed)
     elif case.block is not None:
         blocks = re.findall(r"^```(?:py|python)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-        text = [block for block in blocks if not block.startswith("#")][case.block]
+        text = blocks[case.block]
     script = folder / source.with_suffix(".py").name
     script.write_text(text)
     return script
@@ -311,10 +311,13 @@ def describe(outcome: dict[str, Any]) -> str:
 
 
 def write_results(rows: list[dict[str, Any]], output: Path) -> None:
-    """The table for people, and all of it as JSON."""
-    machine = describe_machine()
+    """The table for people, and all of it as JSON; rows that were made before and not now are kept."""
+    machine, stored = describe_machine(), output.with_suffix(".json")
+    kept = json.loads(stored.read_text())["rows"] if stored.exists() else []
+    made = {row["name"]: row for row in [*kept, *rows]}
+    rows = [made[case.name] for case in CASES if case.name in made]
     content = {"machine": machine, "command": "python benchmarks/public_scripts.py", "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(content, indent=1, default=str) + "\n")
+    stored.write_text(json.dumps(content, indent=1, default=str) + "\n")
     lines = [
         "# Public scripts, unedited",
         "",
@@ -345,8 +348,8 @@ def main() -> None:
         for number, case in enumerate(CASES):
             if options.only in case.name:
                 rows.append(run_case(case, roots[case.origin], Path(base) / str(number)))
-                print(json.dumps(rows[-1], indent=1))
-    write_results(rows, options.output)
+                print(json.dumps(rows[-1], indent=1), flush=True)
+                write_results(rows, options.output)
 
 
 if __name__ == "__main__":

@@ -499,3 +499,71 @@ def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], he
         assert err.startswith(f"stopdown: {message}")
         assert err.count("\n") == 1
     assert sorted(path.name for path in here.iterdir()) == ["plan.json", "taken"]
+
+
+# ---------------------------------------------------------------------------------------------
+# run, and journals
+
+
+def test_run_keeps_what_is_the_scripts_own(run: Any, here: Path) -> None:
+    """Its arguments, also those that look like options, its standard output and its exit code."""
+    (here / "own.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)")
+    code, out, err = run("run", "own.py", "--device", "gpu", "--help", "-m")
+    assert (code, out) == (5, "['--device', 'gpu', '--help', '-m']\n")
+    assert err == "stopdown: own.py called no Diffusers pipeline.\n"
+    code, out, err = run("run", "--json", "own.py")
+    assert (code, err) == (5, "")
+    record = json.loads(out.removeprefix("[]\n"))
+    assert (record["kind"], record["exit_code"], record["runs"]) == ("script", 5, [])
+
+
+def test_run_says_what_was_repaired(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """A pipeline that overflows: a sentence when it is repaired, and a line at the end."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    (here / "paint.py").write_text(
+        "import sys, torch\nfrom diffusers import CogView3PlusPipeline as Pipeline\n"
+        "pipe = Pipeline.from_pretrained(sys.argv[1], dtype=torch.float16)\n"
+        "pipe('a', height=32, width=32, max_sequence_length=16, num_inference_steps=1)\n"
+    )
+    code, out, err = run("run", "paint.py", folder)
+    assert (code, out) == (0, "")
+    assert err.count("`vae.decode` was rescaled") == 1
+    assert re.search(
+        r"^stopdown: run 1, CogView3PlusPipeline: .*vae.*: rescaled, 1 call", err, re.M
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Name a SCRIPT, or a module with -m."),
+        (["nowhere.py"], "There is no script nowhere.py."),
+        (["-m", "no.such"], "There is no module no.such."),
+    ],
+)
+def test_run_refuses_in_one_line(run: Any, arguments: list[str], message: str) -> None:
+    """Nothing to run, or nothing of that name: exit 2 before anything is loaded."""
+    code, out, err = run("run", *arguments)
+    assert (code, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_a_journal_stands_on_the_card(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """The card says how many calls were answered and written; the folder is empty afterwards."""
+    code, out, err = run(
+        "generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4", "--journal", "kept"
+    )
+    assert (code, err) == (0, "")
+    said = " ".join(out.replace("│", " ").split())
+    assert re.search(r"journal 0 calls answered from \S+kept, \d+ calls written", said)
+    assert sorted(path.name for path in (here / "kept").iterdir()) == [".lock"]
+
+
+def test_a_journal_that_cannot_be_one_is_refused(
+    refuse: Any, here: Path, save_tiny: SaveTiny
+) -> None:
+    """A folder with other things in it: one line, and nothing is touched."""
+    (here / "mine").mkdir()
+    (here / "mine" / "letter").write_text("")
+    said = refuse(save_tiny("cogvideox"), "a", *SIZES, "--journal", "mine")
+    assert said.startswith(f"The folder {here / 'mine'} is no journal: it holds letter.")

@@ -50,6 +50,7 @@ LIMIT_BYTES = 4 * 2**30
 
 _SCHEMA = 1
 _HEAD = "journal.json"
+_PARTS = ".*.part"
 _ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
 
 
@@ -102,9 +103,11 @@ class Journal:
         self._answered = self._written = self._number = self._depth = 0
         self._stopped = False
         self._digest = ""
+        _refuse_foreign(self.folder)
         self._lock = _lock_folder(self.folder)
         try:
-            self._refuse_foreign()
+            for path in self.folder.glob(_PARTS):  # what a kill left half written
+                path.unlink()
             self._head = self._read_head()
             self._refuse_differences(self._run)
         except BaseException:
@@ -288,18 +291,6 @@ class Journal:
     def _list_entries(self) -> list[Path]:
         return sorted(path for path in self.folder.iterdir() if _ENTRY.fullmatch(path.name))
 
-    def _refuse_foreign(self) -> None:
-        """Refuse a folder with other things in it; remove what a kill left half written."""
-        for path in sorted(self.folder.iterdir()):
-            if re.fullmatch(r"\..+\.part", path.name):
-                path.unlink()
-            elif path.name not in (_HEAD, ".lock") and not _ENTRY.fullmatch(path.name):
-                raise InputError(
-                    f"The folder {self.folder} is no journal: it holds {path.name}.",
-                    expected="A journal has a folder of its own.",
-                    remedy="Name a folder that is empty or new.",
-                )
-
     def _read_head(self) -> dict[str, Any] | None:
         """What the journal was written for; None when there is none, or when it is damaged."""
         path = self.folder / _HEAD
@@ -377,6 +368,18 @@ def _write_whole(path: Path, content: bytes) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Refuse a folder with other things in it, before anything is written there."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        is_own = path.name in (_HEAD, ".lock") or path.match(_PARTS)
+        if not is_own and not _ENTRY.fullmatch(path.name):
+            raise InputError(
+                f"The folder {folder} is no journal: it holds {path.name}.",
+                expected="A journal has a folder of its own.",
+                remedy="Name a folder that is empty or new.",
+            )
 
 
 def _lock_folder(folder: Path) -> filelock.BaseFileLock:
