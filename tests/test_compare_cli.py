@@ -83,6 +83,7 @@ def test_report_prints_the_record(run: Any) -> None:
         (("-o", "gone/page.html"), "could not be written"),
         (("--steps", "0"), "--steps 0 is less than 1"),
         (("--seed", "-1"), "--seed -1 is not a seed"),
+        (("--height", "63"), "--height 63"),
     ],
 )
 def test_mistakes_are_refused(

@@ -14,7 +14,8 @@ import torch
 
 from stopdown import compare, testing
 from stopdown.comparison import matrix, running
-from stopdown.comparison.probing import LARGEST, Probe, find_sites
+from stopdown.comparison.headroom import LARGEST
+from stopdown.comparison.probing import Probe, find_sites
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.errors import OptionError

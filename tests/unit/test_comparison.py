@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from comparisons import draw_clip, make_comparison
+from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.measuring import (
-    SPOILT,
     clean_frames,
     draw_heats,
     find_headroom,

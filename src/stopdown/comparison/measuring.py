@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stopdown.comparison.headroom import SPOILT, count_bits
 from stopdown.comparison.probing import Trace
 from stopdown.comparison.records import CallError, Heat, Measures, Parting
 from stopdown.numerics import relative_l2
@@ -23,10 +24,6 @@ Frames = np.ndarray[Any, Any]
 PARTING = 0.05
 """Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
 
-SPOILT = -1000.0
-"""Stands for the headroom of a value that is not finite."""
-
-LARGEST_BITS = math.log2(65504.0)
 _SSIM_WINDOW = 11
 
 
@@ -183,13 +180,6 @@ def find_headroom(trace: Trace) -> tuple[float | None, str]:
 
 def _rank(amax: float) -> float:
     return amax if math.isfinite(amax) else math.inf
-
-
-def count_bits(amax: float) -> float | None:
-    """Bits up to 65504; None for zero, `SPOILT` for what is not finite."""
-    if not math.isfinite(amax):
-        return SPOILT
-    return LARGEST_BITS - math.log2(amax) if amax > 0 else None
 
 
 def draw_heats(trace: Trace) -> tuple[Heat, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stopdown.comparison.headroom import LARGEST
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors
@@ -27,8 +28,6 @@ from stopdown.pipelines.doors import Call, find_module, put_door, put_layer
 
 SAMPLES = 64
 """Values of a block's output that are kept."""
-
-LARGEST = 65504.0
 
 _Key = tuple[str, int | None, str]
 

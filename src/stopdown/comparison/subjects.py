@@ -25,7 +25,7 @@ from stopdown.formats import FORMATS, parse_precision
 from stopdown.pipelines.components import cast_component_, find_components, find_doors
 from stopdown.pipelines.loading import complete_source, find_class
 from stopdown.pipelines.requests import Request, choose_class, name_arguments
-from stopdown.pipelines.sizes import read_configs
+from stopdown.pipelines.sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.planning.applying import apply_plan, load_planned
 from stopdown.planning.choosing import choose_loader
@@ -226,7 +226,9 @@ def describe_subject(
         source, pipeline_class=choose_class(source.pipeline_class, request)
     )
     name_arguments(find_class("diffusers", source.pipeline_class), request)
-    facts, supports = gather_facts(source, read_configs(described)), probe_formats(target)
+    configs = read_configs(described)
+    _check_sizes({name: configs[name] for name in source.components if name in configs}, request)
+    facts, supports = gather_facts(source, configs), probe_formats(target)
     return Subject(
         source.name,
         fingerprint(source),
@@ -244,6 +246,11 @@ def describe_subject(
         ),
         partial(_open_planned_source, source, described, facts, target),
     )
+
+
+def _check_sizes(configs: dict[str, dict[str, Any]], request: Request) -> None:
+    frames = request.frames if request.video is None else len(request.video)
+    check_sizes(find_grid(configs), frames=frames, height=request.height, width=request.width)
 
 
 def _open_source(

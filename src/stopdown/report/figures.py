@@ -10,11 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stopdown.comparison.headroom import SPOILT, count_bits
 from stopdown.comparison.records import Cell, Comparison, Heat
 from stopdown.records import BlockMaximum
-
-SPOILT = -1000.0
-"""How a record says that a value was not finite where bits stand otherwise."""
 
 
 def format_bytes(count: float) -> str:
@@ -278,7 +276,7 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> tuple[HeatMap, ...]:
     formats: dict[str, dict[str, None]] = {}
     for entry in maxima:
         sites = found.setdefault(entry.component, {})
-        sites.setdefault(entry.path, {})[entry.step or 0] = count_bits(entry.amax)
+        sites.setdefault(entry.path, {})[entry.step or 0] = _round_bits(entry.amax)
         formats.setdefault(entry.component, {})[entry.precision] = None
     maps = []
     for component, sites in found.items():
@@ -289,11 +287,9 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> tuple[HeatMap, ...]:
     return tuple(maps)
 
 
-def count_bits(amax: float | None) -> float | None:
-    """Bits from a magnitude up to 65504; None for zero, `SPOILT` for what is not finite."""
-    if amax is None or not math.isfinite(amax):
-        return SPOILT
-    return round(math.log2(65504.0) - math.log2(amax), 2) if amax > 0 else None
+def _round_bits(amax: float | None) -> float | None:
+    bits = count_bits(amax)
+    return None if bits is None else round(bits, 2)
 
 
 def _collect_heats(comparison: Comparison, component: str) -> dict[str, Heat]:

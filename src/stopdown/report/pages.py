@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stopdown.comparison.records import Cell, Comparison, Row, Sheet, Variant
+from stopdown.comparison.headroom import SPOILT
+from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
+from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.records import RunRecord, from_json
 from stopdown.report import figures
@@ -136,7 +137,7 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
     return {
         "variant": variant,
         "measures": measured,
-        "headroom": figures.SPOILT if is_lost else min(found, default=None),
+        "headroom": SPOILT if is_lost else min(found, default=None),
         "tightest": tightest.tightest if tightest and not is_lost else "",
         "counts": {
             name: sum(getattr(cell, name) for cell in cells)
@@ -144,11 +145,6 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
         },
         "weights_growth": variant.weights_bytes,
     }
-
-
-def pick_cells(rows: Sequence[Row], name: str) -> list[Cell]:
-    """The cells of one precision."""
-    return [cell for row in rows for cell in row.cells if cell.precision == name]
 
 
 def _list_pictures(comparison: Comparison) -> list[dict[str, Any]]:

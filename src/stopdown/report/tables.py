@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.records import Comparison, Variant
+from stopdown.comparison.verdicts import pick_cells
 from stopdown.report import figures
-from stopdown.report.pages import SIGNS, WORDS, pick_cells
+from stopdown.report.pages import SIGNS, WORDS
 
 _HEADINGS = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
 
@@ -18,9 +20,7 @@ def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
     cells = pick_cells(comparison.rows, variant.name)
     psnr = figures.summarise_measure(cells, "psnr_db")
     known = [cell.headroom_bits for cell in cells if not cell.error]
-    least = (
-        figures.SPOILT if None in known else min((x for x in known if x is not None), default=None)
-    )
+    least = SPOILT if None in known else min((x for x in known if x is not None), default=None)
     return (
         variant.name,
         f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
