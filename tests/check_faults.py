@@ -73,7 +73,7 @@ def load_healthy(name: str, dtype: torch.dtype) -> Any:
 def plant_fault(fault: Fault, folder: Path) -> Any:
     """What is to be checked: a pipeline without weights, one with them, or a folder."""
     if fault.stored:
-        return _plant_stored(fault, folder)
+        return plant_stored(fault, folder)
     pipe = load_healthy(fault.pipeline, fault.dtype)
     pipe = fault.plant(pipe) or pipe
     if not fault.needs_weights:
@@ -97,7 +97,8 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(made, requires_grad=False) if is_parameter else made
 
 
-def _plant_stored(fault: Fault, folder: Path) -> Path:
+def plant_stored(fault: Fault, folder: Path) -> Path:
+    """The folder of a fault that is stored."""
     if fault.pipeline == "sana":
         write_sana(folder)
     else:

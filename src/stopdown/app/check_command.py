@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from stopdown.consistency.checking import Checked
 
 GIB = 2**30
+NOT_WRITTEN = (
+    "casts of arguments are no part of a folder: after loading it call stopdown.mend(pipe)."
+)
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,12 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 
     pipe = _load(options, checked)
     mending = mend(pipe, device=options.device)
-    if options.output is not None:
+    done = mending.done
+    if options.output is not None and done:
         _save(pipe, options.output)
+        done = (*done, f"written to {options.output}; {NOT_WRITTEN}")
     about_files = [f for f in checked.findings if f.kind == "range-unplanned"]
-    return [*mending.remaining, *about_files], mending.done
+    return [*mending.remaining, *about_files], done
 
 
 def _load(options: CheckOptions, checked: Checked) -> Any:

@@ -23,7 +23,7 @@ from stopdown.consistency.wording import sort_findings, word_observations
 from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.formats import FORMATS, find_format, parse_precision
-from stopdown.pipelines import sources
+from stopdown.pipelines import hub, sources
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loading import complete_source
 from stopdown.pipelines.sources import Source
@@ -187,11 +187,16 @@ def parse_precisions(text: str | None, names: Any) -> dict[str, str]:
 
 
 def read_stored(source: Source) -> dict[str, str]:
-    """Component → format of most of its bytes, from headers; fp32 where there are no weights.
+    """Component → format of most of its bytes, from the headers of its weights.
 
-    A folder with configs only, and a single file, say nothing by component.
+    Those of a Hub id are fetched by HTTP ranges. A folder with configs only says nothing, a single
+    file nothing by component.
     """
-    tables = sources.read_stored_dtypes(source) if source.kind != "hub" else {}
+    names = [name for name, (_, kind) in source.components.items() if sources.has_weights(kind)]
+    if source.kind == "hub":
+        tables = hub.read_remote_dtypes(source.name, source.revision, names)
+    else:
+        tables = sources.read_stored_dtypes(source)
     found = {}
     for name, sizes in tables.items():
         floats = {entry: size for entry, size in sizes.items() if find_format(entry)}

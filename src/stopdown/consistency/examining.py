@@ -136,7 +136,7 @@ class _Run:
             key = (door.component, seen.main, _sign(args), _sign(kwargs))
             if key not in self._answers:
                 self._answers[key] = self._walk(door, call, named, args, kwargs, seen)
-            output = _make_zeros(self._answers[key])
+            output = make_zeros(self._answers[key])
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     set_origin(tensor, Origin("output", f"the output of {door.component}", ""))
@@ -250,19 +250,19 @@ def _sign(value: Any) -> Any:
     return str(spec), tuple(map(str, signed))
 
 
-def _make_zeros(output: Any) -> Any:
+def make_zeros(output: Any) -> Any:
     """Real zeros for every tensor of a component's output, in a structure of the same kind."""
     if isinstance(output, torch.Tensor):
         zero = torch.zeros((), dtype=output.dtype).expand(tuple(output.shape))
         return zero.clone() if output.numel() <= LARGEST_ZEROS else zero
     if isinstance(output, dict):
-        items = {key: _make_zeros(value) for key, value in output.items()}
+        items = {key: make_zeros(value) for key, value in output.items()}
         return items if type(output) is dict else type(output)(**items)
     if isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
-        return type(output)(_make_zeros(item) for item in output)
+        return type(output)(make_zeros(item) for item in output)
     if callable(getattr(output, "sample", None)):  # what an autoencoder encodes to
         made = copy.copy(output)
-        vars(made).update({key: _make_zeros(value) for key, value in vars(output).items()})
+        vars(made).update({key: make_zeros(value) for key, value in vars(output).items()})
         return made
     return output
 

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stopdown.errors import SourceError
+from stopdown.formats import find_format
 from stopdown.pipelines.headers import choose_weights
 
 Progress = Callable[[str, int, int], None]
@@ -77,6 +78,42 @@ def download_snapshot(
     except Exception as error:
         raise describe_failure(error, repo, None) from error
     return index.parent
+
+
+def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, dict[str, int]]:
+    """Component → dtype → bytes stored in it, from the headers of weights that stay on the Hub.
+
+    Each header is fetched by an HTTP range. Empty when the Hub cannot be asked.
+
+    Args:
+        folders: the components that have weights.
+
+    Raises:
+        SourceError: a header cannot be fetched or read.
+    """
+    import huggingface_hub
+
+    stored: dict[str, dict[str, int]] = {}
+    files = _list_files(repo, commit) or []
+    for folder in folders:
+        inside = [
+            PurePosixPath(name) for name in files if str(PurePosixPath(name).parent) == folder
+        ]
+        _, chosen = choose_weights([path.name for path in inside if path.suffix == ".safetensors"])
+        for name in chosen:
+            try:
+                header = huggingface_hub.HfApi().parse_safetensors_file_metadata(
+                    repo, f"{folder}/{name}", revision=commit
+                )
+            except Exception as error:
+                raise describe_failure(error, repo, commit) from error
+            counts = stored.setdefault(folder, {})
+            for tensor in header.tensors.values():
+                found = find_format(tensor.dtype)
+                start, end = tensor.data_offsets
+                label = found.name if found else tensor.dtype
+                counts[label] = counts.get(label, 0) + end - start
+    return stored
 
 
 def choose_files(

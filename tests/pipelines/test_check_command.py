@@ -1,0 +1,146 @@
+"""`stopdown check` as it is typed: exit codes, JSON, a Hub id without its weights, and --fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_server import HubServer
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from stopdown.app import cli
+from stopdown.records import CheckRecord, from_json
+from stopdown.testing import save_pipeline
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """A command in this process: its exit code, and what it wrote to stdout and stderr."""
+
+    def run_cli(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run_cli
+
+
+def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:
+    """Configs alone, for a card that is not here: findings, remedies and their prices."""
+    folder = save_pipeline("cogview3plus", tmp_path / "model")
+    for weights in folder.rglob("*.safetensors"):
+        weights.unlink()
+    code, out, err = run("check", folder, "--precision", "fp16", "--device", "v100")
+    assert code == 1, err
+    assert "wrong: clamp-may-bite at transformer:transformer_blocks.0" in out
+    assert "stopdown plan SOURCE" in out
+    for remedy in ("all fp16", "explicit casts", "bf16", "fp32"):
+        assert remedy in out
+    assert "Traceback" not in err
+
+
+def test_a_healthy_source_exits_0(run: Run, tmp_path: Path) -> None:
+    """In fp32, with JSON: a record without findings that comes back unchanged."""
+    folder = save_pipeline("cogview3plus", tmp_path / "model", dtype=torch.float32)
+    code, out, err = run("check", folder, "--device", "v100", "--json")
+    assert code == 0, err
+    record = from_json(out, CheckRecord)
+    assert (record.findings, record.prices, record.mended) == ((), (), ())
+    assert record.precisions == dict.fromkeys(("text_encoder", "transformer", "vae"), "fp32")
+    assert record.device == "v100 (NVIDIA Tesla V100)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--precision", "fp12"], "The precision 'fp12' is unknown."),
+        (["--precision", "unet=fp16"], "The model has no component 'unet'."),
+        (["--device", "v1000"], "The device 'v1000' is unknown."),
+        (["-o", "out"], "-o was given without --fix."),
+    ],
+)
+def test_a_mistake_exits_2(run: Run, arguments: list[str], message: str) -> None:
+    """One line that names the mistake, no traceback."""
+    code, out, err = run("check", "shapes", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_fix_writes_a_folder_in_one_precision(run: Run, tmp_path: Path) -> None:
+    """A tensor out of range stays a finding; what is mended is written, and the source is not."""
+    folder = save_pipeline("sd", tmp_path / "model", dtype=torch.float16)
+    code, out, err = run(
+        "check",
+        folder,
+        "--precision",
+        "fp16",
+        "--device",
+        "v100",
+        "--fix",
+        "-o",
+        tmp_path / "mended",
+    )
+    assert "mended vae: cast to fp32, as its config says" in out, err
+    assert "after loading it call stopdown.mend(pipe)" in out
+    assert code == 0
+    (weights,) = (tmp_path / "mended" / "vae").glob("*.safetensors")
+    with safe_open(str(weights), framework="pt") as file:
+        assert file.get_tensor("decoder.conv_in.weight").dtype == torch.float32
+
+
+def test_damaged_weights_remain_after_a_fix(run: Run, tmp_path: Path) -> None:
+    """NaN cannot be mended: it is found with and without --fix."""
+    folder = save_pipeline("cogview3plus", tmp_path / "model", dtype=torch.float32)
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["proj_out.bias"][0] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    code, out, _ = run("check", folder, "--device", "v100", "--fix", "--json")
+    record = json.loads(out)
+    assert code == 1
+    assert [(f["kind"], f["site"]) for f in record["findings"]] == [
+        ("weight-not-finite", "transformer:proj_out.bias")
+    ]
+
+
+@pytest.mark.slow
+def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
+    """Configs are downloaded; of the weights only the headers are asked for, by range."""
+    folder = save_pipeline("cogview3plus", tmp_path / "tiny")
+    with HubServer({"maker/tiny": folder}) as hub:
+        environment: dict[str, Any] = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))},
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_HOME": str(tmp_path / "home"),
+        }
+        command = [sys.executable, "-m", "stopdown.app.cli", "check", "maker/tiny"]
+        done = subprocess.run(
+            [*command, "--precision", "fp16", "--device", "v100", "--json"],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        asked = [entry for entry in hub.requests if entry[1].endswith(".safetensors")]
+    assert done.returncode == 1, done.stderr
+    record = from_json(done.stdout, CheckRecord)
+    (planned,) = [finding for finding in record.findings if finding.kind == "range-unplanned"]
+    assert planned.evidence == (
+        "The weights of text_encoder, transformer, vae are stored in bf16 and are to run in fp16 as "
+        "they are."
+    )
+    assert asked
+    assert all(ranged and ranged.startswith("bytes=") for _, _, ranged in asked)
+    assert not list((tmp_path / "home").rglob("*.safetensors"))
