@@ -51,6 +51,7 @@ class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             when no source gives it.
         accumulates: what products are summed in: `fp32`, `fp16`; "" when no source says so.
         note: a sentence for people.
+        tflops: rate of large matrix products in 10^12 operations a second; None when no source says.
     """
 
     state: State
@@ -58,6 +59,7 @@ class FormatFact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: float | None = None
     accumulates: str = ""
     note: str = ""
+    tflops: float | None = None
 
 
 class Capability(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

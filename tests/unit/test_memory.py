@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.app.commands import GenerateOptions, generate
+from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import placing, tracking
-from stopdown.memory.fitting import parse_bytes
+from stopdown.memory.fitting import Fit, choose, parse_bytes, sort_by_time
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
+from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
 from stopdown.memory.tracking import StorageTracker
 from stopdown.patches import Patches
@@ -24,6 +27,7 @@ from stopdown.pipelines.components import find_components, find_doors
 from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in
+from stopdown.profiles import find_profile
 from stopdown.records import RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
@@ -334,6 +338,33 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
     with pytest.raises(StopdownError) as caught:
         generate_sd(folder, tmp_path / "none.png", "100KiB")
-    assert "the smallest strategy, leaf+slicing+tiling, is predicted to take" in str(caught.value)
+    assert "the smallest strategy, leaf+tiling, is predicted to take" in str(caught.value)
     assert "--memory 1MiB" in str(caught.value)
     assert not (tmp_path / "none.png").exists()
+
+
+def test_the_cheapest_in_time_comes_first(rehearsed_sd: Rehearsal) -> None:
+    """A slow link puts strategies that move little first, and a fast one gives the least memory."""
+    pairs = [predict(rehearsed_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
+    fit = Fit(tuple(pairs), (1e6, 1e6), {})
+    slow = sort_by_time(fit, Speed(1e9, 1e3, ""))
+    assert [one.strategy.placement for one in slow.predictions] == ["component", "leaf"]
+    assert sort_by_time(fit, None) is fit
+    assert choose(slow, 10**9) is slow.predictions[0]
+    assert choose(slow, int(pairs[0].peak_bytes / 0.95) + 1) is pairs[0]
+    assert choose(slow, 1000) is None
+
+
+def test_the_speed_of_this_machine_is_timed() -> None:
+    """A product and a copy give rates above nothing, and the reason names both."""
+    found = measure_speed(choose_device("cpu"), {"fp32"})
+    assert found.flops_per_s > 1e6
+    assert found.link_bytes_per_s > 1e6
+    assert re.fullmatch(r"\S+ TFLOPS in fp32 and \S+ GB/s, timed here\.", found.reason)
+
+
+def test_the_speed_of_a_profile_is_that_of_its_slowest_format() -> None:
+    """A V100's bf16 is emulated, so a run with a part in bf16 is as slow as that; unknown is None."""
+    profile = find_profile("v100")
+    assert find_speed(profile, {"fp16", "bf16"}).flops_per_s == 10.7e12  # type: ignore[union-attr]
+    assert find_speed(find_profile("cpu-avx512"), {"fp32"}) is None

@@ -347,6 +347,7 @@ def _make_room(
 
     from stopdown.memory.fitting import parse_bytes
     from stopdown.memory.room import make_room
+    from stopdown.memory.speed import measure_speed
     from stopdown.pipelines.requests import build_arguments, find_steps
     from stopdown.planning.examining import has_fused_attention
     from stopdown.profiles import describe_device
@@ -361,6 +362,7 @@ def _make_room(
         limit,
         steps=find_steps(loaded.pipe, arguments),
         fused=has_fused_attention(describe_device(device), formats),
+        speed=measure_speed(device, formats),
         device=device.torch_name,
         store=Path(tempfile.gettempdir()) if device.type == "cpu" else None,
         announce=display.announce,

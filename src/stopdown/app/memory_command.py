@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stopdown.app.commands import Display
     from stopdown.app.plan_command import PlanOptions
     from stopdown.memory.fitting import Fit
+    from stopdown.memory.speed import Speed
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.profiles import Profile
@@ -28,6 +29,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     Raises:
         StopdownError: anything that went wrong, with what to type.
     """
+    from stopdown.memory.fitting import sort_by_time
     from stopdown.pipelines import sources
     from stopdown.pipelines.loading import complete_source
     from stopdown.pipelines.quiet import quiet_libraries
@@ -43,7 +45,8 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
         source, _ = complete_source(found, config=options.config)
         precisions, is_planned = _choose_precisions(source, options.precision, profile)
         fit = _predict(source, precisions, is_planned, profile, options, request, display)
-    rows, chosen, reasons = _judge(fit, limit, profile)
+        speed = _find_speed(options.device or "auto", set(precisions.values()))
+    rows, chosen, reasons = _judge(sort_by_time(fit, speed), limit, profile, speed)
     return MemoryPlan(
         source=options.source,
         device=f"{profile.name} ({profile.title})",
@@ -112,8 +115,17 @@ def _predict(
     )
 
 
+def _find_speed(name: str, formats: set[str]) -> Speed | None:
+    """Timed on a device of this machine, else what its profile says."""
+    from stopdown.memory.speed import find_speed, measure_speed
+    from stopdown.profiles import find_target, is_profile
+
+    device, profile = find_target(name)
+    return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
+
+
 def _judge(
-    fit: Fit, limit: int, profile: Profile
+    fit: Fit, limit: int, profile: Profile, speed: Speed | None
 ) -> tuple[tuple[MemoryRow, ...], str, tuple[str, ...]]:
     from stopdown.memory.fitting import HEADROOM, choose, find_smallest, make_rows
     from stopdown.memory.room import format_bytes
@@ -123,7 +135,7 @@ def _judge(
     if chosen is not None:
         peak = format_bytes(chosen.peak_bytes)
         reasons: tuple[str, ...] = (
-            f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
+            f"{chosen.strategy.name} is predicted to take {peak}, and the first in the order of "
             f"time that stays within {usable}.",
         )
     else:
@@ -135,7 +147,9 @@ def _judge(
         )
     if profile.kind != "cpu":
         reasons += ("Workspaces of the device's kernels and its allocator's rounding come on top.",)
-    return make_rows(fit, None), chosen.strategy.name if chosen else "", reasons
+    if speed is not None:
+        reasons += (f"Times are estimated from {speed.reason}",)
+    return make_rows(fit, speed), chosen.strategy.name if chosen else "", reasons
 
 
 def _describe(options: PlanOptions) -> dict[str, Any]:
@@ -150,8 +164,9 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
     formats = ", ".join(f"{name} {entry}" for name, entry in plan.precisions.items())
     console.print(f"{plan.source} on {plan.device}: {formats}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("strategy", "peak", "in", "brought in a run", "waits"):
-        table.add_column(heading, justify="left" if heading in ("strategy", "in") else "right")
+    for heading in ("strategy", "peak", "in", "time", "brought in a run", "waits"):
+        is_text = heading in ("strategy", "in")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for row in plan.rows:
         mark = "bold" if row.strategy == plan.chosen else ""
         table.add_row(*_describe_row(row), style=mark)
@@ -169,6 +184,7 @@ def _describe_row(row: MemoryRow) -> tuple[str, ...]:
         row.strategy,
         show(row.peak_bytes),
         row.component or "between calls",
+        "" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
         show(row.moved_bytes),
         waits,
     )

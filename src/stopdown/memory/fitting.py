@@ -1,8 +1,8 @@
 """Every strategy of a pipeline predicted, and the cheapest that stays below a limit.
 
-The order of the strategies is that of their cost in time; where the speed of the device is known, an
-estimate of the time stands beside each: operations at the rate of a large matrix product, and
-weights over the link between host and device.
+Where the speed of the device is known, the time of each is estimated: operations at the rate of a
+large matrix product, and weights over the link between host and device. Otherwise they stand in the
+order of what they usually cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from stopdown.errors import OptionError
 from stopdown.memory.placing import put_variant
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
-from stopdown.memory.strategies import Prediction, list_strategies, predict
+from stopdown.memory.speed import Speed
+from stopdown.memory.strategies import Prediction, Strategy, list_strategies, predict
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, is_autoencoder
 from stopdown.records import MemoryRow
@@ -24,19 +25,6 @@ HEADROOM = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
 
 _UNITS = {"": 1, "b": 1, "k": 10, "m": 20, "g": 30, "t": 40}
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast a device is.
-
-    Attributes:
-        flops_per_s: of a large matrix product in the precision of the run.
-        link_bytes_per_s: from where weights wait to the device.
-    """
-
-    flops_per_s: float
-    link_bytes_per_s: float
 
 
 @dataclass(frozen=True)
@@ -96,6 +84,16 @@ def predict_all(
     return Fit(predictions, flops, plain.strays)
 
 
+def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
+    """The same predictions, those first that are estimated to take the least time."""
+    if speed is None:
+        return fit
+    pairs = list(zip(fit.predictions, fit.flops, strict=True))
+    pairs.sort(key=lambda pair: round(_estimate(pair[0], pair[1], speed), 9))
+    predictions, flops = zip(*pairs, strict=True)
+    return Fit(tuple(predictions), tuple(flops), fit.strays)
+
+
 def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
     """The prediction that costs the least time among those that fit; None when none does."""
     usable = limit_bytes * HEADROOM
@@ -108,10 +106,9 @@ def find_smallest(fit: Fit) -> Prediction:
 
 
 def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
-    """The table of all strategies."""
-    times = [
-        _estimate(one, flops, speed) for one, flops in zip(fit.predictions, fit.flops, strict=True)
-    ]
+    """The table of all strategies; times are ratios to everything resident."""
+    pairs = list(zip(fit.predictions, fit.flops, strict=True))
+    times = {one.strategy: _estimate(one, flops, speed) for one, flops in pairs}
     return tuple(
         MemoryRow(
             one.strategy.name,
@@ -119,9 +116,9 @@ def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            None if speed is None else round(time / times[0], 3),
+            None if speed is None else round(times[one.strategy] / times[Strategy()], 3),
         )
-        for one, time in zip(fit.predictions, times, strict=True)
+        for one in fit.predictions
     )
 
 

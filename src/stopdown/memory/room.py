@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from stopdown.errors import StopdownError
-from stopdown.memory.fitting import HEADROOM, choose, find_smallest, predict_all
+from stopdown.memory.fitting import HEADROOM, choose, find_smallest, predict_all, sort_by_time
 from stopdown.memory.placing import put_placement, put_variant
+from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
@@ -145,6 +146,7 @@ def make_room(
     *,
     steps: int,
     fused: bool,
+    speed: Speed | None = None,
     device: str = "cpu",
     store: Path | None = None,
     announce: Callable[[str], None] | None = None,
@@ -156,6 +158,7 @@ def make_room(
         limit_bytes: of weights and values together.
         steps: denoising steps.
         fused: whether attention runs in a kernel that keeps no score matrix.
+        speed: of the device; without it strategies are tried in the order of what they usually cost.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
@@ -163,7 +166,7 @@ def make_room(
     """
     stand_in = copy_stand_in(pipe)
     stand_in.set_progress_bar_config(disable=True)
-    fit = predict_all(stand_in, arguments, steps=steps, fused=fused)
+    fit = sort_by_time(predict_all(stand_in, arguments, steps=steps, fused=fused), speed)
     chosen = choose(fit, limit_bytes)
     if chosen is None:
         least = find_smallest(fit)

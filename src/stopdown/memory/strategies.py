@@ -40,10 +40,9 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """`resident`, `component+tiling`."""
+        """`resident`, `component+tiling`; with tiling goes slicing, where there is both."""
         parts: list[str] = [self.placement]
-        parts += ["slicing"] if self.slicing else []
-        parts += ["tiling"] if self.tiling else []
+        parts += ["tiling"] if self.tiling else ["slicing"] if self.slicing else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
         parts += ["split"] if self.split else []
         return "+".join(parts)

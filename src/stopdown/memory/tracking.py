@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from stopdown.memory.workspaces import count_workspace
 
@@ -75,9 +75,7 @@ class StorageTracker(TorchDispatchMode):
         self.count(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
         taken = count_workspace(func, args, output)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + taken)
-        rule = flop_registry.get(func.overloadpacket)
-        if rule is not None:
-            self.flops += rule(*args, **(kwargs or {}), out_val=output)
+        self.flops += _count_flops(func.overloadpacket, args, kwargs or {}, output)
         return output
 
     def _add(self, nbytes: int) -> None:
@@ -98,3 +96,11 @@ class StorageTracker(TorchDispatchMode):
     def _drop(self, key: int, nbytes: int, _: Any) -> None:
         self._known.pop(key, None)
         self.live_bytes -= nbytes
+
+
+def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
+    """Floating-point operations of a product, a convolution or attention; 0 of anything else."""
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+    rule = flop_registry.get(packet)
+    return 0 if rule is None else rule(*args, **kwargs, out_val=output)

@@ -1,0 +1,101 @@
+"""How fast a device computes and gets weights: what turns operations and bytes into an estimate of time.
+
+A device that is here is timed with one product and one copy. A profile has what its sources say of
+matrix products, and a link of `LINK_BYTES_PER_S`. Estimates are for ratios between strategies: real
+products reach a part of these rates, and element-wise operations are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from stopdown.environment import Device
+from stopdown.formats import FORMATS
+from stopdown.profiles import Profile
+
+LINK_BYTES_PER_S = 12e9
+"""From host memory to a card: what PCIe 3.0 with 16 lanes reaches of its 15.75 GB/s. Newer links are
+faster, so the ratios of strategies that move much are rather too high."""
+
+_SIDE = 1024
+_LONG_S = 0.02
+_COPIED_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a device is.
+
+    Attributes:
+        flops_per_s: of a large matrix product in the precision of the run.
+        link_bytes_per_s: from where weights wait to the device.
+        reason: where the figures come from, one sentence.
+    """
+
+    flops_per_s: float
+    link_bytes_per_s: float
+    reason: str
+
+
+def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
+    """What a profile's sources say, for the slowest of these formats; None when they do not say."""
+    facts = [profile.formats.get(name) for name in formats]
+    rates = [fact.tflops for fact in facts if fact is not None and fact.tflops is not None]
+    if not rates or len(rates) < len(facts):
+        return None
+    reason = (
+        f"{min(rates):g} TFLOPS of {profile.title}, weights at {LINK_BYTES_PER_S / 1e9:g} GB/s."
+    )
+    return Speed(min(rates) * 1e12, LINK_BYTES_PER_S, reason)
+
+
+def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
+    """The speed of a device that is here, for the slowest of these formats.
+
+    Cost: about a tenth of a second on a CPU; longer in a format that it emulates.
+    """
+    rates = {name: _time_product(device, name) for name in formats}
+    slowest = min(rates, key=lambda name: rates[name])
+    link = _time_copy(device)
+    reason = (
+        f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
+    )
+    return Speed(rates[slowest], link, reason)
+
+
+def _time_product(device: Device, name: str) -> float:
+    """FLOP/s of one product; a small one first, so that a slow format does not take long."""
+    dtype, side = FORMATS[name].torch_dtype, 64
+    while True:
+        given = torch.ones(side, side, dtype=dtype, device=device.torch_name)
+        given @ given
+        _wait(device)
+        begun = time.perf_counter()
+        given @ given
+        _wait(device)
+        elapsed = max(time.perf_counter() - begun, 1e-9)
+        if side >= _SIDE or elapsed > _LONG_S:
+            return 2.0 * side**3 / elapsed
+        side *= 2
+
+
+def _time_copy(device: Device) -> float:
+    source = torch.ones(_COPIED_BYTES // 4)
+    target = torch.empty_like(source, device=device.torch_name)
+    target.copy_(source)
+    _wait(device)
+    begun = time.perf_counter()
+    target.copy_(source)
+    _wait(device)
+    return _COPIED_BYTES / max(time.perf_counter() - begun, 1e-9)
+
+
+def _wait(device: Device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device.index)
+    elif device.type == "mps":
+        torch.mps.synchronize()
