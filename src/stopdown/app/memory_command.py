@@ -111,6 +111,7 @@ def _predict(
         build_arguments(pipe, request),
         steps=options.steps,
         fused=has_fused_attention(profile, set(precisions.values())),
+        on_cpu=profile.kind == "cpu",
         progress=lambda done, total: display.progress("plan", "rehearsing", done, total),
     )
 

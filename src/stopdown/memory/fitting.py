@@ -48,6 +48,7 @@ def predict_all(
     *,
     steps: int,
     fused: bool = True,
+    on_cpu: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """Rehearse a run in every variant, and predict every strategy.
@@ -59,6 +60,7 @@ def predict_all(
         arguments: of the pipeline's call.
         steps: denoising steps of the real run.
         fused: whether attention runs in a kernel that keeps no score matrix.
+        on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
 
     Raises:
         CaptureError: a component reads values of its inputs.
@@ -69,7 +71,7 @@ def predict_all(
         has_slicing=any(hasattr(module, "use_slicing") for module in coders),
         fused=fused,
     )
-    rehearser, seen = Rehearser(pipe, fused), dict[str, Rehearsal]()
+    rehearser, seen = Rehearser(pipe, fused, on_cpu), dict[str, Rehearsal]()
     variants = {strategy.variant: strategy for strategy in strategies}
     for number, (variant, strategy) in enumerate(variants.items()):
         if progress is not None:

@@ -112,10 +112,12 @@ class Rehearser:
     Attributes:
         pipe: from `stand_ins`.
         fused: whether attention runs in a kernel that keeps no score matrix.
+        on_cpu: whether the run is to be on the CPU.
     """
 
     pipe: Any
     fused: bool = True
+    on_cpu: bool = True
     _seen: dict[str, tuple[RehearsedCall, Any]] = field(default_factory=dict)
     _strays: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
 
@@ -129,7 +131,7 @@ class Rehearser:
         Raises:
             CaptureError: a component reads values of its inputs.
         """
-        tracker = StorageTracker()
+        tracker = StorageTracker(on_cpu=self.on_cpu)
         calls: list[RehearsedCall] = []
         arguments = _prepare(arguments)
         with Patches() as patches, torch.no_grad(), tracker:

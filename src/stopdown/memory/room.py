@@ -166,7 +166,10 @@ def make_room(
     """
     stand_in = copy_stand_in(pipe)
     stand_in.set_progress_bar_config(disable=True)
-    fit = sort_by_time(predict_all(stand_in, arguments, steps=steps, fused=fused), speed)
+    predicted = predict_all(
+        stand_in, arguments, steps=steps, fused=fused, on_cpu=device.startswith("cpu")
+    )
+    fit = sort_by_time(predicted, speed)
     chosen = choose(fit, limit_bytes)
     if chosen is None:
         least = find_smallest(fit)

@@ -36,15 +36,17 @@ class StorageTracker(TorchDispatchMode):
         on_operation: told of each operation's positional arguments before it runs.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, on_cpu: bool = True) -> None:
         """
         Args:
+            on_cpu: whether the kernels are those of the CPU, whose convolutions take memory too.
             limit_bytes: an operation that takes more raises `torch.OutOfMemoryError`, as a device of
                 this size would; None for no limit.
         """
         super().__init__()
         self.live_bytes = self.peak_bytes = self.flops = 0
         self.limit_bytes = limit_bytes
+        self._on_cpu = on_cpu
         self.on_operation: Callable[[Any], None] | None = None
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -73,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
             self.on_operation(args)
         output = func(*args, **(kwargs or {}))
         self.count(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
-        taken = count_workspace(func, args, output)
+        taken = count_workspace(func, args, output) if self._on_cpu else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + taken)
         self.flops += _count_flops(func.overloadpacket, args, kwargs or {}, output)
         return output

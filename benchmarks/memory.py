@@ -1,0 +1,242 @@
+"""Predicted and measured peaks of every strategy, their times, and published figures beside predictions.
+
+Three parts, each kept in the results by itself:
+
+    python benchmarks/memory.py measured    # predicted over measured peak, and time, on this CPU
+    python benchmarks/memory.py published   # CogVideoX-5B and CogView3-Plus-3B without weights
+
+Measured peaks are those of PyTorch's own CPU allocator, from the profiler's events, plus the weights
+that were there when the run began. Times are ratios to everything resident, in one run, each strategy
+between two resident ones. Networks are cut in depth and have random weights; widths are those of the
+real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from full_folders import write_configs
+
+from stopdown.environment import describe_machine
+from stopdown.formats import FORMATS
+from stopdown.memory.fitting import Fit, predict_all
+from stopdown.memory.room import Room
+from stopdown.memory.strategies import Prediction
+from stopdown.pipelines.components import find_components
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
+
+RESULTS = Path(__file__).parent / "results"
+PROMPT = "a red circle moving left on a grey background"
+
+MEASURED: dict[str, dict[str, Any]] = {
+    "shapes": {"steps": 2},
+    "CogVideoX-2B, cut": {"steps": 1, "frames": 9, "height": 96, "width": 96},
+    "CogView3-Plus-3B, cut": {"steps": 1, "height": 128, "width": 128},
+    "SVD-XT, cut": {"steps": 1, "frames": 4, "height": 128, "width": 128},
+}
+"""What is run for real, and at which size."""
+
+AS_IT_COMES, OFFLOAD = "as it comes", "model offload"
+PUBLISHED: dict[str, list[tuple[str, dict[str, int], str, float, str]]] = {
+    "CogVideoX-2B": [
+        ("fp16", {}, "resident", 33.0, AS_IT_COMES),
+        ("fp16", {}, "component", 19.0, OFFLOAD),
+        ("fp16", {}, "component+tiling", 11.0, "model offload and VAE tiling"),
+    ],
+    "CogVideoX-5B": [
+        ("bf16", {}, "resident", 33.0, AS_IT_COMES),
+        ("bf16", {}, "component", 19.0, OFFLOAD),
+        ("bf16", {}, "component+tiling", 11.0, "model offload and VAE tiling"),
+        ("bf16", {}, "leaf+tiling", 5.0, "everything; said to be under 5 GB"),
+    ],
+    "CogView3-Plus-3B": [
+        ("bf16", {"height": 512, "width": 512}, "resident", 19.0, AS_IT_COMES),
+        ("bf16", {"height": 1024, "width": 1024}, "resident", 23.0, AS_IT_COMES),
+        ("bf16", {"height": 2048, "width": 2048}, "resident", 25.0, AS_IT_COMES),
+        ("bf16", {"height": 1024, "width": 1024}, "component", 11.0, OFFLOAD),
+    ],
+}
+"""Checkpoint → format, size, strategy, published gigabytes, what they were published for."""
+
+SOURCE_OF_PUBLISHED = (
+    "CogVideoX: huggingface/diffusers#9150, measured there with the 2B checkpoint in fp16 as peaks of "
+    "the CUDA allocator in GiB; quoted for 5B since. CogView3-Plus: its model card."
+)
+
+
+def build_request(name: str, steps: int, **sizes: int) -> Request:
+    if name.startswith("SVD"):
+        picture = np.zeros((sizes["height"], sizes["width"], 3), np.uint8)
+        return Request(image=picture, steps=steps, **sizes)
+    return Request(prompt=PROMPT, steps=steps, **sizes)
+
+
+def make_pipeline(name: str, folder: Path) -> Any:
+    """A real pipeline in fp32: the bundled one, or random weights in the configurations."""
+    if name == "shapes":
+        return load_pipeline(resolve_source("shapes"), torch_dtypes=torch.float32)
+    import diffusers
+    import transformers
+
+    write_configs(name, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    parts: dict[str, Any] = {}
+    for part, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        library, kind = entry
+        made = getattr(diffusers if library == "diffusers" else transformers, kind)
+        if library == "diffusers":
+            parts[part] = made.from_config(made.load_config(folder / part))
+        elif (folder / part / "config.json").exists():
+            parts[part] = made(made.config_class.from_pretrained(folder / part))
+        else:
+            parts[part] = made.from_pretrained(folder / part)
+    pipe = getattr(diffusers, index["_class_name"])(**parts)
+    for module in find_components(pipe).values():
+        module.eval()
+    return pipe
+
+
+def measure(call: Callable[[], Any]) -> tuple[int, Any]:
+    """Peak bytes of PyTorch's allocator during a call, and what the call gave."""
+    gc.collect()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = call()
+    live = peak = 0
+    events = profile.profiler.kineto_results.events()
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak, result
+
+
+def count_owned(pipe: Any) -> int:
+    tensors = [x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())]
+    return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
+
+
+def run_measured(name: str) -> dict[str, Any]:
+    sizes = dict(MEASURED[name])
+    request = build_request(name, **sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = make_pipeline(name, Path(folder) / "model")
+        pipe.set_progress_bar_config(disable=True)
+        begun = time.perf_counter()
+        fit = predict_all(
+            copy_stand_in(pipe), build_arguments(pipe, request), steps=request.steps or 1
+        )
+        predicted_s = time.perf_counter() - begun
+        rows = [
+            run_strategy(pipe, request, one, fit, Path(folder))
+            for one in fit.predictions
+            if is_measured(one)
+        ]
+    return {"size": sizes, "prediction_s": round(predicted_s, 2), "strategies": rows}
+
+
+def is_measured(one: Prediction) -> bool:
+    """Slicing alone does nothing for a single video or picture: it is measured with tiling."""
+    return not (one.strategy.slicing and not one.strategy.tiling)
+
+
+def run_strategy(
+    pipe: Any, request: Request, prediction: Prediction, fit: Fit, folder: Path
+) -> dict[str, Any]:
+    """Peak and time of one strategy, and how far its frames are from those of `resident`."""
+    expected, plain_s = run_timed(pipe, request)
+    with Room(pipe, prediction, (), fit.strays, store=folder):
+        owned = count_owned(pipe)
+        _, elapsed_s = run_timed(pipe, request)
+        peak, found = measure(lambda: run_timed(pipe, request)[0])
+    _, again_s = run_timed(pipe, request)
+    row = {
+        "strategy": prediction.strategy.name,
+        "predicted_bytes": prediction.peak_bytes,
+        "measured_bytes": peak + owned,
+        "predicted_over_measured": round(prediction.peak_bytes / (peak + owned), 4),
+        "moved_bytes": prediction.moved_bytes,
+        "time_ratio": round(elapsed_s / ((plain_s + again_s) / 2), 3),
+        "largest_difference": float(np.abs(found - expected).max()),
+    }
+    print(row, flush=True)
+    return row
+
+
+def run_timed(pipe: Any, request: Request) -> tuple[np.ndarray[Any, Any], float]:
+    arguments = build_arguments(pipe, request)
+    begun = time.perf_counter()
+    with torch.no_grad():
+        frames = read_frames(pipe(**arguments))
+    return frames, time.perf_counter() - begun
+
+
+def run_published(name: str) -> dict[str, Any]:
+    """Predictions at the size that the figures were published for, without weights."""
+    rows, begun = [], time.perf_counter()
+    fits: dict[str, Fit] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        source = resolve_source(write_configs(name, Path(folder) / "model"))
+        for precision, sizes, strategy, published, what in PUBLISHED[name]:
+            key = f"{precision} {sizes}"
+            if key not in fits:
+                dtype = FORMATS[precision].torch_dtype
+                pipe = build_stand_in(source, dict.fromkeys(source.components, dtype))
+                request = Request(prompt=PROMPT, steps=50, **sizes)
+                fits[key] = predict_all(
+                    pipe, build_arguments(pipe, request), steps=50, on_cpu=False
+                )
+            taken = next(x for x in fits[key].predictions if x.strategy.name == strategy)
+            rows.append(
+                {
+                    "precision": precision,
+                    "size": sizes,
+                    "strategy": strategy,
+                    "published_for": what,
+                    "published": published,
+                    "predicted_gib": round(taken.peak_bytes / 2**30, 2),
+                    "in": taken.component,
+                }
+            )
+            print(name, rows[-1], flush=True)
+    return {"prediction_s": round(time.perf_counter() - begun, 1), "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=["measured", "published"])
+    parser.add_argument("--only", nargs="*", help="names of checkpoints")
+    chosen = parser.parse_args()
+    cases = MEASURED if chosen.part == "measured" else PUBLISHED
+    run = run_measured if chosen.part == "measured" else run_published
+    path = RESULTS / f"memory_{chosen.part}.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    found = before.get("results", {})
+    for name in chosen.only or cases:
+        found[name] = run(name)
+        record = {
+            "machine": describe_machine(),
+            "command": f"python benchmarks/memory.py {chosen.part}",
+            "results": found,
+        }
+        if chosen.part == "published":
+            record["published_by"] = SOURCE_OF_PUBLISHED
+        path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
