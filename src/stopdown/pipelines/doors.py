@@ -3,7 +3,8 @@
 What stands at a door is a stack of layers on one method of one object, called from the outermost to
 the innermost. The stack sits in the instance's own `__dict__` and is gone with its last layer, so
 layers come off in any order and leave nothing behind. The original is called last; what it returns
-is passed on untouched.
+is passed on untouched. Of a module that was compiled in place the stack sits around the compiled code;
+code that is compiled later around a stack goes past it, without a graph break.
 
 **Catches** calls of whole components, as pipelines make them.
 **Does not catch** calls of a submodule from outside (`text_encoder.encoder(...)`), or of other
@@ -40,9 +41,13 @@ class _Stack:
         self.layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
-        @functools.wraps(self.original)
+        original = self.original
+
+        @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return _enter(self.original, self.layers, args, kwargs)
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return _enter(original, self.layers, args, kwargs)
 
         call.stopdown_stack = self  # type: ignore[attr-defined]
         self.call = call
@@ -96,7 +101,16 @@ def _find_stack(found: object) -> _Stack | None:
 
 def put_door(door: Door, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
     """Lead the calls of one door through `layer`, until `patches` is undone."""
-    put_layer(door.owner, door.method, layer, patches, innermost=innermost)
+    put_layer(door.owner, find_slot(door), layer, patches, innermost=innermost)
+
+
+def find_slot(door: Door) -> str:
+    """The attribute through which a door's calls go: the compiled code of a module that has it."""
+    is_compiled = getattr(door.owner, _COMPILED, None) is not None
+    return _COMPILED if door.method == "forward" and is_compiled else door.method
+
+
+_COMPILED = "_compiled_call_impl"
 
 
 @contextlib.contextmanager

@@ -313,7 +313,9 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    return [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
+    """Floating tensors; not those of 8 bits, which only store weights and cannot be compared."""
+    found = [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
+    return [x for x in found if x.element_size() > 1]
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:

@@ -38,7 +38,8 @@ from stopdown.errors import (
 from stopdown.numerics import bound_values, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
-from stopdown.pipelines.doors import Call, find_argument_names, find_module, put_door
+from stopdown.pipelines.doors import Call, find_argument_names, find_module, find_slot, put_door
+from stopdown.pipelines.step_caches import clear_caches, save_caches
 from stopdown.planning.applying import check_plan, put_boundaries, watch_adapters
 from stopdown.planning.loading import Standing
 from stopdown.planning.plan_files import seal_plan
@@ -49,6 +50,7 @@ from stopdown.runtime.journal import Journal
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
 from stopdown.runtime.randomness import Restore, save_random
 from stopdown.runtime.repairs import Applied, Patient
+from stopdown.runtime.sensors import find_compiled, is_compiled
 from stopdown.runtime.watch import Fault, Observer, Watch
 
 Announce = Callable[[str], None]
@@ -64,7 +66,12 @@ class _Latest:
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    restore: Restore = lambda: None
+    restores: tuple[Restore, ...] = ()
+
+    def restore(self) -> None:
+        """Random numbers and step caches as they were before it."""
+        for restore in self.restores:
+            restore()
 
 
 @dataclass
@@ -106,7 +113,9 @@ class Guard:
         self._latest: dict[str, _Latest] = {}
         self._patients: dict[int, Patient] = {}
         self._devices: dict[str, torch.device] = {}
-        self.watch = Watch(pipe, decisions, observer, self._answer, maxima)
+        self._doors: dict[str, Patches] = {}
+        self._places: dict[str, tuple[Any, str]] = {}
+        self.watch = Watch(pipe, decisions, observer, self._answer, maxima, self._renew)
 
     def put_on(
         self,
@@ -132,14 +141,7 @@ class Guard:
             if plan is not None:
                 check_plan(self.pipe, plan)
             for door in find_doors(self.pipe):
-                module = find_module(door)
-                if id(module) not in self._patients:
-                    self._patients[id(module)] = Patient(module)
-                    self._patches.defer(self._patients[id(module)].leave)
-                patient = self._patients[id(module)]
-                self._latest[door.component] = _Latest()
-                stand = functools.partial(self._stand, door, patient)
-                put_door(door, stand, self._patches, innermost=True)
+                self._stand_at(door)
             if plan is not None:
                 self._put_plan(plan)
             if standing is not None:
@@ -152,6 +154,29 @@ class Guard:
         except BaseException:
             self._patches.undo()
             raise
+
+    def _stand_at(self, door: Door) -> None:
+        """Stand next to a component; at another object in its place no more."""
+        self._doors.setdefault(door.component, Patches()).undo()
+        module = find_module(door)
+        if id(module) not in self._patients:
+            self._patients[id(module)] = Patient(module)
+            self._patches.defer(self._patients[id(module)].leave)
+        patient = self._patients[id(module)]
+        patient.is_compiled |= is_compiled(door.owner) or bool(find_compiled(module))
+        self._latest[door.component] = _Latest()
+        stand = functools.partial(self._stand, door, patient)
+        put_door(door, stand, self._doors[door.component], innermost=True)
+        self._patches.defer(self._doors[door.component].undo)
+        self._places[door.component] = (door.owner, find_slot(door))
+
+    def _renew(self) -> None:
+        """Stand at the doors of components that were compiled or replaced since."""
+        for door in find_doors(self.pipe):
+            owner, slot = self._places.get(door.component, (None, ""))
+            if owner is not door.owner or slot != find_slot(door):
+                self._stand_at(door)
+                self.watch.stand(door)
 
     def _put_plan(self, plan: Plan) -> None:
         try:
@@ -239,8 +264,11 @@ class Guard:
     ) -> Any:
         """Next to the component: what it is really called with."""
         begun = time.perf_counter()
-        restore = save_random(self._find_device(door, patient), kwargs)
-        self._latest[door.component] = _Latest(args, kwargs, restore)
+        restores = (
+            save_random(self._find_device(door, patient), kwargs),
+            save_caches(patient.module),
+        )
+        self._latest[door.component] = _Latest(args, kwargs, restores)
         self.watch.own_s += time.perf_counter() - begun
         is_mixed = any(other.dtype is not None for other in self._patients.values())
         return patient.call(door, call, args, kwargs, is_mixed=is_mixed)
@@ -302,12 +330,14 @@ class Guard:
             patient.put_on(before)
             repairs = patient.find_repair(fault.door, remedy, latest.args, dict(latest.kwargs))
             patient.put_on(repairs)
+            latest.restore()
+            if repairs != before:
+                clear_caches(patient.module)  # what they kept may have another scale or dtype
+            case.replays += 1
+            output = fault.call(*fault.args, **fault.kwargs)
         except Exception as error:  # whatever a model's code does: the next remedy is tried
             case.tried.append(f"{name}: {_first_sentence(error)}")
             return False, None
-        case.replays += 1
-        latest.restore()
-        output = fault.call(*fault.args, **fault.kwargs)
         is_good, _ = self.watch.look(fault.door, output)
         if not is_good:
             case.tried.append(f"{name}: the same call was not finite again.")

@@ -53,12 +53,15 @@ class Patient:
         dtype: what it was cast to; None while it runs in what it was loaded in.
         applied: what is in force: a plan's part and repairs.
         planned: what a plan put there before any repair.
+        is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
+            compiled anew after each change.
     """
 
     module: torch.nn.Module
     dtype: torch.dtype | None = None
     applied: tuple[Applied, ...] = ()
     planned: tuple[Applied, ...] = ()
+    is_compiled: bool = False
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
     _calibration: Calibration | None = None
@@ -133,6 +136,7 @@ class Patient:
         if repairs == self.applied:
             return
         self.take_off()
+        self._forget_code()
         self.applied = repairs
         try:
             for repair in repairs:
@@ -143,8 +147,14 @@ class Patient:
 
     def take_off(self) -> None:
         """Leave the component without plan and repairs, to the last bit. Harmless when repeated."""
+        if self.applied:
+            self._forget_code()
         self._patches.undo()
         self.dtype, self.applied = None, ()
+
+    def _forget_code(self) -> None:
+        if self.is_compiled:
+            torch.compiler.reset()
 
     def _put(self, repair: Applied) -> None:
         wanted = FORMATS[repair.precision].torch_dtype

@@ -36,7 +36,7 @@ from stopdown.pipelines.doors import Call, find_argument_names, find_module, put
 from stopdown.records import BlockMaximum, CallSummary, Decision
 from stopdown.runtime.clamps import CLAMPED_FROM
 from stopdown.runtime.places import describe_place, name_axes
-from stopdown.runtime.sensors import Notes, find_compiled, put_sensors
+from stopdown.runtime.sensors import Notes, find_compiled, is_compiled, put_sensors
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
@@ -75,6 +75,7 @@ class _Tally:
     precisions: tuple[str, ...] = ()
     non_finite: int = 0
     notes: Notes = field(default_factory=Notes)
+    patches: Patches = field(default_factory=Patches)
 
 
 @dataclass
@@ -87,6 +88,7 @@ class Watch:
         observer: told of each finished call.
         answer: asked about each fault; it raises, or gives the output to go on with.
         wants_maxima: note the largest magnitude of each block at each step.
+        renew: called when the run's steps are set, to stand at doors that are new.
 
     Raises:
         NonFiniteError: out of the pipeline's call, at the first output with NaN or Inf.
@@ -97,24 +99,20 @@ class Watch:
     observer: Observer | None = None
     answer: Callable[[Fault], Any] | None = None
     wants_maxima: bool = False
+    renew: Callable[[], None] = lambda: None
     own_s: float = 0.0
     steps_done: int = 0
     host_reads: int = 0
     last_step: Any = None
     _patches: Patches = field(default_factory=Patches)
     _tallies: dict[str, _Tally] = field(default_factory=dict)
+    _notes: dict[int, Notes] = field(default_factory=dict)
     _maxima: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
 
     def __enter__(self) -> Watch:
         try:
-            notes: dict[int, Notes] = {}  # both directions of an autoencoder share theirs
             for door in find_doors(self.pipe):
-                owner = find_module(door)
-                if id(owner) not in notes:
-                    notes[id(owner)] = Notes()
-                    put_sensors(owner, notes[id(owner)], self._patches, maxima=self.wants_maxima)
-                self._tallies[door.component] = _Tally(door, notes=notes[id(owner)])
-                put_door(door, functools.partial(self._around, door), self._patches)
+                self.stand(door)
             self._count_steps()
         except BaseException:
             self._patches.undo()
@@ -129,6 +127,20 @@ class Watch:
     ) -> None:
         self._patches.undo()
         self.last_step = None
+
+    def stand(self, door: Door) -> None:
+        """Stand at a door; at another of the same component no more."""
+        tally = self._tallies.setdefault(door.component, _Tally(door))
+        tally.patches.undo()
+        tally.door, owner = door, find_module(door)
+        if id(owner) not in self._notes:  # both directions of an autoencoder share theirs
+            self._notes[id(owner)] = Notes()
+            if not is_compiled(door.owner):
+                notes = self._notes[id(owner)]
+                put_sensors(owner, notes, self._patches, maxima=self.wants_maxima)
+        tally.notes = self._notes[id(owner)]
+        put_door(door, functools.partial(self._around, door), tally.patches)
+        self._patches.defer(tally.patches.undo)
 
     def summarize(self) -> tuple[CallSummary, ...]:
         """What each component that was called did, in order of the pipeline's components."""
@@ -153,6 +165,7 @@ class Watch:
 
         def begin(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             self.steps_done = 0
+            self.renew()
             return call(*args, **kwargs)
 
         scheduler = getattr(self.pipe, "scheduler", None)
@@ -236,7 +249,7 @@ class Watch:
             f"{tally.door.component}: inside of compiled code neither clamps nor blocks are looked "
             "at; what it returns is."
             for tally in self._tallies.values()
-            if find_compiled(find_module(tally.door))
+            if is_compiled(tally.door.owner) or find_compiled(find_module(tally.door))
         )
 
     @property

@@ -1,0 +1,276 @@
+"""Tests of the guard beside others: torch.compile, offload, layerwise casting, step caches, itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.errors import NonFiniteError
+from stopdown.runtime.guarding import Guard, guard
+
+COMPILED = "flux"
+HOOKED = "cogvideox"
+
+
+def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
+    """A pipeline of its own for each test, run once before."""
+    pipe = testing.make_pipeline(name, dtype=dtype)
+    call_pipeline(pipe, name)
+    return pipe
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before, nothing left after."""
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def compile_whole(pipe: Any) -> None:
+    """As `pipe.transformer = torch.compile(pipe.transformer)`."""
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+
+
+def compile_in_place(pipe: Any) -> None:
+    """As `pipe.transformer.compile()`."""
+    pipe.transformer.compile(backend="eager")
+
+
+def compile_blocks(pipe: Any) -> None:
+    """As `pipe.transformer.compile_repeated_blocks()`."""
+    pipe.transformer.compile_repeated_blocks(backend="eager")
+
+
+WAYS = (
+    compile_in_place,
+    pytest.param(compile_whole, marks=pytest.mark.slow),
+    pytest.param(compile_blocks, marks=pytest.mark.slow),
+)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compile_", WAYS)
+def test_compiled_before_it_is_not_compiled_again(compile_: Callable[[Any], None]) -> None:
+    """The guard stands around compiled code: no graph break, no compilation, the same bits."""
+    pipe = make_pipeline(COMPILED)
+    compile_(pipe)
+    plain = call_pipeline(pipe, COMPILED)
+    counters.clear()
+    with testing.assert_untouched(pipe), guard(pipe) as handle:
+        np.testing.assert_array_equal(call_pipeline(pipe, COMPILED), plain)
+    assert (dict(counters["frames"]), dict(counters["graph_break"])) == ({}, {})
+    assert {c.component: c.calls for c in handle.record.calls}["transformer"] == 2
+    (said,) = handle.record.unwatched
+    assert said.startswith("transformer: inside of compiled code neither clamps nor blocks")
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compile_", [compile_in_place, compile_whole])
+def test_compiled_after_it_is_watched_all_the_same(compile_: Callable[[Any], None]) -> None:
+    """Compiling a guarded pipeline compiles the model alone, once, and the watch moves around it."""
+    pipe = make_pipeline(COMPILED)
+    plain = call_pipeline(pipe, COMPILED)
+    with guard(pipe) as handle:
+        compile_(pipe)
+        counters.clear()
+        np.testing.assert_array_equal(call_pipeline(pipe, COMPILED), plain)
+        call_pipeline(pipe, COMPILED)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert dict(counters["graph_break"]) == {}
+    assert {c.component: c.calls for c in handle.record.calls}["transformer"] == 4
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compile_", WAYS)
+def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
+    """The layer is named, exponents reach the compiled code, and are gone from it afterwards."""
+    wide = testing.make_pipeline(COMPILED, overflow="transformer")
+    reference = call_pipeline(wide, COMPILED)
+    pipe = testing.make_pipeline(COMPILED, overflow="transformer", dtype=torch.float16)
+    compile_(pipe)
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(call_pipeline(pipe, COMPILED)).any()
+        with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+            pixels = call_pipeline(pipe, COMPILED)
+        (repair,) = handle.repairs
+        assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
+        assert repair.site.startswith("transformer:")
+        assert np.sqrt(np.mean((pixels - reference) ** 2)) < 5e-3
+        assert np.isnan(call_pipeline(pipe, COMPILED)).any()
+
+
+def offload_groups(pipe: Any) -> None:
+    """Weights come and go a block at a time."""
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(
+        onload_device=cpu, offload_device=cpu, offload_type="block_level", num_blocks_per_group=1
+    )
+
+
+def offload_leaves(pipe: Any) -> None:
+    """Weights come and go a layer at a time."""
+    cpu = torch.device("cpu")
+    pipe.transformer.enable_group_offload(
+        onload_device=cpu, offload_device=cpu, offload_type="leaf_level"
+    )
+
+
+def cast_layers(pipe: Any) -> None:
+    """Weights are kept in fp8 and computed with in fp16."""
+    pipe.transformer.enable_layerwise_casting(
+        storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float16
+    )
+
+
+def cache_first_block(pipe: Any) -> None:
+    """Steps that are like the one before reuse what it gave."""
+    from diffusers import FirstBlockCacheConfig
+
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+
+
+def broadcast_attention(pipe: Any) -> None:
+    """Every other step reuses the attention of the one before."""
+    from diffusers import PyramidAttentionBroadcastConfig
+
+    config = PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(0, 1000),
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+    pipe.transformer.enable_cache(config)
+
+
+HOOKS = (
+    offload_groups,
+    pytest.param(offload_leaves, marks=pytest.mark.slow),
+    cast_layers,
+    cache_first_block,
+    broadcast_attention,
+)
+CACHES = (cache_first_block, broadcast_attention)
+
+
+@pytest.mark.parametrize("put_on", HOOKS)
+def test_under_hooks_it_is_silent_and_awake(put_on: Callable[[Any], None]) -> None:
+    """The same bits without a fault, the same bits after one that does not come again, and gone."""
+    pipe = make_pipeline(HOOKED)
+    put_on(pipe)
+    plain = call_pipeline(pipe, HOOKED, steps=3)
+    with testing.assert_untouched(pipe), guard(pipe) as handle:
+        np.testing.assert_array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
+    assert handle.repairs == ()
+    with testing.inject(pipe, "transformer", step=1), guard(pipe, announce=quiet) as handle:
+        np.testing.assert_array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
+    assert [(r.action, r.step) for r in handle.repairs] == [("replayed", 1)]
+
+
+@pytest.mark.parametrize("put_on", CACHES)
+def test_without_its_cache_put_back_a_call_is_another(
+    monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
+) -> None:
+    """What a step cache kept belongs to the call: this is what the test above would miss."""
+    monkeypatch.setattr("stopdown.runtime.guarding.save_caches", lambda module: lambda: None)
+    pipe = make_pipeline(HOOKED)
+    put_on(pipe)
+    plain = call_pipeline(pipe, HOOKED, steps=3)
+    with testing.inject(pipe, "transformer", step=1), guard(pipe, announce=quiet):
+        assert not np.array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
+
+
+@pytest.mark.parametrize("put_on", [offload_groups, *CACHES])
+def test_under_hooks_a_module_becomes_an_island(put_on: Callable[[Any], None]) -> None:
+    """A lasting fault is named through the hooks, and its module is put in fp32 beneath them."""
+    pipe = make_pipeline(HOOKED)
+    put_on(pipe)
+    plain = call_pipeline(pipe, HOOKED, steps=3)
+    site = "transformer_blocks.1.ff"
+    with (
+        testing.inject(pipe, "transformer", step=1, site=site, lasting=True),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        pixels = call_pipeline(pipe, HOOKED, steps=3)
+    assert [(r.action, r.site) for r in handle.repairs] == [("island", f"transformer:{site}")]
+    assert np.abs(pixels - plain).max() < 0.05
+
+
+def test_weights_in_fp8_are_not_repaired() -> None:
+    """Layerwise casting rewrites weights at each call: the site is named, and the run stops."""
+    pipe = make_pipeline(HOOKED)
+    cast_layers(pipe)
+    site = "transformer_blocks.1.ff"
+    with (
+        testing.inject(pipe, "transformer", step=1, site=site, lasting=True),
+        guard(pipe, announce=quiet),
+        pytest.raises(NonFiniteError, match=rf"It begins at `transformer:{site}` "),
+    ):
+        call_pipeline(pipe, HOOKED, steps=3)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
+@pytest.mark.parametrize("lasting", [False, True])
+def test_gone_after_an_exception_inside_of_the_loop(
+    kind: type[BaseException], lasting: bool
+) -> None:
+    """Ctrl-C or an error in the third step, a repair in force or not: nothing is left behind."""
+    pipe = make_pipeline(HOOKED)
+
+    def stop(pipe: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step == 1:
+            raise kind
+        return values
+
+    site = "transformer_blocks.1.ff" if lasting else ""
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=0, site=site, lasting=lasting),
+        pytest.raises(kind),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        pipe("a", num_frames=5, num_inference_steps=3, callback_on_step_end=stop)
+    assert [r.action for r in handle.repairs] == ["island" if lasting else "replayed"]
+
+
+def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while exponents are looked for leaves nothing behind either."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("stopdown.runtime.repairs.Calibration.observe", interrupt)
+    pipe = make_pipeline(HOOKED)
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=0, kind="clamp", lasting=True),
+        pytest.raises(KeyboardInterrupt),
+        guard(pipe, announce=quiet),
+    ):
+        call_pipeline(pipe, HOOKED)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_nested_with_a_fault(first: int) -> None:
+    """Of two guards the inner one repairs, the outer one sees nothing; they go in either order."""
+    pipe = make_pipeline(HOOKED)
+    plain = call_pipeline(pipe, HOOKED)
+    with testing.assert_untouched(pipe):
+        guards: list[Guard] = [guard(pipe, announce=quiet), guard(pipe, announce=quiet)]
+        with testing.inject(pipe, "transformer", step=1, site="transformer_blocks.1.ff"):
+            np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
+        assert sorted(len(one.repairs) for one in guards) == [0, 1]
+        guards.pop(first).remove()
+        np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
+        guards.pop().remove()
