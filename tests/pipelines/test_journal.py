@@ -212,6 +212,15 @@ def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: st
     run(make_pipeline("cogvideox"), folder)  # the lock was let go
 
 
+def test_other_tiles_are_refused(folder: Path) -> None:
+    """An autoencoder that cuts its work otherwise gives other bits."""
+    run(make_pipeline("sd"), folder, "sd")
+    pipe = testing.make_pipeline("sd")
+    pipe.vae.enable_tiling()
+    with pytest.raises(InputError, match=r"vae's tiling was .*'use_tiling': False"):
+        guard(pipe, journal=folder)
+
+
 def test_another_prompt_is_never_answered(folder: Path) -> None:
     """From Python, where a journal knows no prompt, the arguments of the calls tell it apart."""
     pipe = make_pipeline("cogvideox")
