@@ -127,7 +127,7 @@
     if (turn !== state.turn) return; // another prompt was chosen meanwhile
     for (const found of state.pictures.values()) found.bitmap.close();
     state.pictures = new Map(decoded);
-    state.frames = Math.max(1, ...pictured.map((cell) => cell.frames.n * cell.frames.every));
+    state.frames = Math.max(1, ...pictured.map((cell) => (cell.frames.n - 1) * cell.frames.every + 1));
     state.frame = Math.min(state.frame, state.frames - 1);
     $("seek").max = state.frames - 1;
     $("play").disabled = state.frames < 2;
