@@ -164,5 +164,5 @@ def test_json_is_for_people_too() -> None:
     text = to_json(Finding("black-frames", "output", "Größe: 9 × 64", "…"))
     assert text == (
         '{\n  "kind": "black-frames",\n  "site": "output",\n  "evidence": "Größe: 9 × 64",\n'
-        '  "remedy": "…"\n}\n'
+        '  "remedy": "…",\n  "why": "",\n  "severity": "wrong"\n}\n'
     )
