@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, MutableMapping
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -97,12 +96,7 @@ class Patches:
     def __enter__(self) -> Patches:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 

@@ -94,6 +94,21 @@ def test_compiled_after_it_is_watched_all_the_same(compile_: Callable[[Any], Non
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_what_was_compiled_too_late_is_said() -> None:
+    """A text encoder is called before anyone can see that it was compiled meanwhile."""
+    pipe = make_pipeline(COMPILED)
+    with guard(pipe) as handle:
+        pipe.text_encoder.compile(backend="eager")
+        call_pipeline(pipe, COMPILED)
+        assert handle.record.unwatched[-1] == (
+            "text_encoder: it was compiled or replaced under the guard; calls before the next run's "
+            "first step were not watched."
+        )
+        call_pipeline(pipe, COMPILED)
+    assert {c.component: c.calls for c in handle.record.calls}["text_encoder"] == 1
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compile_", WAYS)
 def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
     """The layer is named, exponents reach the compiled code, and are gone from it afterwards."""

@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -114,6 +113,7 @@ class Guard:
         self._patients: dict[int, Patient] = {}
         self._devices: dict[str, torch.device] = {}
         self._doors: dict[str, Patches] = {}
+        self._missed: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
         self.watch = Watch(pipe, decisions, observer, self._answer, maxima, self._renew)
 
@@ -147,7 +147,7 @@ class Guard:
             if standing is not None:
                 self._stand_under(standing)
             self.watch.__enter__()
-            self._patches.defer(functools.partial(self.watch.__exit__, None, None, None))
+            self._patches.defer(self.watch.__exit__)
             if journal is not None:
                 journal.put_on(self.pipe, self._patches, lambda: len(self._repairs))
                 self._journal = journal
@@ -175,6 +175,11 @@ class Guard:
         for door in find_doors(self.pipe):
             owner, slot = self._places.get(door.component, (None, ""))
             if owner is not door.owner or slot != find_slot(door):
+                if door.stage == "encode":  # which is called before a run's steps are set
+                    self._missed.append(
+                        f"{door.component}: it was compiled or replaced under the guard; calls "
+                        "before the next run's first step were not watched."
+                    )
                 self._stand_at(door)
                 self.watch.stand(door)
 
@@ -232,7 +237,7 @@ class Guard:
             calls=self.watch.summarize(),
             repairs=tuple(self._repairs),
             host_reads=self.watch.host_reads,
-            unwatched=self.watch.unwatched,
+            unwatched=(*self.watch.unwatched, *self._missed),
             own_s=self.watch.own_s + (self._journal.own_s if self._journal else 0.0),
             maxima=self.watch.maxima,
             journal=self._journal.use if self._journal else None,
@@ -246,12 +251,7 @@ class Guard:
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def _stand(
