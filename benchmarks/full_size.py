@@ -2,9 +2,9 @@
 
 The module is built from its public config on fake tensors in fp16, one call at the size that its
 authors recommend is captured, and exponents are solved for. Without weights there is nothing to
-measure, so magnitudes are made by a model of them: weights of a typical size, every operation passes
-on the root mean square that its kind gives, and the last linear of each branch writes so much that
-the residual stream leaves fp16's range. The figures are times and memory, not a plan.
+measure, so magnitudes are made by a model of them: random weights of a typical size, every operation
+passes on the root mean square that its kind gives, and what is added to the residual stream is so
+large that the stream leaves fp16's range. The figures are times and memory, not a plan.
 
     python benchmarks/full_size.py
     python benchmarks/full_size.py --classes CogVideoX-5B
@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, build_fake, capture_call
 from stopdown.environment import describe_machine
-from stopdown.scaling.blocks import is_float, operation
+from stopdown.scaling.blocks import arguments, is_float, operation, shape_of
 from stopdown.scaling.problem import Measured, split_values, state_problem
 from stopdown.scaling.ranges import Range
 from stopdown.scaling.rescaling import find_scaling
@@ -165,7 +165,12 @@ def _guess_size(node: Node, capture: Capture, sizes: dict[Node, float]) -> float
     if not given or name in _UNIT or name in _NORMS:
         return 1.0
     if name in ("linear", "addmm") or name.startswith("conv"):
-        return BRANCH_RMS if _writes_a_stream(node) else 1.0
+        return BRANCH_RMS if _writes_a_stream(node, capture) else _multiply_weight(node, sizes)
+    if name in ("matmul", "bmm"):
+        inner = shape_of(arguments(node)["self"])[-1]
+        return math.prod(given) * math.sqrt(inner)
+    if name in ("type_as", "expand_as", "view_as"):
+        return given[0]
     if name in ("add", "sub", "add_", "cat"):
         return math.sqrt(sum(x * x for x in given))
     if name == "mul":
@@ -175,14 +180,43 @@ def _guess_size(node: Node, capture: Capture, sizes: dict[Node, float]) -> float
     return max(given) ** {"pow": 2.0, "var": 2.0, "sqrt": 0.5, "rsqrt": -0.5}.get(name, 1.0)
 
 
-def _writes_a_stream(node: Node) -> bool:
-    """A linear or convolution whose output is added to something, straight or through a gate."""
-    follow, passes = list(node.users), ("mul", "view", "reshape", "dropout", "clone", "getitem")
-    for _ in range(6):
-        if any(operation(user) in ("add", "add_") for user in follow):
+def _multiply_weight(node: Node, sizes: dict[Node, float]) -> float:
+    """What random weights of `WEIGHT_RMS` make of their input."""
+    given = arguments(node)
+    source, weight = given.get("input", given.get("mat1")), given.get("weight", given.get("mat2"))
+    fan = math.prod(shape_of(weight)[1:])
+    return sizes.get(source, 1.0) * WEIGHT_RMS * math.sqrt(fan)
+
+
+def _writes_a_stream(node: Node, capture: Capture) -> bool:
+    """A linear or convolution that is added, straight or through a gate, to a value of its shape.
+
+    Shifts and scales of a norm, and sums of embeddings of a timestep, are not: they have one row, or
+    are added to a parameter.
+    """
+    follow = list(node.users)
+    passes = ("mul", "view", "reshape", "dropout", "clone", "getitem", "to", "type_as", "permute")
+    for _ in range(8):
+        if any(_adds_to_stream(user, capture) for user in follow):
             return True
         follow = [x for user in follow if operation(user) in passes for x in user.users]
     return False
+
+
+def _adds_to_stream(node: Node, capture: Capture) -> bool:
+    if operation(node) not in ("add", "add_"):
+        return False
+    parts = [x for x in node.all_input_nodes if is_float(x)]
+    alike = all(shape_of(x) == shape_of(node) for x in parts)
+    is_stream = len(shape_of(node)) > 2 and math.prod(shape_of(node)[1:-1]) > 6
+    return len(parts) == 2 and alike and is_stream and not any(_is_kept(x, capture) for x in parts)
+
+
+def _is_kept(node: Node, capture: Capture) -> bool:
+    """True for a parameter, cast or viewed."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.name in capture.parameters
 
 
 def measure(name: str) -> dict[str, Any]:

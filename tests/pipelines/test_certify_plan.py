@@ -1,0 +1,97 @@
+"""`certify_plan`: a plan from the weights alone, which holds when it is put on the real pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from stopdown.app.cli import app
+from stopdown.errors import OptionError, SourceError
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.sources import resolve_source
+from stopdown.planning.applying import apply_plan
+from stopdown.planning.certifying import certify_plan
+from stopdown.records import Plan
+
+SaveTiny = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int, int]]]:
+    """The folder of a pipeline whose transformer overflows, its plan, and the progress told."""
+    folder, told = save_tiny("cogvideox", overflow="transformer"), []
+    return folder, certify_plan(folder, progress=lambda *said: told.append(said)), told
+
+
+def test_a_transformer_is_certified_without_a_run(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
+) -> None:
+    """Every fp16 value of the transformer and the text encoder rests on a bound, with no island."""
+    entries = {x.component: x for x in certified[1].components}
+    for name in ("transformer", "text_encoder"):
+        assert entries[name].certified
+        assert entries[name].bounded == entries[name].values > 0
+        assert not entries[name].islands
+        assert entries[name].calls == 0
+        assert any("100 % of" in reason for reason in entries[name].reasons)
+    assert not certified[1].prompts
+
+
+def test_progress_counts_tensors(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
+) -> None:
+    """Each component's tensors are counted up to their number."""
+    last = {what: (done, total) for stage, what, done, total in certified[2] if stage == "certify"}
+    assert set(last) == {"transformer", "text_encoder", "vae"}
+    assert last["transformer"][0] == last["transformer"][1]
+
+
+def test_the_plan_fits_the_pipeline(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
+) -> None:
+    """The plan belongs to the loaded weights, changes no bit in fp32, and comes off."""
+    pipe = load_pipeline(resolve_source(str(certified[0])), torch_dtypes=torch.float32)
+    ids = torch.randint(1, 16, (1, 8))
+    with torch.no_grad():
+        before = pipe.text_encoder(ids)[0]
+        applied = apply_plan(pipe, certified[1], cast=False)
+        after = pipe.text_encoder(ids)[0]
+    applied.undo()
+    assert torch.equal(before, after)
+
+
+def test_a_lost_tensor_is_named(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """Weights without a tensor that the model needs are refused, naming it."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "copy"
+    shutil.copytree(save_tiny("cogvideox"), folder)
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    tensors = {name: x.clone() for name, x in load_file(path).items()}
+    tensors.pop("proj_out.weight")
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(SourceError) as caught:
+        certify_plan(folder)
+    assert caught.value.what == "The weights have no tensor proj_out.weight."
+
+
+def test_only_fp16_is_certified(save_tiny: SaveTiny) -> None:
+    """Another precision needs no certificate, and the message says so."""
+    with pytest.raises(OptionError) as caught:
+        certify_plan(save_tiny("cogvideox"), precision="bf16")
+    assert caught.value.what == "A certificate for bf16 was asked for."
+
+
+def test_the_command_refuses_options_of_runs(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """--certify runs nothing, so options of runs beside it are refused with exit code 2."""
+    arguments = ["plan", str(save_tiny("cogvideox")), "--certify", "--ranges", "auto"]
+    done = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "plan.json")])
+    assert done.exit_code == 2
+    assert "--ranges was given beside --certify." in " ".join(done.output.split())
+    assert not (tmp_path / "plan.json").exists()

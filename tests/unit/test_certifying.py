@@ -1,0 +1,106 @@
+"""Exponents from bounds: what is certified, what is not, and that it is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from rescaling_models import WAYS, make_example, scale_weights
+from stopdown import rescale_
+from stopdown.errors import OptionError
+from stopdown.scaling.certifying import describe_share, find_uncertain, mix_ranges
+from stopdown.scaling.problem import Limit, Problem
+from stopdown.scaling.ranges import Range
+
+
+def test_a_model_that_overflows_is_certified() -> None:
+    """T5 made to overflow is exact in fp32 under exponents that no tokens can overflow."""
+    module, calls = make_example("T5")
+    scale_weights(module, WAYS["residual"], 9)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    assert rescaling.certified
+    assert not rescaling.islands
+    assert not rescaling.scaling.uncertain
+    count = rescaling.scaling.values
+    assert rescaling.scaling.range_note == f"100 % of {count} fp16 values certified."
+    assert rescaling.headroom_bits > 0
+    rescaling.undo()
+
+
+def test_measured_ranges_certify_nothing() -> None:
+    """Without bounds a rescaling is not certified, and counts every value as uncertain."""
+    module, calls = make_example("T5")
+    rescaling = rescale_(module, calls=calls)
+    assert not rescaling.certified
+    assert rescaling.scaling.uncertain
+    assert not rescaling.scaling.range_note
+    rescaling.undo()
+
+
+class Odd(nn.Module):
+    """A norm, an operation without a rule, and a norm again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.lgamma(self.first(hidden_states).abs() + 2)) * 2
+
+
+def test_what_has_no_bound_is_named() -> None:
+    """An operation without a rule is calibrated with four bits of headroom, and so it is said."""
+    module = Odd().eval().requires_grad_(False)
+    rescaling = rescale_(module, (torch.randn(2, 8),), ranges="bound")
+    assert not rescaling.certified
+    assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
+    assert rescaling.scaling.range_note.endswith(
+        "for its input up to 64; the rest calibrated with 4 bits of headroom."
+    )
+
+
+def test_auto_takes_bounds_that_cost_nothing() -> None:
+    """`auto` certifies at least what costs nothing, and needs no more in fp32 than measuring does."""
+    module, calls = make_example("T5")
+    measured = rescale_(module, calls=calls)
+    measured.undo()
+    rescaling = rescale_(module, calls=calls, ranges="auto")
+    assert len(rescaling.islands) <= len(measured.islands)
+    assert len(rescaling.scaling.uncertain) < rescaling.scaling.values
+    rescaling.undo()
+
+
+def test_unknown_ranges_are_refused() -> None:
+    """A word that is none of the three is refused by name, before anything is run."""
+    with pytest.raises(OptionError) as caught:
+        rescale_(nn.Linear(2, 2), (torch.randn(1, 2),), ranges="certain")
+    assert caught.value.what == "Ranges were asked for as 'certain'."
+    assert "measured, bound, auto" in (caught.value.expected or "")
+
+
+def test_tiny_stored_values_are_not_certified() -> None:
+    """A bound has no room for subnormals where its value is tiny as stored; a bias rounds as its sum."""
+    certain = Range(1.0, 0.5, 0.1, certain=True)
+    problem = Problem()
+    for name, weight in (("a (add)", 0.0), ("b.weight", 1.0), ("b.bias", 0.1)):
+        unknown = problem.system.unknown(name)
+        problem.limits.append(Limit(unknown, certain, torch.float16, name, weight))
+    assert find_uncertain(problem, lambda unknown: 0, ()) == (3, ())
+    assert find_uncertain(problem, lambda unknown: -13, ()) == (3, ("a (add)",))
+    assert find_uncertain(problem, lambda unknown: -20, ()) == (3, ("a (add)", "b.weight"))
+
+
+def test_a_measurement_beyond_its_bound_wins() -> None:
+    """Where something measured exceeds a bound (an input beyond its limit), the bound is not used."""
+    seen, bound = Range(9.0, 1.0, 0.1), Range(8.0, 1.0, 0.0, certain=True)
+    (mixed,) = mix_ranges({"x": (seen,)}, {"x": (bound,)}, 40.0)["x"]
+    assert mixed == Range(9.0 * 16, 1.0, 0.1)
+
+
+def test_shares_are_rounded_down() -> None:
+    """A share is never said to be larger than it is."""
+    assert describe_share(1000, 999).startswith("99.9 % of 1000")
+    assert describe_share(10000, 9999).startswith("99.9 % of 10000")
+    assert describe_share(3, 3) == "100 % of 3 fp16 values certified."
+    assert describe_share(0, 0) == "No value is in fp16."
