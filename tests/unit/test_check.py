@@ -11,6 +11,7 @@ import torch
 
 from stopdown import check, mend
 from stopdown.consistency.checking import inspect_pipeline
+from stopdown.consistency.pricing import price_remedies
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -78,3 +79,52 @@ def test_an_unknown_component_is_refused() -> None:
     with pytest.raises(Exception, match="It has text_encoder, vae, transformer") as error:
         check(make_pipeline("cogvideox"), precision="unet=fp16")
     assert "The model has no component 'unet'." in str(error.value)
+
+
+def test_a_mended_boundary_runs_and_comes_off() -> None:
+    """A decoder in fp32 behind latents in bf16: refused, mended at the door, run, and as before."""
+    pipe = make_pipeline("sd", dtype=torch.bfloat16)
+    pipe.vae.float()
+    call: dict[str, Any] = {**CALLS["sd"], "num_inference_steps": 1}
+    with pytest.raises(RuntimeError, match="Input type"):
+        pipe(**call)
+    with assert_untouched(pipe), mend(pipe, device="cpu", arguments=call) as mending:
+        assert mending.done == (
+            "vae: its arguments are cast to fp32 at its door, its outputs back.",
+        )
+        assert pipe(**call, output_type="np").images.shape == (1, 32, 32, 3)
+
+
+def test_mended_islands_are_fp32_again() -> None:
+    """T5's wo after .to(float16): fp32 inside the block, fp16 behind it."""
+    pipe = make_pipeline("cogview3plus", dtype=torch.float16)
+    wo = pipe.text_encoder.encoder.block[0].layer[1].DenseReluDense.wo
+    call = {**CALLS["cogview3plus"], "num_inference_steps": 1}
+    with mend(pipe, device="v100", arguments=call) as mending:
+        assert any("keeps in fp32" in line or "keep in fp32" in line for line in mending.done)
+        assert wo.weight.dtype == torch.float32
+        assert "island-lost" not in {finding.kind for finding in mending.remaining}
+    assert wo.weight.dtype == torch.float16
+
+
+def test_a_scheduler_is_made_anew() -> None:
+    """Tables in bf16 are those of the config again, and undone the spoilt ones are back."""
+    pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
+    pipe.scheduler.alphas_cumprod = pipe.scheduler.alphas_cumprod.bfloat16()
+    spoilt = pipe.scheduler
+    with mend(pipe, device="a100", arguments=CALL) as mending:
+        assert mending.remaining == []
+        assert pipe.scheduler.alphas_cumprod.dtype != torch.bfloat16
+    assert pipe.scheduler is spoilt
+
+
+def test_prices_stand_side_by_side() -> None:
+    """Four remedies: fp16 is half of fp32's memory and faster on a V100; bf16 is emulated there."""
+    checked = inspect_pipeline(make_pipeline("sd"), device="v100", arguments=CALLS["sd"])
+    prices = {price.remedy: price for price in price_remedies(checked.seen, checked.profile)}
+    assert list(prices) == ["all fp16", "explicit casts", "bf16", "fp32"]
+    assert prices["fp32"].time_ratio == 1.0
+    assert prices["explicit casts"].time_ratio == 1.0  # everything stands in fp32
+    assert prices["all fp16"].weight_bytes * 2 == prices["fp32"].weight_bytes
+    assert (prices["all fp16"].time_ratio or 1) < 1 <= (prices["bf16"].time_ratio or 0) * 2
+    assert "emulated" in prices["bf16"].note
