@@ -16,7 +16,7 @@ from stopdown.app.commands import GenerateOptions, generate
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import placing, tracking
-from stopdown.memory.fitting import Fit, choose, parse_bytes, sort_by_time
+from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.speed import Speed, find_speed, measure_speed
@@ -26,7 +26,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors
 from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.stand_ins import build_stand_in
+from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import find_profile
 from stopdown.records import RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
@@ -368,3 +368,25 @@ def test_the_speed_of_a_profile_is_that_of_its_slowest_format() -> None:
     profile = find_profile("v100")
     assert find_speed(profile, {"fp16", "bf16"}).flops_per_s == 10.7e12  # type: ignore[union-attr]
     assert find_speed(find_profile("cpu-avx512"), {"fp32"}) is None
+
+
+def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
+    """With an allocator that refuses more, a run that began too large ends with tiles."""
+    pipe = make_pipeline("sd")
+    generator = torch.Generator().manual_seed(0)
+    arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
+    fit = predict_all(copy_stand_in(pipe), {**arguments, "output_type": "np"}, steps=2)
+    by_name = {one.strategy.name: one for one in fit.predictions}
+    plain, tiled = by_name["resident"].peak_bytes, by_name["resident+tiling"].peak_bytes
+    weights = count_parameters(pipe)
+    tracker = StorageTracker(limit_bytes=(plain + tiled) // 2 - weights)
+    tracker.ignore(
+        x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())
+    )
+    room = Room(pipe, by_name["resident"], fit.predictions, fit.strays, store=tmp_path)
+    with room, torch.no_grad(), tracker:
+        image = pipe(**arguments, generator=generator, output_type="np").images[0]
+    assert np.isfinite(image).all()
+    assert [(one.component, one.after) for one in room.steps_down] == [
+        ("vae.decode", "resident+tiling")
+    ]
