@@ -102,9 +102,10 @@ BRANCHES = st.tuples(
     branches=st.lists(BRANCHES, min_size=1, max_size=2),
     growth=st.integers(8, 18),
     seed=st.integers(0, 999),
+    residual=st.sampled_from(["native", "fp32"]),
 )
 def test_any_network_is_exact_in_range_and_undone(
-    branches: list[tuple[str, str]], growth: int, seed: int
+    branches: list[tuple[str, str]], growth: int, seed: int, residual: str
 ) -> None:
     """Networks that overflow fp16: exact in fp32, finite and near in fp16, undone to the bit."""
     torch.manual_seed(seed)
@@ -113,7 +114,7 @@ def test_any_network_is_exact_in_range_and_undone(
     for branch in module.branches:
         branch.back.weight.mul_(2.0**growth)
     reference, before = module(x), _copy_state(module)
-    rescaling = rescale_(module, (x,))
+    rescaling = rescale_(module, (x,), residual=residual)
     assert torch.equal(module(x), reference)
     assert rescaling.headroom_bits > 0
     assert rescaling.islands == ()
