@@ -16,6 +16,7 @@ from stopdown import testing
 from stopdown.app.commands import GenerateOptions, Silent, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
+from stopdown.pipelines.requests import Request
 from stopdown.planning.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.planning.plans import make_plan, sample_weights
 from stopdown.records import ComponentPlan, Plan
@@ -37,8 +38,6 @@ def make_pipeline() -> Any:
 @functools.cache
 def plan_pipeline() -> Plan:
     """A plan of that pipeline, made before anything overflows."""
-    from stopdown.pipelines.requests import Request
-
     request = Request(height=32, width=32)
     return make_plan(make_pipeline(), prompts=["a"], steps=1, request=request)
 
@@ -221,3 +220,19 @@ def test_repairs_need_a_plan_to_be_kept_in() -> None:
         generate(GenerateOptions("shapes", "a", keep_repairs=True, precision="fp16"))
     assert str(caught.value).startswith("--keep-repairs was given with --precision fp16. ")
     assert str(caught.value).endswith("and use --precision plan.json.")
+
+
+@pytest.mark.slow
+def test_a_repaired_run_is_as_near_to_fp32_as_a_planned_one() -> None:
+    """What a guard finds in one failing call is about as good as a plan from many calls."""
+    wide = testing.make_pipeline(NAME, overflow="transformer")
+    reference = call_pipeline(wide, NAME)
+    plan = make_plan(wide, prompts=["a"], steps=2, request=Request(height=32, width=32))
+    with guard(wide, plan) as planned:
+        error = measure_error(call_pipeline(wide, NAME), reference)
+    assert planned.repairs == ()
+    pipe = testing.make_pipeline(NAME, overflow="transformer", dtype=torch.float16)
+    with guard(pipe, announce=quiet) as handle:
+        repaired = measure_error(call_pipeline(pipe, NAME), reference)
+    assert [repair.action for repair in handle.repairs] == ["rescaled"]
+    assert repaired < 2 * error
