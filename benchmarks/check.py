@@ -22,6 +22,8 @@ import argparse
 import contextlib
 import io
 import json
+import logging
+import re
 import resource
 import subprocess
 import sys
@@ -90,8 +92,33 @@ def run_fault(fault: Fault) -> Row:
     return row
 
 
+class Remarks(logging.Handler):
+    """What Diffusers logs about dtypes; a list of modules that is empty says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if re.search(r"kept in float32: \[[^]]", text):
+            self.said.append(" ".join(text.split())[:140])
+
+
 def ask_peer(ask: Callable[[Any, Fault], str], fault: Fault) -> Row:
-    """What a peer says of a fault, and when."""
+    """What a peer says of a fault, and when; for Diffusers also what it logs when a model is cast."""
+    remarks, logger = Remarks(), logging.getLogger("diffusers")
+    logger.addHandler(remarks)
+    try:
+        answer = _ask(ask, fault)
+    finally:
+        logger.removeHandler(remarks)
+    if ask is run_plainly and remarks.said and answer["when"] == "never":
+        return {"when": "when it is cast", "says": remarks.said[0]}
+    return answer
+
+
+def _ask(ask: Callable[[Any, Fault], str], fault: Fault) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         try:
             pipe = make_live(fault, Path(folder) / "model")
@@ -278,7 +305,8 @@ def list_faults(rows: list[Row]) -> list[str]:
         said = [tell_when(row[peer]) for row in rows]
         first = said.count("at the first step")
         # Fake tensors need no run, only somebody who calls the components as the pipeline does.
-        places = (first, 0) if peer == "PyTorch" else (said.count("while loading"), first)
+        early = said.count("while loading") + said.count("when it is cast")
+        places = (first, 0) if peer == "PyTorch" else (early, first)
         rest = (said.count(word) for word in ("never", "fails itself", "not run"))
         lines.append(f"| {peer} | {' | '.join(map(str, (*places, *rest)))} |")
     lines += [
@@ -350,7 +378,13 @@ def main() -> None:
     parser.add_argument("--one", choices=list(MODELS), help="measure one model in this process")
     parser.add_argument("--full-size-only", action="store_true")
     parser.add_argument("--table-only", action="store_true", help="write the text from the JSON")
+    parser.add_argument("--only", nargs="*", help="run these faults again and keep the others")
     options = parser.parse_args()
+    if options.only:
+        report = json.loads((RESULTS / "check.json").read_text())
+        again = {fault.name: run_fault(fault) for fault in FAULTS if fault.name in options.only}
+        write_results({"faults": [again.get(row["fault"], row) for row in report["faults"]]})
+        return
     if options.one:
         print(json.dumps(measure_full_size(options.one)))
         return
