@@ -1,0 +1,256 @@
+"""The fault matrix: every kind of fault, in every component, at every moment, under every scheduler.
+
+Each case of `tests/fault_cases.py` runs on a tiny pipeline of real classes in fp16: once guarded, and
+once with the detector switched off. Where exponents are what mends a fault, the error of the pixels
+against fp32 stands beside that of a pipeline planned in advance: its exponents found from all calls
+of a run in fp32, and in force from the first call on.
+
+    python benchmarks/fault_matrix.py                # everything (tens of minutes)
+    python benchmarks/fault_matrix.py --only wan     # cases whose name holds a word; others are kept
+    python benchmarks/fault_matrix.py --resume       # only cases that are not stored yet
+    python benchmarks/fault_matrix.py --table        # only write the table anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from fault_cases import (  # noqa: E402 (the path is set above)
+    STEPS,
+    Case,
+    check,
+    list_all,
+    run_case,
+)
+from pipeline_calls import call_pipeline  # noqa: E402
+from stopdown import testing  # noqa: E402
+from stopdown.calibration import calibrating  # noqa: E402
+from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.pipelines.components import find_components, find_doors  # noqa: E402
+from stopdown.pipelines.doors import find_module  # noqa: E402
+from stopdown.pipelines.tiny import overflow_  # noqa: E402
+from stopdown.scaling import cast_, fold_scaling  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+JSON_FILE, TABLE_FILE = RESULTS / "fault_matrix.json", RESULTS / "fault_matrix.md"
+
+
+def measure_case(case: Case) -> dict[str, Any]:
+    """One row: what the guard did, and whether the same check fails with the detector off."""
+    begun = time.perf_counter()
+    outcome = run_case(case)
+    guarded_s = time.perf_counter() - begun
+    repair = next(iter(outcome.repairs), None)
+    asleep = run_case(case, watching=False)
+    row: dict[str, Any] = {
+        "case": str(case),
+        "pipeline": case.pipeline,
+        "component": case.component,
+        "kind": case.kind,
+        "moment": case.moment,
+        "scheduler": case.scheduler,
+        "lasting": case.lasting,
+        "passes": passes(case, outcome),
+        "passes_asleep": passes(case, asleep),
+        "faults": len(outcome.repairs),
+        "rmse": finite(outcome.rmse),
+        "rmse_asleep": finite(asleep.rmse),
+        "is_equal": outcome.is_equal,
+        "guarded_s": round(guarded_s, 2),
+    }
+    if repair is not None:
+        row |= {
+            "site": repair.site,
+            "action": repair.action,
+            "replays": sum(found.replays for found in outcome.repairs),
+            "tried": list(repair.tried),
+        }
+    if case.lasting and case.kind in ("range", "clamp"):
+        row["rmse_planned"] = finite(measure_planned(case))
+    return row
+
+
+def finite(value: float) -> float | None:
+    """The value for JSON, which has no infinity."""
+    return value if np.isfinite(value) else None
+
+
+def passes(case: Case, outcome: Any) -> bool:
+    """Whether what came of a case is what must."""
+    try:
+        check(case, outcome)
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
+def measure_planned(case: Case) -> float:
+    """RMSE to fp32 of the same fault from the first call on, with exponents that were found before."""
+    key = (case.pipeline, case.component, case.kind)
+    if key not in _PLANNED:
+        _PLANNED[key] = _measure_planned(case)
+    return _PLANNED[key]
+
+
+_PLANNED: dict[tuple[str, str, str], float] = {}
+
+
+def _measure_planned(case: Case) -> float:
+    pipe = testing.make_pipeline(case.pipeline)
+    doors = {door.component: door for door in find_doors(pipe)}
+    module = find_module(doors[case.component])
+    methods = tuple(door.method for door in doors.values() if find_module(door) is module)
+    call_pipeline(pipe, case.pipeline, steps=STEPS)
+    if case.kind == "range":
+        overflow_(module)
+        fault: Any = contextlib.nullcontext()
+    else:
+        fault = testing.inject(pipe, case.component, step=0, kind=case.kind, lasting=True)
+    with fault:
+        reference = call_pipeline(pipe, case.pipeline, steps=STEPS)
+        with calibrating(module, methods) as calibration:
+            call_pipeline(pipe, case.pipeline, steps=STEPS)
+        cast_(module, torch.float16, fold_scaling(module, calibration.find_scaling()))
+        for other in find_components(pipe).values():
+            if other is not module:
+                cast_(other, torch.float16)
+        pixels = call_pipeline(pipe, case.pipeline, steps=STEPS)
+    return float(np.sqrt(np.mean((pixels - reference) ** 2)))
+
+
+def load_rows() -> dict[str, dict[str, Any]]:
+    """The rows that are stored, by the name of their case."""
+    if not JSON_FILE.exists():
+        return {}
+    rows = json.loads(JSON_FILE.read_text(encoding="utf-8"))["rows"]
+    return {row["case"]: row for row in rows}
+
+
+def store_rows(rows: dict[str, dict[str, Any]]) -> None:
+    """Write rows and table."""
+    kept = [rows[str(case)] for case in list_all() if str(case) in rows]
+    stored = {
+        "command": "python benchmarks/fault_matrix.py",
+        "machine": describe_machine(),
+        "steps": STEPS,
+        "rows": kept,
+    }
+    JSON_FILE.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    TABLE_FILE.write_text(format_tables(kept), encoding="utf-8")
+
+
+def format_tables(rows: list[dict[str, Any]]) -> str:
+    """The matrix by kind and component, by scheduler, and the errors of what exponents mended."""
+    good = sum(row["passes"] for row in rows)
+    asleep = sum(not row["passes_asleep"] for row in rows)
+    once = sum(row["faults"] > 0 and row["replays"] == row["faults"] for row in rows)
+    twice = sum(row["faults"] > 1 for row in rows)
+    lines = [
+        "# Fault matrix",
+        "",
+        f"`python benchmarks/fault_matrix.py`, CPU, tiny pipelines of real classes, {STEPS} steps, fp16.",
+        f"{len(rows)} of the {len(list_all())} cases of `list_all` were run: in {good} the fault is found",
+        "at the right site and step and repaired with the right pixels; in",
+        f"{once} one call is run again for each fault (in {twice} larger values of a later call, or of an",
+        f"autoencoder's other direction, are a second fault); with the detector off {asleep} fail the same",
+        "check. Each cell is passed of tried.",
+        "",
+        *format_grid(rows, "kind", lambda row: row["component"].removesuffix("_2")),
+        "",
+        *format_grid(rows, "pipeline", lambda row: row["kind"]),
+        "",
+        *format_grid(rows, "scheduler", lambda row: row["moment"]),
+        "",
+        *format_errors(rows),
+    ]
+    failed = [row for row in rows if not row["passes"]]
+    if failed:
+        lines += ["", "Not as it should be:", "", *map(describe_failure, failed)]
+    return "\n".join(lines) + "\n"
+
+
+def describe_failure(row: dict[str, Any]) -> str:
+    """A line about a case that fails."""
+    did = (
+        f"{row.get('action', 'nothing')} at {row.get('site', '-')}, {row.get('replays', 0)} replays"
+    )
+    return f"- {row['case']}: {did}, RMSE {row['rmse']}. {' '.join(row.get('tried', []))}"
+
+
+def format_grid(
+    rows: list[dict[str, Any]], first: str, second: Callable[[dict[str, Any]], str]
+) -> Iterator[str]:
+    """A table of passed of tried over two properties of a row."""
+    columns = sorted({second(row) for row in rows})
+    yield f"| {first} | {' | '.join(columns)} |"
+    yield "|---" + "|--:" * len(columns) + "|"
+    for name in dict.fromkeys(row[first] for row in rows):
+        cells = []
+        for column in columns:
+            found = [row["passes"] for row in rows if row[first] == name and second(row) == column]
+            cells.append(f"{sum(found)} of {len(found)}" if found else "")
+        yield f"| {name or 'its own'} | {' | '.join(cells)} |"
+
+
+def format_errors(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Errors of repaired runs beside those of runs that were planned in advance."""
+    mended = [row for row in rows if row.get("rmse_planned") and row["rmse"]]
+    if not mended:
+        return
+    ratios = [row["rmse"] / row["rmse_planned"] for row in mended]
+    yield "RMSE of the pixels to those of fp32, repaired and planned in advance, of faults of range that"
+    yield f"stay. Median of repaired : planned {statistics.median(ratios):.2f}, largest {max(ratios):.2f}."
+    yield ""
+    yield "| pipeline | component | kind | moment | action | repaired | planned | ratio | seconds |"
+    yield "|---|---|---|---|---|--:|--:|--:|--:|"
+    for row, ratio in zip(mended, ratios, strict=True):
+        yield (
+            f"| {row['pipeline']} | {row['component']} | {row['kind']} | {row['moment']} | "
+            f"{row.get('action', '')} | {row['rmse']:.5f} | {row['rmse_planned']:.5f} | {ratio:.2f} | "
+            f"{row['guarded_s']:.1f} |"
+        )
+
+
+def main() -> None:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    rows = load_rows()
+    chosen = () if options.table else [case for case in list_all() if options.only in str(case)]
+    chosen = [case for case in chosen if not (options.resume and str(case) in rows)]
+    for number, case in enumerate(chosen):
+        try:
+            row = rows[str(case)] = measure_case(case)
+        except Exception as error:  # one case that cannot be measured does not end the others
+            print(number + 1, len(chosen), case, f"not measured: {error}"[:300], flush=True)
+            continue
+        print(number + 1, len(chosen), case, row["passes"], not row["passes_asleep"], flush=True)
+        if number % 20 == 19:
+            store_rows(rows)
+    store_rows(rows)
+
+
+if __name__ == "__main__":
+    main()
