@@ -208,8 +208,11 @@ _ask = requests.sessions.Session.request
 def _redirect(self, method, url, *args, **kwargs):
     return _ask(self, method, url.replace("https://huggingface.co", {endpoint!r}), *args, **kwargs)
 requests.sessions.Session.request = _redirect
+import torch
+torch.manual_seed(0)
 """
-"""Read by Python at its start: pictures of the Hub come from the one on loopback, as models do."""
+"""Read by Python at its start: pictures of the Hub come from the one on loopback, as models do, and
+scripts that set no seed draw the same noise in each run."""
 
 AS_FP32 = """
 import json, sys, torch
