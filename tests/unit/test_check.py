@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from stopdown import check, mend
 from stopdown.consistency.checking import inspect_pipeline
@@ -128,3 +129,23 @@ def test_prices_stand_side_by_side() -> None:
     assert prices["all fp16"].weight_bytes * 2 == prices["fp32"].weight_bytes
     assert (prices["all fp16"].time_ratio or 1) < 1 <= (prices["bf16"].time_ratio or 0) * 2
     assert "emulated" in prices["bf16"].note
+
+
+def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> None:
+    """Its pipeline is that of the config folder, its values are read from the file."""
+    folder = save_pipeline("sd", tmp_path / "model")
+    weights = {"first.weight": torch.tensor([1.0, 1e6], dtype=torch.bfloat16)}
+    save_file(weights, tmp_path / "whole.safetensors")
+    checked = inspect_pipeline(
+        tmp_path / "whole.safetensors",
+        config=folder,
+        precision="fp16",
+        device="v100",
+        arguments={**CALLS["sd"], "num_inference_steps": 1},
+    )
+    found = {finding.kind: finding for finding in checked.findings}
+    assert set(found) == {"weight-out-of-range", "force-upcast-unread"}
+    assert found["weight-out-of-range"].site == "checkpoint:first.weight"
+    assert found["weight-out-of-range"].evidence == (
+        "1 of 2 values are beyond 65504, where fp16 ends; the largest is 9.994e+05."
+    )

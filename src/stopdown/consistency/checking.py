@@ -11,6 +11,7 @@ the guard), what a custom kernel does inside, and what only another request woul
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +106,8 @@ def find_source(name: str | Path, config: str | Path | None = None) -> Source:
     if source.kind != "file":
         sources.verify_index(source)
         return source
-    return complete_source(source, config=config)[0]
+    described, folder = complete_source(source, config=config)
+    return dataclasses.replace(described, path=folder)  # `name` still tells the file
 
 
 def _check_live(
@@ -131,9 +133,21 @@ def _check_source(
     precisions |= parse_precisions(precision, names)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in precisions.items()}
     seen = examine(build_stand_in(source, dtypes), make_place(profile), arguments)
-    files = sources.list_weight_files(source) if source.kind != "hub" else {}
-    found = list(parameters.check_files(files, precisions))
+    found = list(parameters.check_files(list_files(source), _add_whole(precisions)))
     return Checked(_join(found, seen, profile, stored), seen, profile, precisions, stored)
+
+
+def list_files(source: Source) -> dict[str, list[Path]]:
+    """Component → its weights on this disk; `checkpoint` for a single file, none for a Hub id."""
+    if source.kind == "file":
+        return {"checkpoint": [Path(source.name).expanduser()]}
+    return sources.list_weight_files(source) if source.kind != "hub" else {}
+
+
+def _add_whole(precisions: dict[str, str]) -> dict[str, str]:
+    """The same with the precision of a single file, where all components have one."""
+    chosen = set(precisions.values())
+    return {**precisions, "checkpoint": chosen.pop()} if len(chosen) == 1 else precisions
 
 
 def _join(
@@ -196,7 +210,7 @@ def read_stored(source: Source) -> dict[str, str]:
     if source.kind == "hub":
         tables = hub.read_remote_dtypes(source.name, source.revision, names)
     else:
-        tables = sources.read_stored_dtypes(source)
+        tables = sources.read_stored_dtypes(source) if source.kind != "file" else {}
     found = {}
     for name, sizes in tables.items():
         floats = {entry: size for entry, size in sizes.items() if find_format(entry)}
