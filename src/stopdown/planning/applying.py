@@ -326,7 +326,7 @@ def _describe_basis(entry: ComponentPlan) -> str:
         return "certified"
     if not entry.values:
         return f"calibrated on {entry.calls} calls"
-    return describe_share(entry.values, entry.bounded)
+    return describe_share(entry.values, entry.bounded).removesuffix(".")
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:

@@ -298,9 +298,9 @@ _GUESSED = (
 def _describe(
     scaling: Scaling, note: str, bounds: Sequence[Bounds], rest: str = _MEASURED
 ) -> Scaling:
-    share = describe_share(scaling.values, scaling.values - len(scaling.uncertain), rest)
+    share = describe_share(scaling.values, scaling.values - len(scaling.uncertain), rest, note)
     scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
-    said = [f"{share}{note}"]
+    said = [share]
     if scores:
         said.append(
             f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
@@ -309,14 +309,18 @@ def _describe(
     return replace(scaling, range_note=" ".join(said))
 
 
-def describe_share(values: int, bounded: int, rest: str = _MEASURED) -> str:
-    """`100 % of 253 fp16 values certified`, or what share and what the rest rests on."""
+def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
+    """`100 % of 253 fp16 values certified.`, or what share and what the rest rests on.
+
+    Args:
+        limits: `, for latents up to 64`: what the certificate assumes.
+    """
     if not values:
-        return "No value is in fp16"
+        return "No value is in fp16."
     if bounded == values:
-        return f"100 % of {values} fp16 values certified"
+        return f"100 % of {values} fp16 values certified{limits}."
     share = math.floor(1000 * bounded / values) / 10
-    return f"{share:g} % of {values} fp16 values certified, {rest}"
+    return f"{share:g} % of {values} fp16 values certified{limits}; {rest}."
 
 
 def _note_limits(kinds: Sequence[Kind], limits: Sequence[Limits]) -> str:
@@ -328,7 +332,7 @@ def _note_limits(kinds: Sequence[Kind], limits: Sequence[Limits]) -> str:
         for placeholder, name in zip(kind.measured.capture.inputs, names, strict=True):
             words += _word_input(placeholder, name or "its input", stated, largest)
     words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
-    return f", for {', '.join(dict.fromkeys(words))}." if words else "."
+    return f", for {', '.join(dict.fromkeys(words))}" if words else ""
 
 
 def _word_input(
