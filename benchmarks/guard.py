@@ -168,7 +168,9 @@ def count(pipe: Any, work: Work, way: Way) -> tuple[int, int]:
 
 
 def take_time(pipe: Any, work: Work) -> tuple[float, float]:
-    """Seconds by the wall and by the processor."""
+    """Seconds by the wall and by the processor, after once without a clock: a run has many calls."""
+    with torch.no_grad():
+        work(pipe)
     wall, own = time.perf_counter(), time.process_time()
     with torch.no_grad():
         work(pipe)
@@ -193,7 +195,6 @@ def measure(name: str, pipe: Any, work: Work, repeats: int) -> list[dict[str, An
     """One row for each way."""
     rows: list[dict[str, Any]] = []
     calls = count_calls(pipe, work)
-    take_time(pipe, work)
     for way_name, way in WAYS.items():
         operations, reads = count(pipe, work, way)
         few = max(3, repeats // 8) if way_name == "DebugUnderflowOverflow" else repeats

@@ -219,7 +219,8 @@ import json, sys, torch
 torch.float16 = torch.float32
 from stopdown.app.run_command import ScriptOptions, run_script
 from stopdown.records import to_json
-record = run_script(ScriptOptions(sys.argv[1], tuple(sys.argv[2:]), device="cpu"), lambda text: None)
+options = ScriptOptions(sys.argv[1], tuple(sys.argv[2:]), on_fault="warn", device="cpu")
+record = run_script(options, lambda text: None)
 sys.stdout.write(to_json(record))
 """
 
