@@ -36,6 +36,7 @@ from rescaling_models import (  # noqa: E402 (the path is set above)
     run_calls,
     scale_weights,
 )
+from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.records import ResidualStream  # noqa: E402
@@ -285,7 +286,12 @@ def store_rows(rows: dict[str, dict[str, Any]]) -> None:
     import transformers
 
     versions = {x.__name__: x.__version__ for x in (torch, diffusers, transformers)}
-    stored = {"command": "python benchmarks/rescale.py", "versions": versions, "rows": rows}
+    stored = {
+        "command": "python benchmarks/rescale.py",
+        "machine": describe_machine(),
+        "versions": versions,
+        "rows": rows,
+    }
     (RESULTS / "rescale.json").write_text(json.dumps(stored, indent=1) + "\n")
     (RESULTS / "rescale.md").write_text(format_table(rows, versions))
 

@@ -147,12 +147,25 @@ def _describe(
         stream=ResidualStream(
             widened=tuple(sorted(narrow)),
             narrowed=tuple(sorted(narrow)),
-            norms=("",),
+            norms=("", *_find_wide(module, narrow)),
             kept=tuple(sorted(wide)),
             returns=all(_fits(_reach(x), dtype) for x in outputs),
         ),
         note=_explain(seen, narrow, share, failure),
     )
+
+
+def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
+    """The modules with parameters of their own that stay in fp32: what reaches them must be too.
+
+    The component's own hook does not do for all: a layer at its door may cast its arguments back.
+    """
+    return [
+        path
+        for path, part in module.named_modules()
+        if path and path not in narrow
+        if any(x.is_floating_point() for x in part.parameters(recurse=False))
+    ]
 
 
 def _explain(seen: _Seen, narrow: list[str], share: float, failure: CaptureError) -> str:
