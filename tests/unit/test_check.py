@@ -149,3 +149,15 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     assert found["weight-out-of-range"].evidence == (
         "1 of 2 values are beyond 65504, where fp16 ends; the largest is 9.994e+05."
     )
+
+
+def test_causes_are_mended_before_what_they_lead_to() -> None:
+    """One parameter in fp32 makes four findings at three components; casting it is enough."""
+    pipe = make_pipeline("cogview3plus", dtype=torch.bfloat16)
+    pipe.text_encoder.shared.float()
+    call = {**CALLS["cogview3plus"], "num_inference_steps": 1}
+    assert len(check(pipe, device="a100", arguments=call)) == 4
+    with assert_untouched(pipe):
+        with mend(pipe, device="a100", arguments=call) as mending:
+            assert mending.done == ("text_encoder: 1 parameters cast to bf16, as the rest.",)
+            assert mending.remaining == []

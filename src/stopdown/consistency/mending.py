@@ -19,14 +19,23 @@ import torch
 
 from stopdown.consistency.checking import check
 from stopdown.consistency.parameters import find_islands
+from stopdown.consistency.wording import generalise
 from stopdown.formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors, read_precisions
 from stopdown.pipelines.doors import Call, cast_floats, put_cast, put_layer
 from stopdown.records import Finding
 
-ROUNDS = 4
-"""Mending one thing can show the next: a check follows each round."""
+ROUNDS = 8
+"""Mending one thing can show the next, or be all there was: a check follows each round."""
+
+_ORDER = (
+    ("mixed-parameters", "several-dtypes", "island-lost", "sigmas-collapse"),
+    ("force-upcast-unread", "autocast-overrides"),
+    ("island-not-cast-back", "mixed-operands"),
+    ("boundary",),
+)
+"""Kinds of findings, causes before what they may lead to."""
 
 
 class Mending:
@@ -67,16 +76,26 @@ def mend(
     found = check(pipe, device=device, arguments=arguments)
     try:
         for _ in range(ROUNDS):
-            said = [text for finding in found if (text := _mend_one(pipe, finding, patches))]
-            fresh = [text for text in dict.fromkeys(said) if text not in done]
-            if not fresh:
+            said = _mend_roots(pipe, found, done, patches)
+            if not said:
                 break
-            done += fresh
+            done += said
             found = check(pipe, device=device, arguments=arguments)
     except BaseException:
         patches.undo()
         raise
     return Mending(tuple(done), found, patches)
+
+
+def _mend_roots(pipe: Any, found: list[Finding], done: list[str], patches: Patches) -> list[str]:
+    """Mend what may be the cause of the rest first; what was done, and was not done before."""
+    for kinds in _ORDER:
+        chosen = [finding for finding in found if finding.kind in kinds]
+        said = [text for finding in chosen if (text := _mend_one(pipe, finding, patches))]
+        fresh = [text for text in dict.fromkeys(said) if text not in done]
+        if fresh:
+            return fresh
+    return []
 
 
 def _mend_one(pipe: Any, finding: Finding, patches: Patches) -> str:
@@ -135,25 +154,19 @@ def _cast_at_door(pipe: Any, name: str, path: str, patches: Patches) -> str:
 
 
 def _cast_at_module(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    """A hook that casts a module's inputs to the dtype of its component."""
-    component = getattr(pipe, name)
-    main = read_precisions(component)[0]
-    kinds = {type(component.get_submodule(path))} if path else set()
+    """Hooks that cast the inputs of a module, and of those in its place in other blocks."""
     own = [
-        (place, part)
-        for place, part in component.named_modules()
-        if type(part) in kinds and list(part.parameters(recurse=False))
+        part
+        for place, part in getattr(pipe, name).named_modules()
+        if generalise(place) == generalise(path) and list(part.parameters(recurse=False))
     ]
-    for _, part in own:
+    for part in own:
         dtype = next(part.parameters(recurse=False)).dtype
         handle = part.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
         patches.defer(handle.remove)
     if not own:
         return ""
-    return (
-        f"{name}: {len(own)} {type(own[0][1]).__name__} modules cast their input to their own dtype "
-        f"({name_dtype(main)} for most), {path} among them."
-    )
+    return f"{name}: {path} and {len(own) - 1} of its kind cast their input to their own dtype."
 
 
 def _cast_inputs(
