@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES / "report.png")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--width", type=int, default=1200)
-    parser.add_argument("--height", type=int, default=1960)
+    parser.add_argument("--height", type=int, default=2050)
     options = parser.parse_args()
     record = from_json(options.record.read_bytes(), Comparison)
     with tempfile.TemporaryDirectory() as folder:
