@@ -200,8 +200,8 @@ class _Saturating:
     saturation: Saturation
     is_saturating: Callable[[], bool]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = super().forward(x)  # type: ignore[misc]
+    def forward(self, *args: Any) -> torch.Tensor:
+        output: torch.Tensor = super().forward(*args)  # type: ignore[misc]
         if not self.is_saturating():
             return output
         return self.saturation(output * _GROWTH) / _GROWTH
