@@ -7,8 +7,8 @@ Three parts, each kept in the results by itself:
 
 Measured peaks are those of PyTorch's own CPU allocator, from the profiler's events, plus the weights
 that were there when the run began. Times are ratios to everything resident, each strategy after a
-resident run, both under the profiler. Networks are cut in depth and have random weights; widths are those of the
-real ones.
+resident run, both under the profiler. Networks are cut in depth and have random weights; widths are
+those of the real ones.
 """
 
 from __future__ import annotations
