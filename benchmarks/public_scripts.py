@@ -16,7 +16,7 @@ three times on the CPU, in a process of its own:
 - *as it is*: nothing repaired (`stopdown run --device cpu --on-fault warn`, which only sends what goes to
   CUDA to the CPU and looks at the pictures);
 - *stopdown run* (`--device cpu`);
-- *in fp32*: `torch.float16` names `torch.float32` before it starts; what the picture should be.
+- *the reference*: `torch.float16` names `torch.float32` before it starts (bf16 stays bf16).
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ def describe(outcome: dict[str, Any]) -> str:
         parts.append(f"repaired: {', '.join(outcome['repairs'])}")
     if outcome["psnr"] is not None:
         psnr = outcome["psnr"]
-        parts.append("the same file as fp32" if psnr == float("inf") else f"{psnr} dB to fp32")
+        parts.append("the same file as the reference" if psnr == float("inf") else f"{psnr} dB to fp32")
     return "; ".join(parts)
 
 
