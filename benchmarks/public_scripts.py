@@ -310,7 +310,9 @@ def describe(outcome: dict[str, Any]) -> str:
         parts.append(f"repaired: {', '.join(outcome['repairs'])}")
     if outcome["psnr"] is not None:
         psnr = outcome["psnr"]
-        parts.append("the same file as the reference" if psnr == float("inf") else f"{psnr} dB to fp32")
+        parts.append(
+            "the same file as the reference" if psnr == float("inf") else f"{psnr} dB to fp32"
+        )
     return "; ".join(parts)
 
 
