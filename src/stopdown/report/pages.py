@@ -143,7 +143,6 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
             name: sum(getattr(cell, name) for cell in cells)
             for name in ("non_finite", "saturated", "clamped")
         },
-        "weights_growth": variant.weights_bytes,
     }
 
 
