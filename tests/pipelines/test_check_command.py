@@ -101,6 +101,7 @@ def test_fix_writes_a_folder_in_one_precision(run: Run, tmp_path: Path) -> None:
         assert file.get_tensor("decoder.conv_in.weight").dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_damaged_weights_remain_after_a_fix(run: Run, tmp_path: Path) -> None:
     """NaN cannot be mended: it is found with and without --fix."""
     folder = save_pipeline("cogview3plus", tmp_path / "model", dtype=torch.float32)

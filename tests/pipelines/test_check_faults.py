@@ -22,16 +22,13 @@ from check_faults import CALLS, FAULTS, Fault, call_of, check_fault, load_health
 
 QUICK = (
     "queries upcast alone",
-    "rotary positions in fp16",
     "T5 in fp16 with fused norms, wo in fp32",
     "T5 by .half()",
-    "second half of a transformer in fp16",
     "text encoder in fp32",
     "bf16 3D convolutions on a V100",
     "alphas in bf16",
     "clip of CogView3-Plus",
     "force_upcast that SD does not read",
-    "fp16 on a GTX 1080",
     "a NaN",
     "autocast over T5's wo",
     "a mask of -inf",

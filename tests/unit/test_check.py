@@ -157,7 +157,6 @@ def test_causes_are_mended_before_what_they_lead_to() -> None:
     pipe.text_encoder.shared.float()
     call = {**CALLS["cogview3plus"], "num_inference_steps": 1}
     assert len(check(pipe, device="a100", arguments=call)) == 4
-    with assert_untouched(pipe):
-        with mend(pipe, device="a100", arguments=call) as mending:
-            assert mending.done == ("text_encoder: 1 parameters cast to bf16, as the rest.",)
-            assert mending.remaining == []
+    with assert_untouched(pipe), mend(pipe, device="a100", arguments=call) as mending:
+        assert mending.done == ("text_encoder: 1 parameters cast to bf16, as the rest.",)
+        assert mending.remaining == []
