@@ -143,7 +143,9 @@ def print_lookups() -> None:
     print(
         f"{len(named)} reports, {len(named & seen)} of them looked up: the thread exists and says what"
     )
-    print("`benchmarks/cases/lookups.toml` has of it. Not looked up, and taken from our collection:\n")
+    print(
+        "`benchmarks/cases/lookups.toml` has of it. Not looked up, and taken from our collection:\n"
+    )
     print(", ".join(sorted(named - seen)) + ".")
 
 

@@ -102,3 +102,12 @@ def name_dtype(dtype: torch.dtype) -> str:
     """The name of a torch dtype: `fp16` for `torch.float16`, `int64` for `torch.int64`."""
     found = find_format(dtype)
     return found.name if found else str(dtype).removeprefix("torch.")
+
+
+def format_bytes(count: float) -> str:
+    """`1.5 GiB` for a number of bytes."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit != "MiB" else f"{count:.1f} MiB"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -121,7 +121,13 @@ def test_headroom_has_its_colour(bits: float, kind: str) -> None:
 def test_a_run_has_a_page() -> None:
     """A record of generate is shown with its output, its precisions with reasons, and its findings."""
     page = render_run(RUN, ("video/mp4", "AAAA"))
-    for text in ("a &lt;red&gt; circle", "stored so", "All 9 frames are one.", "3 MiB", "1.0 GiB"):
+    for text in (
+        "a &lt;red&gt; circle",
+        "stored so",
+        "All 9 frames are one.",
+        "3.0 MiB",
+        "1.0 GiB",
+    ):
         assert text in page, text
     assert 'src="data:video/mp4;base64,AAAA"' in page
     assert "<video" not in render_run(RUN)

@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from stopdown.formats import format_bytes
 from stopdown.records import JournalUse, RunRecord
 
 _STAGES = ("prepare", "load", "rehearse", "encode", "denoise", "decode", "other", "write")
@@ -93,13 +94,3 @@ def _make_journal(use: JournalUse) -> Text:
 def _make_finding(record: RunRecord) -> Text:
     lines = [f"\n{f.kind}: {f.evidence} {f.remedy}" for f in record.findings]
     return Text("".join(lines), style="yellow")
-
-
-def format_bytes(count: int) -> str:
-    """`1.5 GiB` for a number of bytes."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"

@@ -128,8 +128,8 @@ def _find_speed(name: str, formats: set[str]) -> Speed | None:
 def _judge(
     fit: Fit, limit: int, profile: Profile, speed: Speed | None
 ) -> tuple[tuple[MemoryRow, ...], str, tuple[str, ...]]:
+    from stopdown.formats import format_bytes
     from stopdown.memory.fitting import HEADROOM, choose, find_smallest, make_rows
-    from stopdown.memory.room import format_bytes
 
     chosen = choose(fit, limit)
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
@@ -177,7 +177,7 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
 
 
 def _describe_row(row: MemoryRow) -> tuple[str, ...]:
-    from stopdown.memory.room import format_bytes
+    from stopdown.formats import format_bytes
 
     show: Callable[[int], str] = format_bytes
     waits = show(row.stored_bytes) if row.stored_bytes else ""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import StopdownError
+from stopdown.formats import format_bytes
 from stopdown.memory.fitting import HEADROOM, choose, find_smallest, predict_all, sort_by_time
 from stopdown.memory.placing import put_placement, put_variant
 from stopdown.memory.speed import Speed
@@ -202,8 +203,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return "allocate memory" in text or "out of memory" in text.lower()
-
-
-def format_bytes(count: int) -> str:
-    """`1.5 GiB`, `32.4 MiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -15,15 +15,6 @@ from stopdown.comparison.records import Cell, Comparison, Heat
 from stopdown.records import BlockMaximum
 
 
-def format_bytes(count: float) -> str:
-    """`1.5 GiB` for a number of bytes."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
 def format_ratio(ratio: float | None) -> str:
     """`0.64×`, `310×`, or a dash."""
     if ratio is None or not math.isfinite(ratio):

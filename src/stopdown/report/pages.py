@@ -12,6 +12,7 @@ from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
+from stopdown.formats import format_bytes
 from stopdown.records import RunRecord, from_json
 from stopdown.report import figures
 
@@ -109,7 +110,7 @@ def _read_template(name: str) -> Any:
     )
     environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
     for find in (
-        figures.format_bytes,
+        format_bytes,
         figures.format_ratio,
         figures.format_seconds,
         figures.format_number,
@@ -220,5 +221,5 @@ def _list_facts(machine: dict[str, Any]) -> list[tuple[str, str]]:
             flat.append((name, "; ".join(str(item) for item in value)))
         elif value is not None:
             is_size = name.endswith("bytes") and isinstance(value, (int, float))
-            flat.append((name, figures.format_bytes(value) if is_size else str(value)))
+            flat.append((name, format_bytes(value) if is_size else str(value)))
     return [(name.replace("_", " "), value) for name, value in flat]
