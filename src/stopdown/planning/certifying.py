@@ -27,13 +27,15 @@ from stopdown.capture import Capture, capture_call, name_parameters
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.formats import parse_precision
-from stopdown.pipelines.components import Door, find_components
+from stopdown.pipelines.components import Door
 from stopdown.pipelines.doors import Call
+from stopdown.pipelines.empty import build_component, build_empty_component
 from stopdown.pipelines.rehearsal import rehearse
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
+    has_weights,
     list_weight_files,
     read_stored_dtypes,
     resolve_source,
@@ -59,7 +61,7 @@ class _Seen:
 
 
 @dataclass
-class _Checkpoint:
+class Checkpoint:
     """A component's tensors on disk, one in memory at a time.
 
     Attributes:
@@ -130,7 +132,11 @@ def certify_plan(
     dtypes = dict.fromkeys(source.components, torch.float16)
     stand_in = build_stand_in(source, dtypes, keep_fp32=False)
     seen, unseen = _rehearse(stand_in)
-    modules = find_components(build_stand_in(source, dtypes, keep_fp32=False))
+    modules = {  # built anew: a stand-in's own way with casts does not go through a capture unharmed
+        name: build_empty_component(source, name, torch.float16, keep_fp32=False)
+        for name, (_, class_name) in source.components.items()
+        if has_weights(class_name) and (source.path / name).is_dir()
+    }
     components = tuple(
         _plan_component(source, name, module, seen.get(name, []), unseen, progress)
         for name, module in modules.items()
@@ -245,12 +251,12 @@ def _plan_component(
     return describe_scaling(bare, scaling, "fp16", 0)
 
 
-def _open(source: Source, name: str, module: torch.nn.Module) -> _Checkpoint:
+def _open(source: Source, name: str, module: torch.nn.Module) -> Checkpoint:
     files: dict[str, Path] = {}
     for path in list_weight_files(source)[name]:
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
-    return _Checkpoint(files, _find_aliases(module), functools.cache(lambda: _make(source, name)))
+    return Checkpoint(files, _find_aliases(module), functools.cache(lambda: _make(source, name)))
 
 
 def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -264,8 +270,6 @@ def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
 def _make(source: Source, name: str) -> dict[str, torch.Tensor]:
     """The component with its parameters on `meta`: its buffers have the values that code gives them."""
     from accelerate import init_empty_weights
-
-    from stopdown.pipelines.empty import build_component
 
     with init_empty_weights():
         module = build_component(source, name)
