@@ -614,11 +614,12 @@ def report(
 def _run_memory(options: PlanOptions, as_json: bool) -> int:
     from rich.console import Console
 
-    from stopdown.app import memory_command, plan_command
+    from stopdown.app import memory_command
     from stopdown.app.displays import Bars
+    from stopdown.app.request_options import read_request
     from stopdown.records import to_json
 
-    request = plan_command.read_request(options)
+    request = read_request(options)
     with Bars(Console(stderr=True)) as display:
         made = memory_command.plan_memory(options, request, display)
     if as_json:

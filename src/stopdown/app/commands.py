@@ -6,13 +6,13 @@ Heavy imports stand inside functions, so that `stopdown --help` is quick.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stopdown.app.request_options import check_number, read_request
 from stopdown.errors import InputError, OptionError, StopdownError
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
@@ -216,53 +216,19 @@ _TOLD_APART_BY = (
 
 def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
-    from stopdown.media import read_image, read_video
-    from stopdown.pipelines.requests import Request
-
-    for name in ("steps", "frames", "height", "width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(
-                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
-            )
-    for name in ("guidance", "fps", "journal_limit"):
-        value = getattr(options, name)
-        if value is not None and not math.isfinite(value):
-            flag = f"--{name.replace('_', '-')}"
-            raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
-    if not 0 <= options.seed < 2**63:
-        raise OptionError(
-            f"--seed {options.seed} is not a seed.",
-            expected="A seed is a whole number from 0 to 2**63 - 1.",
-            remedy="Use --seed 0.",
-        )
+    check_number("--fps", options.fps)
+    check_number("--journal-limit", options.journal_limit)
     if options.on_fault not in ("repair", "raise"):
         raise OptionError(
             f"--on-fault {options.on_fault} is unknown.",
             expected="Known are repair and raise.",
             remedy="Use --on-fault repair.",
         )
-    if options.keep_repairs and not options.precision.strip().endswith(".json"):
-        raise OptionError(
-            f"--keep-repairs was given with --precision {options.precision}.",
-            expected="Repairs are kept in a plan's file; those of a plan that auto made are kept "
-            "by themselves.",
-            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and use --precision plan.json.",
-        )
-    if options.image is not None and options.video is not None:
-        raise OptionError(
-            "--image and --video were both given.", remedy="Give the one to start from."
-        )
-    return Request(
+    return read_request(
+        options,
         prompt=options.prompt,
         negative=options.negative,
-        image=read_image(options.image) if options.image else None,
-        video=read_video(options.video, options.frames) if options.video else None,
-        frames=options.frames,
-        height=options.height,
-        width=options.width,
         steps=options.steps,
-        guidance=options.guidance,
         seed=options.seed,
     )
 

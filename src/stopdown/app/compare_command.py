@@ -9,12 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stopdown.app.request_options import read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import OptionError
 
 if TYPE_CHECKING:
     from stopdown.app.commands import Display
-    from stopdown.pipelines.requests import Request
+
+
+_LARGEST_SEED = 2**62 - 1
+"""Prompts have the seeds that follow the first."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,13 @@ def compare(options: CompareOptions, display: Display) -> Comparison:
         StopdownError: anything that went wrong, with what to type; no half-written file is left.
     """
     check_page(options.output)
-    request = _read_request(options)
+    request = read_request(
+        options,
+        negative=options.negative,
+        steps=options.steps,
+        seed=options.seed,
+        largest_seed=_LARGEST_SEED,
+    )
     numbered, bad = _read_prompts(options)
     from stopdown.app.commands import find_record_path
     from stopdown.comparison.matrix import compare as run_matrix
@@ -131,31 +141,6 @@ def choose_code(made: Comparison) -> int:
     """1 when a cell did not run or a line of the prompts was bad, else 0."""
     failed = any(cell.error for row in made.rows for cell in row.cells)
     return 1 if failed or made.bad_lines else 0
-
-
-def _read_request(options: CompareOptions) -> Request:
-    from stopdown.media import read_image, read_video
-    from stopdown.pipelines.requests import Request
-
-    for name in ("steps", "frames", "height", "width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(
-                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
-            )
-    if not 0 <= options.seed < 2**62:
-        raise OptionError(f"--seed {options.seed} is not a seed.", remedy="Use --seed 0.")
-    return Request(
-        negative=options.negative,
-        image=read_image(options.image) if options.image else None,
-        video=read_video(options.video, options.frames) if options.video else None,
-        frames=options.frames,
-        height=options.height,
-        width=options.width,
-        steps=options.steps,
-        guidance=options.guidance,
-        seed=options.seed,
-    )
 
 
 def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stopdown.app.plan_command import PlanOptions, read_request
+from stopdown.app.plan_command import PlanOptions
+from stopdown.app.request_options import read_request
 
 if TYPE_CHECKING:
     from rich.console import Console

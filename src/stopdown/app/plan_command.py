@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stopdown.app.request_options import read_request
 from stopdown.errors import OptionError
 from stopdown.records import ComponentPlan, Plan
 
@@ -138,32 +139,6 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
         return certify_plan(
             source, precision=options.precision, request=request, progress=display.progress
         )
-
-
-def read_request(options: PlanOptions) -> Request:
-    """What the runs are to make, with its files read.
-
-    Raises:
-        OptionError: a size is less than 1.
-        InputError: a file cannot be read.
-    """
-    from stopdown.media import read_image, read_video
-    from stopdown.pipelines.requests import Request
-
-    for name in ("steps", "frames", "height", "width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(
-                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
-            )
-    return Request(
-        image=read_image(options.image) if options.image else None,
-        video=read_video(options.video, options.frames) if options.video else None,
-        frames=options.frames,
-        height=options.height,
-        width=options.width,
-        guidance=options.guidance,
-    )
 
 
 def print_plan(made: Plan, output: Path, console: Console) -> None:

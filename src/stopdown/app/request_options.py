@@ -1,0 +1,107 @@
+"""What the options of a command ask of a pipeline, checked, with their files read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from stopdown.errors import OptionError
+
+if TYPE_CHECKING:
+    from stopdown.pipelines.requests import Request
+
+LARGEST_SEED = 2**63 - 1
+
+
+class RunOptions(Protocol):
+    """The options that every command has that runs a pipeline; None leaves the model's own default."""
+
+    @property
+    def image(self) -> Path | None: ...
+    @property
+    def video(self) -> Path | None: ...
+    @property
+    def steps(self) -> int | None: ...
+    @property
+    def frames(self) -> int | None: ...
+    @property
+    def height(self) -> int | None: ...
+    @property
+    def width(self) -> int | None: ...
+    @property
+    def guidance(self) -> float | None: ...
+
+
+def read_request(
+    options: RunOptions,
+    *,
+    prompt: str | None = None,
+    negative: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    largest_seed: int = LARGEST_SEED,
+) -> Request:
+    """The request, refused before anything heavy is done.
+
+    Args:
+        options: a command's.
+        prompt, negative: texts.
+        steps: of the runs, where `options.steps` are theirs; None leaves the model's own.
+        seed, largest_seed: of the noise.
+
+    Raises:
+        OptionError: a number is out of range, or both a picture and a video were given.
+        InputError: a file cannot be read.
+    """
+    from stopdown.media import read_image, read_video
+    from stopdown.pipelines.requests import Request
+
+    _check_counts(options)
+    check_number("--guidance", options.guidance)
+    _check_seed(seed, largest_seed)
+    if options.image is not None and options.video is not None:
+        raise OptionError(
+            "--image and --video were both given.", remedy="Give the one to start from."
+        )
+    return Request(
+        prompt=prompt,
+        negative=negative,
+        image=read_image(options.image) if options.image else None,
+        video=read_video(options.video, options.frames) if options.video else None,
+        frames=options.frames,
+        height=options.height,
+        width=options.width,
+        steps=steps,
+        guidance=options.guidance,
+        seed=seed,
+    )
+
+
+def check_number(flag: str, value: float | None) -> None:
+    """Refuse NaN and Inf.
+
+    Raises:
+        OptionError: it is one of them.
+    """
+    if value is not None and not math.isfinite(value):
+        raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
+
+
+def _check_counts(options: RunOptions) -> None:
+    for name in ("steps", "frames", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(
+                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
+            )
+
+
+def _check_seed(seed: int, largest: int) -> None:
+    if not 0 <= seed <= largest:
+        power = (largest + 1).bit_length() - 1
+        raise OptionError(
+            f"--seed {seed} is not a seed.",
+            expected=f"A seed is a whole number from 0 to 2**{power} - 1.",
+            remedy="Use --seed 0.",
+        )
