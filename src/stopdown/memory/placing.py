@@ -215,7 +215,7 @@ class Shelf:
     def __init__(self, device: str, folder: Path | None) -> None:
         self._device = torch.device(device)
         self._folder = Path(tempfile.mkdtemp(dir=folder)) if folder is not None else None
-        self._kept: dict[int, Callable[[], torch.Tensor]] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._sizes: dict[int, int] = {}
         self._units: dict[str, list[_Unit]] = {}
         self._doors: dict[str, _Unit] = {}
@@ -239,7 +239,7 @@ class Shelf:
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0 and self._sizes[id(tensor)]:
             storage.resize_(self._sizes[id(tensor)])
-            tensor.data.copy_(self._kept[id(tensor)]())
+            tensor.data.copy_(self._kept[id(tensor)])
 
     def drop(self, tensor: torch.Tensor) -> None:
         tensor.untyped_storage().resize_(0)
@@ -262,6 +262,7 @@ class Shelf:
                 unit.drop()
 
     def close(self) -> None:
+        self._kept.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -270,22 +271,13 @@ class Shelf:
         tensor.data = torch.empty_like(tensor.data, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
 
-    def _write(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy to load from: in host memory, or mapped from a file, which takes none."""
         if self._folder is None:
-            kept = tensor.detach().to("cpu", copy=True)
-            return lambda: kept
-        from safetensors import safe_open
-        from safetensors.torch import save_file
-
-        path = self._folder / f"{len(self._kept)}.safetensors"
-        save_file({"weight": tensor.detach().cpu().contiguous()}, path)
-
-        def read() -> torch.Tensor:
-            with safe_open(path, framework="pt") as opened:
-                found: torch.Tensor = opened.get_tensor("weight")
-                return found
-
-        return read
+            return tensor.detach().to("cpu", copy=True)
+        path = self._folder / f"{len(self._kept)}.bin"
+        kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
+        return kept.view(tensor.shape).copy_(tensor.detach())
 
 
 def _make_units(
