@@ -554,8 +554,8 @@ def test_a_journal_stands_on_the_card(run: Any, save_tiny: SaveTiny, here: Path)
         "generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4", "--journal", "kept"
     )
     assert (code, err) == (0, "")
-    said = " ".join(out.replace("│", " ").split())
-    assert re.search(r"journal 0 calls answered from \S+kept, \d+ calls written", said)
+    said = "".join(out.replace("│", " ").split())  # a long path is broken somewhere
+    assert re.search(r"journal0callsansweredfrom\S+kept,\d+callswritten", said)
     assert sorted(path.name for path in (here / "kept").iterdir()) == [".lock"]
 
 

@@ -387,6 +387,9 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "fps": 8.0,
         "strict": False,
         "on_fault": "repair",
+        "journal_limit": 4.0,
+        "maxima": False,
+        "keep_repairs": False,
     }
     assert set(content["stages_s"]) == {
         "prepare",
@@ -478,8 +481,8 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
         "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more A run "
-        "needs room for the weights and for the largest layer's values. Use a smaller --height and "
-        "--width, fewer --frames, or a 16-bit --precision."
+        "needs room for the weights and for the largest layer's values. Add --memory auto, or use a "
+        "smaller --height and --width, fewer --frames, or a 16-bit --precision."
     )
 
 

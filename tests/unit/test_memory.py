@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stopdown.app.commands import GenerateOptions, generate
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
+from stopdown.formats import format_bytes
 from stopdown.memory import placing, tracking
 from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
@@ -255,7 +256,7 @@ def test_without_anything_smaller_it_says_what_would_do(
             run_sd(pipe)
     text = str(caught.value)
     assert "unet ran out of memory with the smallest strategy, leaf: out of memory" in text
-    assert f"a device with more than {smallest.peak_bytes / 2**20:.1f} MiB free" in text
+    assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
 def test_another_error_is_not_taken_for_it(rehearsed_sd: Rehearsal) -> None:
