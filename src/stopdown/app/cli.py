@@ -1,4 +1,4 @@
-"""The command line: generate, plan. Exit 0 clean, 1 findings or a failed run, 2 usage."""
+"""The command line. Exit 0 clean, 1 findings or a failed run, 2 usage."""
 
 from __future__ import annotations
 
@@ -30,6 +30,26 @@ app = typer.Typer(
 )
 
 
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
+VideoOption = Annotated[Path | None, typer.Option(help="Video to start from.")]
+FramesOption = Annotated[int | None, typer.Option(help="Frames of the video.")]
+HeightOption = Annotated[int | None, typer.Option(help="Height in pixels.")]
+WidthOption = Annotated[int | None, typer.Option(help="Width in pixels.")]
+GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"stopdown {stopdown.__version__}")
@@ -48,13 +68,7 @@ def _root(
 
 @app.command()
 def generate(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
-        ),
-    ],
+    source: SourceArgument,
     prompt: Annotated[
         str | None, typer.Argument(metavar="[PROMPT]", help="What the picture or video shows.")
     ] = None,
@@ -65,8 +79,8 @@ def generate(
         ),
     ] = "stopdown.mp4",
     negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None,
-    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
-    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
+    image: ImageOption = None,
+    video: VideoOption = None,
     precision: Annotated[
         str,
         typer.Option(
@@ -77,16 +91,13 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")] = "auto",
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
-    frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    frames: FramesOption = None,
+    height: HeightOption = None,
+    width: WidthOption = None,
+    guidance: GuidanceOption = None,
     fps: Annotated[float, typer.Option(help="Frames per second of the file.")] = 8.0,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
-    ] = None,
+    revision: RevisionOption = None,
+    config: ConfigOption = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
     ] = False,
@@ -161,13 +172,7 @@ def generate(
 
 @app.command()
 def plan(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
-        ),
-    ],
+    source: SourceArgument,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="File to write, ending in .json.")
     ] = Path("plan.json"),
@@ -201,17 +206,14 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None,
-    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
-    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
-    ] = None,
+    image: ImageOption = None,
+    video: VideoOption = None,
+    frames: FramesOption = None,
+    height: HeightOption = None,
+    width: WidthOption = None,
+    guidance: GuidanceOption = None,
+    revision: RevisionOption = None,
+    config: ConfigOption = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -253,13 +255,7 @@ def plan(
 
 @app.command()
 def convert(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
-        ),
-    ],
+    source: SourceArgument,
     output: Annotated[
         Path,
         typer.Argument(
@@ -289,11 +285,8 @@ def convert(
     height: Annotated[int | None, typer.Option(help="Height in pixels of those runs.")] = None,
     width: Annotated[int | None, typer.Option(help="Width in pixels of those runs.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale of those runs.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
-    ] = None,
+    revision: RevisionOption = None,
+    config: ConfigOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the summary.")
     ] = False,
@@ -387,10 +380,7 @@ def check(
         str | None,
         typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
     ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
-    ] = None,
+    config: ConfigOption = None,
     fix: Annotated[
         bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
     ] = False,
@@ -497,13 +487,7 @@ def _run_script(options: ScriptOptions, as_json: bool) -> int:
 
 @app.command()
 def compare(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
-        ),
-    ],
+    source: SourceArgument,
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with one prompt on each line.")
     ] = None,
@@ -521,17 +505,17 @@ def compare(
         Path, typer.Option("-o", "--output", help="Page to write, ending in .html.")
     ] = Path("report.html"),
     negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None,
-    image: Annotated[Path | None, typer.Option(help="Picture to start from.")] = None,
-    video: Annotated[Path | None, typer.Option(help="Video to start from.")] = None,
+    image: ImageOption = None,
+    video: VideoOption = None,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")] = "auto",
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[
         int, typer.Option(help="Seed of the first prompt; each further one has the next.")
     ] = 0,
     frames: Annotated[int | None, typer.Option(help="Frames of the videos.")] = None,
-    height: Annotated[int | None, typer.Option(help="Height in pixels.")] = None,
-    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    height: HeightOption = None,
+    width: WidthOption = None,
+    guidance: GuidanceOption = None,
     min_psnr: Annotated[
         float | None, typer.Option(help="Least PSNR of the same picture, in dB: 33.")
     ] = None,
@@ -544,11 +528,8 @@ def compare(
     max_flicker: Annotated[
         float | None, typer.Option(help="Largest change of the error from frame to frame.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
-    ] = None,
+    revision: RevisionOption = None,
+    config: ConfigOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
     ] = False,
