@@ -51,6 +51,7 @@ from check_faults import (
     plant_fault,
     plant_stored,
 )
+from stopdown.capture import find_mode
 from stopdown.consistency.checking import check, find_source, inspect_pipeline
 from stopdown.consistency.examining import make_zeros
 from stopdown.consistency.pricing import price_remedies
@@ -59,7 +60,7 @@ from stopdown.formats import FORMATS
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.rehearsal import rehearse
-from stopdown.pipelines.stand_ins import copy_stand_in, find_mode
+from stopdown.pipelines.stand_ins import copy_stand_in
 from stopdown.testing import PIPELINE_NAMES
 
 RESULTS = ROOT / "benchmarks" / "results"

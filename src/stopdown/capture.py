@@ -219,6 +219,29 @@ def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
+def find_mode(module: torch.nn.Module) -> FakeTensorMode:
+    """The mode that a module's fake parameters belong to; a new one where none is fake."""
+    for tensor in name_parameters(module).values():
+        if isinstance(tensor, FakeTensor):
+            return tensor.fake_mode
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def renew_fakes(module: torch.nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+    """What `copy.deepcopy` of a module has to start from: its fake tensors, of `mode` in the copy.
+
+    Neither they nor the mode that they hold must be left to it (torch 2.13.0, 2026-11-21). A mode
+    knows storages by their addresses and gives each back when it dies; a copy of it gives the same
+    ones back again, and what runs much later meets freed memory.
+    """
+    held = pytree.tree_leaves([vars(part) for part in module.modules()])
+    memo: dict[int, Any] = {}
+    for tensor in (x for x in held if isinstance(x, FakeTensor)):
+        memo[id(tensor.fake_mode)] = mode
+        memo[id(tensor)] = _make_like(tensor, tensor.dtype, mode, real=False)
+    return memo
+
+
 @dataclass(frozen=True)
 class _Attempt:
     """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32,
@@ -301,7 +324,7 @@ def _export(
 ) -> Capture:
     module = owner_of(call)
     method = "" if call is module else getattr(call, "__name__", "")
-    mode = _fake_mode(module)
+    mode = find_mode(module)
     shadow, kept = _make_shadow(module, dtype, mode, attempt)
     singles = _watch_outputs(shadow)
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
@@ -340,13 +363,6 @@ def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
     return singles
 
 
-def _fake_mode(module: torch.nn.Module) -> FakeTensorMode:
-    for tensor in name_parameters(module).values():
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _is_real(module: torch.nn.Module) -> bool:
     return not any(isinstance(x, FakeTensor) or x.is_meta for x in name_parameters(module).values())
 
@@ -356,7 +372,7 @@ def _make_shadow(
 ) -> tuple[torch.nn.Module, frozenset[str]]:
     """A copy of the module over fake parameters, and the names of the buffers left as they are."""
     kept = find_kept_buffers(module) if attempt.keep_buffers else frozenset[str]()
-    memo: dict[int, Any] = {}
+    memo = renew_fakes(module, mode)
     for name, tensor in name_parameters(module).items():
         wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
         wanted = torch.float32 if name in attempt.wide else wanted

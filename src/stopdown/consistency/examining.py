@@ -23,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.backends import Place
+from stopdown.capture import find_mode
 from stopdown.consistency.judging import Case, Judge, Observation
 from stopdown.consistency.walking import (
     LARGEST_KNOWN,
@@ -39,7 +40,6 @@ from stopdown.formats import name_dtype
 from stopdown.pipelines.components import Door, find_kept_fp32, read_precisions
 from stopdown.pipelines.doors import Call, find_argument_names
 from stopdown.pipelines.rehearsal import rehearse
-from stopdown.pipelines.stand_ins import find_mode
 from stopdown.scaling.folding import RESCALED
 
 LARGEST_ZEROS = 1 << 25

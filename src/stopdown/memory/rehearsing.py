@@ -26,13 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from stopdown.capture import describe_failure, name_parameters
+from stopdown.capture import describe_failure, find_mode, name_parameters
 from stopdown.memory.tracking import StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors
 from stopdown.pipelines.doors import Call, put_door
-from stopdown.pipelines.stand_ins import find_mode
 
 MOST_STEPS = 3
 """Steps that are rehearsed: a multistep scheduler has then kept what it keeps."""

@@ -22,9 +22,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stopdown.capture import name_parameters
+from stopdown.capture import find_mode, name_parameters, renew_fakes
 from stopdown.formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_kept_fp32
@@ -75,14 +75,6 @@ def copy_stand_in(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
     return stand_in
 
 
-def find_mode(module: torch.nn.Module) -> FakeTensorMode:
-    """The mode that a stand-in's parameters belong to."""
-    for tensor in name_parameters(module).values():
-        if isinstance(tensor, FakeTensor):
-            return tensor.fake_mode
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _build(
     source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype], keep_fp32: bool
 ) -> Any:
@@ -95,7 +87,7 @@ def _build(
         return _build_side(folder, find_class(library, class_name), class_name)
     dtype = torch_dtypes.get(name, torch.float32)
     module = build_empty_component(source, name, dtype, keep_fp32)
-    _teach_casts(module, find_mode(module))
+    _teach_casts(module)
     return module
 
 
@@ -190,6 +182,7 @@ def _copy_module(
     module: torch.nn.Module, mode: FakeTensorMode, memo: dict[int, Any], dtype: torch.dtype | None
 ) -> torch.nn.Module:
     weights = set(module.state_dict(keep_vars=True))
+    memo.update(renew_fakes(module, mode))
     for name, tensor in name_parameters(module).items():
         wanted = tensor.dtype
         if dtype is not None:
@@ -200,7 +193,7 @@ def _copy_module(
         shadow = copy.deepcopy(module, memo)
     for part in shadow.modules():
         _strip_offload(part)
-    _teach_casts(shadow, mode)
+    _teach_casts(shadow)
     copy_layers(module, shadow)
     return shadow
 
@@ -226,21 +219,18 @@ def _strip_offload(module: torch.nn.Module) -> None:
             patches.remove_attribute(module, name)
 
 
-def _teach_casts(module: torch.nn.Module, mode: FakeTensorMode) -> None:
+def _teach_casts(module: torch.nn.Module) -> None:
     """Let `.to()` and its kin change a stand-in: PyTorch refuses to swap fake parameters."""
     patches = Patches()  # never undone: the stand-in is ours
     for part in module.modules():
-        patches.set_attribute(part, "_apply", functools.partial(_apply, part, mode))
+        patches.set_attribute(part, "_apply", functools.partial(_apply, part))
 
 
 def _apply(
-    module: torch.nn.Module,
-    mode: FakeTensorMode,
-    convert: Callable[[Any], Any],
-    recurse: bool = True,
+    module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
 ) -> torch.nn.Module:
     patches = Patches()
-    with mode:
+    with find_mode(module):
         for part in module.modules() if recurse else (module,):
             for table in (part._parameters, part._buffers):
                 for name, tensor in list(table.items()):

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from torch.utils import _pytree as pytree
 
-from stopdown.capture import Capture, capture_call, name_parameters
+from stopdown.capture import Capture, capture_call, find_mode, name_parameters
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.formats import parse_precision
@@ -41,7 +41,7 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.pipelines.stand_ins import build_stand_in, find_mode
+from stopdown.pipelines.stand_ins import build_stand_in
 from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.plans import describe_scaling, sample_tensors
 from stopdown.planning.precision import ComponentFacts
@@ -132,7 +132,7 @@ def certify_plan(
     dtypes = dict.fromkeys(source.components, torch.float16)
     stand_in = build_stand_in(source, dtypes, keep_fp32=False)
     seen, unseen = _rehearse(stand_in)
-    modules = {  # built anew: a stand-in's own way with casts does not go through a capture unharmed
+    modules = {  # built anew: what was rehearsed may have kept tensors of its calls
         name: build_empty_component(source, name, torch.float16, keep_fp32=False)
         for name, (_, class_name) in source.components.items()
         if has_weights(class_name) and (source.path / name).is_dir()
