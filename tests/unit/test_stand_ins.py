@@ -90,3 +90,15 @@ def test_a_captured_stand_in_is_cast_as_before(stand_in: Any) -> None:
     assert {p.dtype for p in stand_in.text_encoder.parameters()} == {torch.float16}
     stand_in.text_encoder.to(torch.float32)
     assert {p.dtype for p in stand_in.text_encoder.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("name", "component"), [("sdxl", "text_encoder_2"), ("svd", "image_encoder")]
+)
+def test_a_model_inside_of_a_model_has_the_dtype_asked_for(
+    save_tiny: SaveTiny, name: str, component: str
+) -> None:
+    """CLIP's classes with a projection hold another model; the dtype in the stored config is not its."""
+    source = resolve_source(save_tiny(name))
+    part = getattr(build_stand_in(source, {component: torch.float16}), component)
+    assert {p.dtype for p in part.parameters()} == {torch.float16}

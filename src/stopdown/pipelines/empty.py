@@ -58,7 +58,8 @@ def build_component(source: Source, name: str) -> torch.nn.Module:
 def _build(module_class: Any, folder: Path) -> torch.nn.Module:
     if module_class.__module__.startswith("transformers"):
         config = module_class.config_class.from_pretrained(folder, local_files_only=True)
-        built: torch.nn.Module = module_class(config)
+        # Not the class itself: its inner models would have the dtype that the config was stored with.
+        built: torch.nn.Module = module_class._from_config(config, dtype=torch.get_default_dtype())
         return built
     config = module_class.load_config(folder, local_files_only=True)
     return module_class.from_config(config)
