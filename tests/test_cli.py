@@ -404,7 +404,7 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
         os.close(screen)
     assert (process.returncode, printed) == (1, b"")
     assert "Loading" in shown
-    assert shown.rstrip().endswith("stopdown: Stopped by Ctrl-C; nothing was written.")
+    assert shown.rstrip().endswith("stopdown: Stopped by Ctrl-C; no output was finished.")
     assert "Traceback" not in shown
     assert list(here.iterdir()) == []
 
@@ -431,7 +431,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stopdown.app.commands.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
-    assert (code, out, err) == (1, "", "stopdown: Stopped by Ctrl-C; nothing was written.\n")
+    assert (code, out, err) == (1, "", "stopdown: Stopped by Ctrl-C; no output was finished.\n")
     code, out, _ = run("generate", "shapes", "a", "--json")
     assert (code, json.loads(out)["error"]) == (1, "KeyboardInterrupt")
 

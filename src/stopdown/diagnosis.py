@@ -463,7 +463,7 @@ def _describe_healthy(path: Path) -> Diagnosis:
         evidence=(),
         site="",
         remedy=("Compare it with the same seed in fp32.",),
-        run_next=("stopdown compare SOURCE -o report.html",),
+        run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
         reports=(),
         alternatives=(),
     )

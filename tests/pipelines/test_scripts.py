@@ -219,7 +219,10 @@ def test_without_a_device_the_script_is_told_of_the_option(run: Run, capsys: Any
     """Where there is no CUDA the script fails as ever, with a word about `--device`."""
     record, said = run("import torch\ntorch.ones(1).to('cuda')")
     assert record.exit_code == 1
-    assert said == ["There is no such device here; `stopdown run --device cpu` sends it elsewhere."]
+    assert said == [
+        "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
+        "options of Stopdown stand before the script."
+    ]
 
 
 def test_a_device_takes_what_goes_to_cuda(run: Run, save_tiny: SaveTiny) -> None:

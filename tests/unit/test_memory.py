@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.app.commands import GenerateOptions, generate
+from stopdown.app.memory_command import list_worthwhile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
@@ -29,7 +30,7 @@ from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import find_profile
-from stopdown.records import RunRecord
+from stopdown.records import MemoryRow, RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 
@@ -293,7 +294,14 @@ def test_split_attention_gives_the_same_rows(
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("8GiB", 8 << 30), ("500 MiB", 500 << 20), ("1.5g", 3 << 29), ("64k", 1 << 16)],
+    [
+        ("8GiB", 8 << 30),
+        ("500 MiB", 500 << 20),
+        ("1.5g", 3 << 29),
+        ("64k", 1 << 16),
+        ("4096", 4096),
+        ("4096B", 4096),
+    ],
 )
 def test_amounts_of_memory(text: str, count: int) -> None:
     """Amounts are read with their units."""
@@ -391,3 +399,10 @@ def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
     assert [(one.component, one.after) for one in room.steps_down] == [
         ("vae.decode", "resident+tiling")
     ]
+
+
+def test_only_worthwhile_strategies_are_shown() -> None:
+    """A strategy that takes longer and no less memory is left out, unless it was chosen."""
+    rows = tuple(MemoryRow(name, peak, "", 0, 0) for name, peak in (("a", 9), ("b", 9), ("c", 5)))
+    assert [row.strategy for row in list_worthwhile(rows, "a")] == ["a", "c"]
+    assert [row.strategy for row in list_worthwhile(rows, "b")] == ["a", "b", "c"]

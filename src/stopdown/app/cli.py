@@ -688,7 +688,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, SystemExit) as left:
         if isinstance(left, SystemExit) and left.code != _TYPER_INTERRUPTED:
             raise
-        _report_error("KeyboardInterrupt", "Stopped by Ctrl-C; nothing was written.", wants_json)
+        _report_error("KeyboardInterrupt", "Stopped by Ctrl-C; no output was finished.", wants_json)
         sys.exit(1)
     sys.exit(0)
 

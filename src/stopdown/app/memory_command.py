@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ def _judge(
     if chosen is not None:
         peak = format_bytes(chosen.peak_bytes)
         reasons: tuple[str, ...] = (
-            f"{chosen.strategy.name} is predicted to take {peak}, and the first in the order of "
+            f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
             f"time that stays within {usable}.",
         )
     else:
@@ -165,27 +166,39 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
     formats = ", ".join(f"{name} {entry}" for name, entry in plan.precisions.items())
     console.print(f"{plan.source} on {plan.device}: {formats}", soft_wrap=True)
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("strategy", "peak", "in", "time", "brought in a run", "waits"):
+    for heading in ("strategy", "peak", "in", "time", "moved"):
         is_text = heading in ("strategy", "in")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    for row in plan.rows:
+    for row in list_worthwhile(plan.rows, plan.chosen):
         mark = "bold" if row.strategy == plan.chosen else ""
         table.add_row(*_describe_row(row), style=mark)
     console.print(table)
+    console.print("Strategies that take longer and no less are left out; --json has them all.")
     for reason in plan.reasons:
         console.print(reason, soft_wrap=True)
+    if plan.chosen:
+        limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
+        console.print(f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}")
+
+
+def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:
+    """Those that take less than all before them, which take less time; and the chosen one."""
+    shown: list[MemoryRow] = []
+    for row in rows:
+        is_less = not shown or row.peak_bytes < min(one.peak_bytes for one in shown)
+        if is_less or row.strategy == chosen:
+            shown.append(row)
+    return shown
 
 
 def _describe_row(row: MemoryRow) -> tuple[str, ...]:
     from stopdown.formats import format_bytes
 
     show: Callable[[int], str] = format_bytes
-    waits = show(row.stored_bytes) if row.stored_bytes else ""
     return (
         row.strategy,
         show(row.peak_bytes),
-        row.component or "between calls",
+        row.component or "between",
         "" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
         show(row.moved_bytes),
-        waits,
     )

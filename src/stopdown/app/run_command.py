@@ -146,7 +146,10 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
     except Exception as error:
         _print_traceback(error)
         if "CUDA" in str(error) or "accelerator" in str(error):
-            remark("There is no such device here; `stopdown run --device cpu` sends it elsewhere.")
+            remark(
+                "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
+                "options of Stopdown stand before the script."
+            )
         return 1
     return 0
 

@@ -24,7 +24,7 @@ from stopdown.records import MemoryRow
 HEADROOM = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
 
-_UNITS = {"": 1, "b": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 @dataclass(frozen=True)
