@@ -224,6 +224,13 @@ def _read_request(options: GenerateOptions) -> Request:
             expected="Known are repair and raise.",
             remedy="Use --on-fault repair.",
         )
+    if options.keep_repairs and not options.precision.strip().endswith(".json"):
+        raise OptionError(
+            f"--keep-repairs was given with --precision {options.precision}.",
+            expected="Repairs are kept in a plan's file; those of a plan that auto made are kept "
+            "by themselves.",
+            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and use --precision plan.json.",
+        )
     return read_request(
         options,
         prompt=options.prompt,
