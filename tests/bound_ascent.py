@@ -240,7 +240,12 @@ def _push(
     assert bound is not None
     if not value.requires_grad:
         return {name: x.detach() for name, x in leaves.items()}
-    ratio = (value.abs() / bound.peak.clamp(min=1e-300)).max()
+    try:
+        ratio = (value.abs() / bound.peak.clamp(min=1e-300)).max()
+    except RuntimeError as error:  # a view of what is overwritten later has no gradient to follow
+        if "modified inplace" not in str(error):
+            raise
+        return {name: x.detach() for name, x in leaves.items()}
     slopes = torch.autograd.grad(ratio, list(leaves.values()), allow_unused=True)
     pushed = {}
     for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
