@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from rescaling_models import WAYS, make_example, scale_weights
 from stopdown import rescale_
-from stopdown.errors import OptionError
-from stopdown.scaling.certifying import describe_share, find_uncertain, mix_ranges
+from stopdown.errors import OptionError, ScalingError
+from stopdown.scaling import find_scaling, measure_call
+from stopdown.scaling.certifying import (
+    VANISHING_BITS,
+    _find_visible,
+    describe_share,
+    find_uncertain,
+    mix_ranges,
+)
 from stopdown.scaling.problem import Limit, Problem
 from stopdown.scaling.ranges import Range
 
@@ -104,3 +113,23 @@ def test_shares_are_rounded_down() -> None:
     assert describe_share(10000, 9999).startswith("99.9 % of 10000")
     assert describe_share(3, 3) == "100 % of 3 fp16 values certified."
     assert describe_share(0, 0) == "No value is in fp16."
+
+
+@pytest.mark.slow
+def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
+    """Group norms have loose bounds; no parameter of a UNet vanishes in fp16 for their sake."""
+    module, calls = make_example("SD UNet")
+    scale_weights(module, WAYS["residual"], 9)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    sizes = {name: x.abs().max() for name, x in module.named_parameters()}
+    assert all(size == 0 or size > 2.0**VANISHING_BITS for size in sizes.values())
+    rescaling.undo()
+
+
+def test_a_parameter_that_vanishes_is_named() -> None:
+    """The refusal names the parameter, how large it is, and the exponent."""
+    module = nn.Linear(4, 4)
+    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    found = replace(find_scaling(module, [measured]), exponents={"weight": -40})
+    with pytest.raises(ScalingError, match=r"weight would vanish in fp16: .* times 2\*\*-40"):
+        _find_visible(lambda *_: found, module, [measured])

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +54,9 @@ PEAK = 8.0
 
 MORE_STRAIN_BITS = 0.25
 """What bounds may cost: bits that are lost so, in the mean over the parameters."""
+
+VANISHING_BITS = -22
+"""A parameter whose largest value is stored below 2 to this has two bits left in fp16, or none."""
 
 Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling]
 
@@ -96,6 +100,7 @@ def scale_by_bounds(
 
     Cost: one pass over the weights for each kind, and up to a dozen solutions.
     """
+    find = partial(_find_visible, find)
     named = name_parameters(module)
     bounded = [_bound_kind(kind, named) for kind in kinds]
     note = _note_limits(kinds, [limits for _, limits in bounded])
@@ -103,6 +108,25 @@ def scale_by_bounds(
     plain = [kind.measured for kind in kinds]
     scaling = _find_most(module, plain, mixes, find, free=ranges == "auto")
     return _describe(scaling, note, [found for found, _ in bounded])
+
+
+def _find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+    """As `find`, refused where bounds are so loose that parameters would vanish in fp16.
+
+    Raises:
+        ScalingError: there are no exponents, or they would round a whole parameter away.
+    """
+    scaling = find(module, calls)
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
+            folds = [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
+            if largest > 0 and folds and log2_of(largest) + min(folds) < VANISHING_BITS:
+                raise ScalingError(
+                    f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
+                    f"{largest:.3g}, and would be stored times 2**{min(folds)}."
+                )
+    return scaling
 
 
 def _mix_all(kinds: Sequence[Kind], bounds: Sequence[Bounds], bits: float) -> list[Measured]:
@@ -141,6 +165,7 @@ def scale_unmeasured(
 
     Cost: one pass over the weights for each call, and up to a dozen solutions.
     """
+    find = partial(_find_visible, find)
     kinds, bounded = [], []
     for capture, args, kwargs in calls:
         limits, blocks = state_limits(capture, args, kwargs), split_values(capture)
