@@ -567,3 +567,12 @@ def test_a_journal_that_cannot_be_one_is_refused(
     (here / "mine" / "letter").write_text("")
     said = refuse(save_tiny("cogvideox"), "a", *SIZES, "--journal", "mine")
     assert said.startswith(f"The folder {here / 'mine'} is no journal: it holds letter.")
+
+
+def test_a_plan_is_a_json_file(run: Any, here: Path) -> None:
+    """Another ending is refused before anything is measured: generate would not know the file."""
+    code, out, err = run("plan", "shapes", "-o", "plan.txt")
+    assert (code, out) == (2, "")
+    assert "The output plan.txt does not end in .json." in err
+    assert "Use -o plan.json." in err
+    assert not list(here.iterdir())

@@ -72,6 +72,12 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     check_residual(options.residual)
     check_ranges(options.ranges)
     _check_certify(options)
+    if options.output.suffix.lower() != ".json":
+        raise OptionError(
+            f"The output {options.output} does not end in .json.",
+            expected="generate --precision knows a plan by that ending.",
+            remedy=f"Use -o {options.output.with_suffix('.json')}.",
+        )
     request = read_request(options)
     with written_beside(options.output, probe=True) as part:
         part.write_text("")  # refused here rather than after an hour
