@@ -6,6 +6,7 @@ Figures follow IEEE 754-2019 for fp16, fp32 and fp64, and the OCP 8-bit specific
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,3 +112,9 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit != "MiB" else f"{count:.1f} MiB"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """`a, b, c and 4 more`."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

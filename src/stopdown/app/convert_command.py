@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from stopdown.app.plan_command import PlanOptions
 from stopdown.app.request_options import read_request
+from stopdown.formats import list_some
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,14 +83,11 @@ def print_conversion(made: Conversion, console: Console) -> None:
         console.print(Text.assemble((f"\n{entry.component}", "bold"), f": {reasons}"))
     lines = [f"Written: {made.output} in {made.elapsed_s:.1f} s. Load it: {made.load}"]
     if made.unread:
-        lines.insert(0, f"Copied, because Diffusers does not read them: {_list_some(made.unread)}.")
+        lines.insert(
+            0, f"Copied, because Diffusers does not read them: {list_some(made.unread, 5)}."
+        )
     for line in ["", *lines]:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def _list_some(names: tuple[str, ...]) -> str:
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{', '.join(names[:5])}{rest}"
 
 
 def _shorten(value: object) -> str:

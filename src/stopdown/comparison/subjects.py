@@ -328,7 +328,7 @@ def _copy_planned(pipe: Any, plan: Plan, name: str) -> tuple[Any, tuple[Decision
 
 def _count_bytes(pipe: Any) -> int:
     tensors = {
-        tensor.data_ptr(): tensor.numel() * tensor.element_size()
+        tensor.data_ptr(): tensor.nbytes
         for module in find_components(pipe).values()
         for tensor in (*module.parameters(), *module.buffers())
     }

@@ -11,7 +11,6 @@ values ends it: what was not seen is listed.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import sys
@@ -38,7 +37,7 @@ from stopdown.consistency.walking import (
 )
 from stopdown.formats import name_dtype
 from stopdown.pipelines.components import Door, find_kept_fp32, read_precisions
-from stopdown.pipelines.doors import Call, find_argument_names
+from stopdown.pipelines.doors import Call, find_argument_names, map_tensors, sign_arguments
 from stopdown.pipelines.rehearsal import rehearse
 from stopdown.scaling.folding import RESCALED
 
@@ -133,10 +132,10 @@ class _Run:
         try:
             named = {**dict(zip(find_argument_names(door), args, strict=False)), **kwargs}
             seen = self._note(door, named)
-            key = (door.component, seen.main, _sign(args), _sign(kwargs))
+            key = (door.component, seen.main, sign_arguments(args, kwargs))
             if key not in self._answers:
                 self._answers[key] = self._walk(door, call, named, args, kwargs, seen)
-            output = make_zeros(self._answers[key])
+            output = map_tensors(self._answers[key], _make_zeros)
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
                     set_origin(tensor, Origin("output", f"the output of {door.component}", ""))
@@ -240,35 +239,14 @@ def _fake_argument(name: str, value: Any, mode: Any, fakes: dict[int, torch.Tens
             _fake_argument(name, item, mode, fakes)
 
 
-def _sign(value: Any) -> Any:
-    """What tells one call's arguments from another's: dtypes, shapes and plain values."""
-    leaves, spec = pytree.tree_flatten(value)
-    signed = [
-        (leaf.dtype, tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)[:80]
-        for leaf in leaves
-    ]
-    return str(spec), tuple(map(str, signed))
-
-
-def make_zeros(output: Any) -> Any:
-    """Real zeros for every tensor of a component's output, in a structure of the same kind."""
-    if isinstance(output, torch.Tensor):
-        zero = torch.zeros((), dtype=output.dtype).expand(tuple(output.shape))
-        return zero.clone() if output.numel() <= LARGEST_ZEROS else zero
-    if isinstance(output, dict):
-        items = {key: make_zeros(value) for key, value in output.items()}
-        return items if type(output) is dict else type(output)(**items)
-    if isinstance(output, (list, tuple)) and not hasattr(output, "_fields"):
-        return type(output)(make_zeros(item) for item in output)
-    if callable(getattr(output, "sample", None)):  # what an autoencoder encodes to
-        made = copy.copy(output)
-        vars(made).update({key: make_zeros(value) for key, value in vars(output).items()})
-        return made
-    return output
+def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    """Real zeros like a fake tensor; large ones are one zero, looked at many times."""
+    zero = torch.zeros((), dtype=tensor.dtype).expand(tuple(tensor.shape))
+    return zero.clone() if tensor.numel() <= LARGEST_ZEROS else zero
 
 
 def _count_bytes(module: torch.nn.Module) -> int:
-    return sum(x.numel() * x.element_size() for x in (*module.parameters(), *module.buffers()))
+    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 
 
 def _shorten(error: BaseException) -> str:

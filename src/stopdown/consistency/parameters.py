@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stopdown.consistency.wording import generalise, make_finding
-from stopdown.formats import FORMATS, find_format, name_dtype
+from stopdown.formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
 from stopdown.records import Finding
 from stopdown.scaling.folding import RESCALED
@@ -55,7 +55,7 @@ def _check_islands(
     if lost and main in _SIXTEEN:
         evidence = (
             f"{len(lost)} parameters that {type(module).__name__} keeps in fp32 are "
-            f"{name_dtype(main)}: {_list_some(lost)}."
+            f"{name_dtype(main)}: {list_some(lost)}."
         )
         owner = lost[0].rpartition(".")[0]
         site = f"{name}:{owner}" if owner else name
@@ -73,17 +73,12 @@ def _check_others(
     for found in odd.values():
         paths = [path for path, _ in found]
         evidence = (
-            f"{_list_some(paths)}: {name_dtype(found[0][1])}, where most of the component is "
+            f"{list_some(paths)}: {name_dtype(found[0][1])}, where most of the component is "
             f"{name_dtype(main)}."
         )
         owner = paths[0].rpartition(".")[0]
         site = f"{name}:{owner}" if owner else name
         yield make_finding("several-dtypes", site, evidence, dtype=str(main))
-
-
-def _list_some(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
 
 
 # ---------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ class Walk(TorchFunctionMode):
         if step.name in _VIEWS:
             return
         given = [*_direct_tensors(list(step.arguments.values())), *outputs]
-        self.work.bytes += sum(x.numel() * x.element_size() for x in given)
+        self.work.bytes += sum(x.nbytes for x in given)
         for tensor in outputs:
             self._keep_alive(tensor)
 
@@ -265,7 +265,7 @@ class Walk(TorchFunctionMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         self._alive.append((StorageWeakRef(storage), size))
         self._sizes[key] = size
         if sum(self._sizes.values()) > self.work.peak_bytes:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from stopdown.memory.rehearsing import find_blocks, weigh
+from stopdown.memory.rehearsing import LISTS, weigh
 from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components, find_doors, is_autoencoder
+from stopdown.pipelines.components import find_blocks, find_components, find_doors, is_autoencoder
 from stopdown.pipelines.doors import Call, put_door, put_layer
 
 _MOST_SCORE_BYTES = 2**28
@@ -288,7 +288,7 @@ def _make_units(
 ) -> Iterable[_Unit]:
     """The units of one component, those of its blocks and layers before its own."""
     parts = dict(module.named_modules())
-    groups = group_weights(weigh(module), find_blocks(module), strays, placement)
+    groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
     for unit, paths in groups.items():
         tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]
         yield _Unit(unit, parts[unit], tensors, shelf)

@@ -14,24 +14,25 @@ raises `CaptureError` and names the line.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
 from stopdown.capture import describe_failure, find_mode, name_parameters
 from stopdown.memory.tracking import StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, find_components, find_doors
-from stopdown.pipelines.doors import Call, put_door
+from stopdown.pipelines.components import Door, find_blocks, find_components, find_doors
+from stopdown.pipelines.doors import Call, map_tensors, put_door, sign_arguments
+
+LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
+"""Modules whose entries are blocks that can be loaded one by one."""
 
 MOST_STEPS = 3
 """Steps that are rehearsed: a multistep scheduler has then kept what it keeps."""
@@ -144,7 +145,7 @@ class Rehearser:
             weights={name: weigh(part) for name, part in parts.items()},
             totals={name: _sum_up(part) for name, part in parts.items()},
             strays={name: dict(self._strays.get(name, {})) for name in parts},
-            blocks={name: find_blocks(part) for name, part in parts.items()},
+            blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
             between_bytes=tracker.peak_bytes,
             steps=arguments["num_inference_steps"],
         )
@@ -161,7 +162,7 @@ class Rehearser:
     ) -> Any:
         """Answer a call of a component with zeros, and note what it would have taken."""
         between, start = tracker.restart(), tracker.live_bytes
-        signature = f"{variant}|{door.component}|{_sign(args, kwargs)}"
+        signature = f"{variant}|{door.component}|{sign_arguments(args, kwargs)}"
         if signature not in self._seen:
             self._seen[signature] = self._run(door, tracker, call, args, kwargs)
         seen, output = self._seen[signature]
@@ -169,7 +170,7 @@ class Rehearser:
         tracker.peak_bytes = max(
             between, tracker.live_bytes
         )  # the call's own peak stands in `seen`
-        return _map_tensors(output, _make_zeros)
+        return map_tensors(output, _make_zeros)
 
     def _run(
         self,
@@ -182,7 +183,7 @@ class Rehearser:
         """One call on fake tensors; its segments are counted from its own start."""
         mode = find_mode(door.owner)
         tracker.ignore(name_parameters(door.owner).values())
-        args, kwargs = _map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
+        args, kwargs = map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
         start, flops = tracker.live_bytes, tracker.flops
         strays = self._strays.setdefault(door.component.partition(".")[0], {})
         clock = _Clock(tracker, start, strays)
@@ -194,7 +195,7 @@ class Rehearser:
             except Exception as error:
                 raise describe_failure(error, door.owner) from error
         clock.close()
-        shapes = _map_tensors(output, lambda x: torch.empty_like(x, device="meta"))
+        shapes = map_tensors(output, lambda x: torch.empty_like(x, device="meta"))
         del output
         segments = tuple(clock.segments)
         spent = tracker.flops - flops
@@ -257,26 +258,12 @@ def weigh(module: torch.nn.Module) -> dict[str, int]:
     weights: dict[str, int] = {}
     for name, tensor in module.named_parameters(remove_duplicate=False):
         path = name.rpartition(".")[0]
-        weights[path] = weights.get(path, 0) + _count_bytes(tensor)
+        weights[path] = weights.get(path, 0) + tensor.nbytes
     return weights
 
 
 def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
-    return sum(map(_count_bytes, module.parameters())), sum(map(_count_bytes, module.buffers()))
-
-
-def _count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def find_blocks(module: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the entries of the outermost lists of modules: the blocks of a network."""
-    found: list[str] = []
-    for path, part in module.named_modules():
-        if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential)):
-            entries = [f"{path}.{name}" if path else name for name, _ in part.named_children()]
-            found += [e for e in entries if not any(is_within(e, other) for other in found)]
-    return tuple(found)
+    return sum(x.nbytes for x in module.parameters()), sum(x.nbytes for x in module.buffers())
 
 
 def is_within(path: str, unit: str) -> bool:
@@ -328,28 +315,3 @@ def _make_fake(mode: FakeTensorMode, tracker: StorageTracker, tensor: torch.Tens
 
 def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
-
-
-def _map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with every tensor changed, also inside what an autoencoder encodes to."""
-
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return change(leaf)
-        if callable(getattr(leaf, "sample", None)) and callable(getattr(leaf, "mode", None)):
-            leaf = copy.copy(leaf)
-            vars(leaf).update({name: visit(item) for name, item in vars(leaf).items()})
-        return leaf
-
-    return pytree.tree_map(visit, value)
-
-
-def _sign(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    return "|".join([str(spec), *map(_sign_leaf, leaves)])
-
-
-def _sign_leaf(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else "?"

@@ -69,15 +69,11 @@ def _count_columns(args: Any, output: torch.Tensor) -> int:
 
 def _count_blocks(given: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
     """Copies of input and weights beside the blocked output, or both outputs, whichever is more."""
-    plain, blocked = _count_bytes(output), _pad_channels(output)
+    plain, blocked = output.nbytes, _pad_channels(output)
     copied = _pad_channels(given) if given.shape[1] >= _BLOCK else 0
-    return max(copied + _count_bytes(weight) + blocked, blocked + plain) - plain
+    return max(copied + weight.nbytes + blocked, blocked + plain) - plain
 
 
 def _pad_channels(tensor: torch.Tensor) -> int:
     channels = tensor.shape[1]
-    return _count_bytes(tensor) // channels * (-(-channels // _BLOCK) * _BLOCK)
-
-
-def _count_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes // channels * (-(-channels // _BLOCK) * _BLOCK)

@@ -99,3 +99,24 @@ def cast_component_(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
             is_kept = any(part in kept for part in name.split("."))
             tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
     return module
+
+
+def find_blocks(
+    module: torch.nn.Module, kinds: tuple[type[torch.nn.Module], ...] = (torch.nn.ModuleList,)
+) -> tuple[str, ...]:
+    """Paths of the members of a component's outermost lists of modules.
+
+    Args:
+        kinds: what counts as a list.
+    """
+    lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
+    outer = [p for p in lists if not any(_is_below(p, other) for other in lists)]
+    return tuple(
+        f"{path}.{name}" if path else name
+        for path in outer
+        for name, _ in module.get_submodule(path).named_children()
+    )
+
+
+def _is_below(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.") if other else bool(path)

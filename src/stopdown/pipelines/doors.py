@@ -17,10 +17,11 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door
@@ -209,6 +210,35 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)(cast_floats(item, dtype) for item in value)
     return _cast_attributes(value, dtype) if _is_distribution(value) else value
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if isinstance(leaf, dict):  # a model output that nobody told pytree of
+            return type(leaf)(**{key: map_tensors(item, change) for key, item in leaf.items()})
+        if _is_distribution(leaf):
+            leaf = copy.copy(leaf)
+            vars(leaf).update({name: map_tensors(x, change) for name, x in vars(leaf).items()})
+        return leaf
+
+    return pytree.tree_map(visit, value)
+
+
+def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return "|".join([str(spec), *map(_sign, leaves)])
+
+
+def _sign(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
 
 
 def _is_distribution(value: Any) -> bool:

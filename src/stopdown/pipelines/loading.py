@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import SourceError
+from stopdown.formats import list_some
 from stopdown.pipelines import hub
 from stopdown.pipelines.components import cast_component_
 from stopdown.pipelines.headers import find_weights, read_header
@@ -141,14 +142,9 @@ def _check_report(folder: Path, class_name: str, report: dict[str, Any]) -> None
     missing = sorted(map(str, report.get("missing_keys") or ()))
     misfits = sorted(map(str, report.get("mismatched_keys") or ()))
     if missing or misfits:
-        found = [f"they lack {_list_some(missing)}"] if missing else []
-        found += [f"the shape is another in {_list_some(misfits)}"] if misfits else []
+        found = [f"they lack {list_some(missing)}"] if missing else []
+        found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
         raise _describe_misfit(folder, class_name, "; ".join(found))
-
-
-def _list_some(names: list[str]) -> str:
-    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + rest
 
 
 def _describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
@@ -231,7 +227,7 @@ def _check_filled(module: torch.nn.Module, path: Path) -> None:
     """Diffusers leaves parameters without values when a single file lacks them."""
     empty = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if empty:
-        raise _describe_misfit(path, type(module).__name__, f"they lack {_list_some(empty)}")
+        raise _describe_misfit(path, type(module).__name__, f"they lack {list_some(empty)}")
 
 
 def _find_configuration(

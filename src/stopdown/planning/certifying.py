@@ -28,7 +28,7 @@ from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.formats import parse_precision
 from stopdown.pipelines.components import Door
-from stopdown.pipelines.doors import Call
+from stopdown.pipelines.doors import Call, map_tensors
 from stopdown.pipelines.empty import build_component, build_empty_component
 from stopdown.pipelines.rehearsal import rehearse
 from stopdown.pipelines.requests import Request, choose_class
@@ -185,7 +185,7 @@ def _rehearse(stand_in: Any) -> tuple[dict[str, list[_Seen]], str]:
             with mode:
                 answers[key] = call(*given[0], **given[1])
             _make_up_encode(door, answers[key], seen[name])
-        return pytree.tree_map_only(torch.Tensor, _zero, answers[key])
+        return map_tensors(answers[key], _zero)
 
     try:
         rehearse(stand_in, answer)

@@ -183,7 +183,7 @@ def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
     counts: dict[str, int] = {}
     for tensor in module.parameters():
         name = name_dtype(tensor.dtype)
-        counts[name] = counts.get(name, 0) + tensor.numel() * tensor.element_size()
+        counts[name] = counts.get(name, 0) + tensor.nbytes
     return counts
 
 

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
-from stopdown.pipelines.doors import Call, put_door, put_layer
+from stopdown.pipelines.doors import Call, put_door, put_layer, sign_arguments
 from stopdown.pipelines.requests import Request, build_arguments
 
 MOST_CALLS = 24
@@ -152,13 +152,5 @@ def _copy_to_cpu(tree: Any) -> Any:
 
 
 def sign_call(call: RecordedCall) -> str:
-    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
-    leaves, spec = pytree.tree_flatten((call.args, dict(sorted(call.kwargs.items()))))
-    return "|".join([call.door.method, str(spec), *map(_sign, leaves)])
-
-
-def _sign(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}"
-    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
-    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
+    """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
+    return f"{call.door.method}|{sign_arguments(call.args, call.kwargs)}"

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.pipelines.components import find_blocks
 from stopdown.runtime.clamps import find_clamping
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
@@ -85,15 +86,6 @@ def _is_real(tensor: torch.Tensor) -> bool:
 def _bound(tensor: torch.Tensor) -> Bounds:
     low, high = torch.aminmax(tensor.detach())
     return low, high
-
-
-def find_blocks(module: torch.nn.Module) -> tuple[str, ...]:
-    """Paths of the members of a component's outermost `ModuleList`s."""
-    lists = [p for p, m in module.named_modules() if isinstance(m, torch.nn.ModuleList)]
-    outer = [p for p in lists if not any(p.startswith(f"{other}.") for other in lists)]
-    return tuple(
-        f"{p}.{name}" for p in outer for name, _ in module.get_submodule(p).named_children()
-    )
 
 
 def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
