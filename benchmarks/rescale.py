@@ -286,14 +286,28 @@ def store_rows(rows: dict[str, dict[str, Any]]) -> None:
     import transformers
 
     versions = {x.__name__: x.__version__ for x in (torch, diffusers, transformers)}
+    machine = describe_machine()
+    rows = sort_rows(rows)
     stored = {
         "command": "python benchmarks/rescale.py",
-        "machine": describe_machine(),
+        "machine": machine,
         "versions": versions,
         "rows": rows,
     }
     (RESULTS / "rescale.json").write_text(json.dumps(stored, indent=1) + "\n")
-    (RESULTS / "rescale.md").write_text(format_table(rows, versions))
+    (RESULTS / "rescale.md").write_text(format_table(rows, name_machine(machine, versions)))
+
+
+def sort_rows(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Rows class by class, each class's ways together, in the order of the examples."""
+    known = [f"{name} / {way}" for name, example in EXAMPLES.items() for way in example.ways]
+    return {key: rows[key] for key in [*known, *rows] if key in rows}
+
+
+def name_machine(machine: dict[str, Any], versions: dict[str, str]) -> str:
+    """The processor, Python and the libraries that made the rows, in one line."""
+    libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}, {libraries}"
 
 
 COLUMNS = (
@@ -302,7 +316,7 @@ COLUMNS = (
 """What a row has an error for."""
 
 
-def format_table(rows: dict[str, dict[str, Any]], versions: dict[str, str]) -> str:
+def format_table(rows: dict[str, dict[str, Any]], machine: str) -> str:
     """The rows as Markdown, with the medians that the goals are about."""
     done = [x for x in rows.values() if "failure" not in x]
     wide = [x for x in done if "fp32 residual" in x]
@@ -314,11 +328,13 @@ def format_table(rows: dict[str, dict[str, Any]], versions: dict[str, str]) -> s
     lines = [
         "# Rescaling: tiny models made to overflow fp16",
         "",
-        f"`python benchmarks/rescale.py`, CPU, {versions}. Errors against fp32, the worst output of each",
-        "row: relative 2-norm / worst element over the largest one; `inf` is NaN or Inf. Random weights:",
-        "what the table shows is that the method is exact and what it loses, not what a checkpoint does.",
-        "`as built` is bf16 : fp16 of the same model before it was made to overflow: what one draw of",
-        "weights and inputs gives when nothing has to be scaled.",
+        f"`python benchmarks/rescale.py` on {machine}.",
+        "",
+        "Errors against fp32, the worst output of each row: relative 2-norm / worst element over the",
+        "largest one; `inf` is NaN or Inf. Random weights: what the table shows is that the method is",
+        "exact and what it loses, not what a checkpoint does. `as built` is bf16 : fp16 of the same model",
+        "before it was made to overflow: what one draw of weights and inputs gives when nothing has to be",
+        "scaled.",
         "",
         f"{len(classes)} classes, {len(whole)} solved in every way tried; {len(done)} of {len(rows)}"
         f" rows solved, {exact} of them bit for bit exact in fp32. Medians: bf16 : rescaled fp16 ="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError
-from stopdown.numerics import relative_l2
+from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale_
 from stopdown.testing import compare_snapshot, take_snapshot
 
@@ -73,6 +74,30 @@ def test_products_of_matrices_stay_in_fp16() -> None:
     assert {x.weight.dtype for x in linears} == {torch.float16}
     norm: Any = module.get_submodule("transformer_blocks.0.norm1.norm")
     assert norm.weight.dtype == torch.float32
+
+
+ISLANDS = {"transformer_blocks.0.attn1.to_q": False, "transformer_blocks.0.attn1": True}
+"""Modules of a CogVideoX transformer that may stay in fp32, to whether they write the stream."""
+
+
+@pytest.mark.parametrize("path", ISLANDS)
+def test_an_island_beside_an_fp32_stream_gets_fp32(path: str) -> None:
+    """Its inputs are not cast to fp16 inside it, and what it adds to the stream stays fp32."""
+    module, calls = make_overflowing("CogVideoX rotary")
+    bf16 = measure_error(module, calls, torch.bfloat16, None)
+    rescaling = rescale_(module, calls=calls, residual="fp32")
+    seen: list[torch.dtype] = []
+    scaling = replace(rescaling.scaling, islands=(path,))
+    cast = cast_(module, torch.float16, scaling)
+    after = module.get_submodule(path).register_forward_hook(
+        lambda owner, args, output: seen.extend(x.dtype for x in iterate_tensors(output))
+    )
+    outputs = run_calls(calls, torch.float16)
+    after.remove()
+    cast.undo()
+    assert set(seen) == {torch.float32 if ISLANDS[path] else torch.float16}
+    reference = run_calls(calls, torch.float32)
+    assert max(map(relative_l2, outputs, reference)) < bf16 / 6
 
 
 def test_an_unknown_residual_is_refused() -> None:

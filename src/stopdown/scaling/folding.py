@@ -6,7 +6,7 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -178,9 +178,10 @@ def cast_(
             wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
             _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
     if stream is not None:
-        put_stream(module, stream, dtype, patches)
+        put_stream(module, _leave_out(stream, islands), dtype, patches)
     for path in islands:
-        _hook_island(_find_module(module, path), dtype, patches)
+        writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
+        _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
     if isinstance(plan, Rescaling):
         plan.defer(patches)
     return patches
@@ -209,6 +210,12 @@ def put_stream(
         hook = partial(_cast_output, torch.float32, dtype)
         # before what takes exponents off in fp32: that stays fp32
         patches.defer(module.register_forward_hook(hook, prepend=True).remove)
+
+
+def _leave_out(stream: ResidualStream, islands: tuple[str, ...]) -> ResidualStream:
+    """A stream whose casts to the narrow dtype stay out of islands, where weights are fp32."""
+    outside = tuple(path for path in stream.narrowed if not _is_in(f"{path}.", islands))
+    return replace(stream, narrowed=outside)
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -266,10 +273,14 @@ def _widen_outputs(
     return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
 
 
-def _hook_island(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+def _hook_island(
+    module: torch.nn.Module, dtype: torch.dtype, patches: Patches, *, returns: bool
+) -> None:
+    """Casts to fp32 before an island, and back behind it unless it writes an fp32 stream."""
     _hook_inputs(module, dtype, torch.float32, patches)
-    after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
-    patches.defer(after.remove)
+    if returns:
+        after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
+        patches.defer(after.remove)
 
 
 def _hook_inputs(
