@@ -17,6 +17,9 @@ three times on the CPU, in a process of its own:
   CUDA to the CPU and looks at the pictures);
 - *stopdown run* (`--device cpu`);
 - *the reference*: `torch.float16` names `torch.float32` before it starts (bf16 stays bf16).
+
+Two are run once more by plain Python, Stopdown not imported and what needs an accelerator left out: the
+one that fails by itself, and the one in bf16, which must give the same file.
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Case:
             None for the whole file.
         model: id that it names; recipe and overflowing component of what stands in for it.
         output: file that it writes.
+        arguments: on its command line.
+        plain: run by plain Python as well.
     """
 
     name: str
@@ -73,6 +78,7 @@ class Case:
     overflow: str
     output: str
     arguments: str = ""
+    plain: bool = False
 
 
 CLI_DEMO = ("cogvideo", "inference/cli_demo.py")
@@ -101,6 +107,7 @@ CASES = (
         *("cli_demo.py, video to video", *CLI_DEMO, CLI_DEMO_SHA, None),
         *("THUDM/CogVideoX-5b", "cogvideox", "transformer", "output.mp4"),
         f"{GIRL} --generate_type v2v --image_or_video_path clip.mp4 --num_frames 9 {SHORT}",
+        plain=True,
     ),
     Case(
         *("Diffusers' page on video, CogVideoX", "diffusers", PAGE, PAGE_SHA, 4),
@@ -117,6 +124,7 @@ CASES = (
         f"{CODE}/cogview3/pipeline_cogview3plus.py",
         "52eb71e08b14ba213c5b2eeb410993290c5523dbc945f81b9bff1142be755fe1",
         *(-1, "THUDM/CogView3-Plus-3B", "cogview3plus", "vae", "output.png"),
+        plain=True,
     ),
     Case(
         *("Diffusers' page on Stable Video Diffusion", "diffusers", SVD, SVD_SHA, 1),
@@ -172,7 +180,10 @@ def save_model(case: Case, folder: Path) -> Path:
 
 
 def _save_svd(folder: Path) -> Path:
-    """An autoencoder that shrinks 32 times, so that the page's 1024x576 pixels are few latents."""
+    """Two frames, and an autoencoder that shrinks 32 times: the page's 1024x576 pixels are few latents.
+
+    32 channels are the fewest that its group norms take. What is left is its decoder in fp16: 190 GFLOP.
+    """
     from diffusers import AutoencoderKLTemporalDecoder
 
     pipe = testing.make_pipeline("svd", overflow="unet")
@@ -185,6 +196,7 @@ def _save_svd(folder: Path) -> Path:
         force_upcast=True,
     )
     pipe.register_modules(vae=vae.eval())
+    pipe.unet.register_to_config(num_frames=2)
     pipe.to(torch.bfloat16).save_pretrained(folder, variant="fp16")
     return folder
 
@@ -214,6 +226,14 @@ torch.manual_seed(0)
 """Read by Python at its start: pictures of the Hub come from the one on loopback, as models do, and
 scripts that set no seed draw the same noise in each run."""
 
+WITHOUT_ACCELERATOR = """
+from diffusers import DiffusionPipeline
+DiffusionPipeline.to = lambda self, *args, **kwargs: self
+DiffusionPipeline.enable_sequential_cpu_offload = lambda self, *args, **kwargs: None
+DiffusionPipeline.enable_model_cpu_offload = lambda self, *args, **kwargs: None
+"""
+"""For plain Python on the CPU, beside what `REDIRECT` does."""
+
 AS_FP32 = """
 import json, sys, torch
 torch.float16 = torch.float32
@@ -232,13 +252,11 @@ def run_case(case: Case, root: Path, base: Path) -> dict[str, Any]:
     model = save_model(case, base / "model")
     write_pictures(base, base / "pictures")
     with HubServer({case.model: model, PICTURES: base / "pictures"}) as hub:
-        (base / "site").mkdir()
-        (base / "site" / "sitecustomize.py").write_text(REDIRECT.format(endpoint=hub.endpoint))
         environment = os.environ | {
             "HF_ENDPOINT": hub.endpoint,
             "HF_HUB_OFFLINE": "0",
             "HF_HOME": str(base / "hub"),
-            "PYTHONPATH": os.pathsep.join([str(base / "site"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": write_site(base / "site", REDIRECT.format(endpoint=hub.endpoint)),
         }
         command = [sys.executable, "-m", "stopdown.app.cli", "run", "--device", "cpu", "--json"]
         words = [str(script), *shlex.split(case.arguments)]
@@ -246,6 +264,11 @@ def run_case(case: Case, root: Path, base: Path) -> dict[str, Any]:
         plain_command = [*command, "--on-fault", "warn", *words]
         plain = run_once(plain_command, base, case, environment, full[1])
         guarded = run_once([*command, *words], base, case, environment, full[1])
+        bare = None
+        if case.plain:
+            text = REDIRECT.format(endpoint=hub.endpoint) + WITHOUT_ACCELERATOR
+            environment["PYTHONPATH"] = write_site(base / "plain", text)
+            bare = run_once([sys.executable, *words], base, case, environment, full[1])[0]
     return {
         "name": case.name,
         "source": f"{case.origin}:{case.path}",
@@ -254,7 +277,15 @@ def run_case(case: Case, root: Path, base: Path) -> dict[str, Any]:
         "as it is": asdict(plain[0]),
         "stopdown run": asdict(guarded[0]),
         "in fp32": asdict(full[0]),
+        "plain Python": asdict(bare) if bare else None,
     }
+
+
+def write_site(folder: Path, text: str) -> str:
+    """A search path for modules on which Python finds `text` when it starts."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(text)
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
 def run_once(
@@ -316,6 +347,15 @@ def describe(outcome: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def describe_plain(row: dict[str, Any]) -> str:
+    """What plain Python gave, in whole; two spaces at its end break the line."""
+    found = row["plain Python"]
+    if found["error"]:
+        return f"exit code {found['exit_code']}, `{found['error']}`.  "
+    same = "the same file" if found["psnr"] == float("inf") else "another file"
+    return f"{same} as the reference.  "
+
+
 def write_results(rows: list[dict[str, Any]], output: Path) -> None:
     """The table for people, and all of it as JSON; rows that were made before and not now are kept."""
     machine, stored = describe_machine(), output.with_suffix(".json")
@@ -334,6 +374,12 @@ def write_results(rows: list[dict[str, Any]], output: Path) -> None:
         *(
             f"| {row['name']} | {describe(row['as it is'])} | {describe(row['stopdown run'])} |"
             for row in rows
+        ),
+        "",
+        *(
+            f"{row['name']}, by plain Python without Stopdown: {describe_plain(row)}"
+            for row in rows
+            if row.get("plain Python")
         ),
         "",
     ]
