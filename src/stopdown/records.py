@@ -274,6 +274,7 @@ class GuardRecord:
         own_s: seconds spent in Stopdown's own code around the calls, repairs included.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
+        taken_over: repairs of an earlier guard that were in force from the start.
     """
 
     pipeline: str
@@ -284,6 +285,7 @@ class GuardRecord:
     own_s: float
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
+    taken_over: tuple[str, ...] = ()
     kind: str = "guard"
     schema: int = field(default=SCHEMA)
 

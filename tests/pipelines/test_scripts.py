@@ -11,12 +11,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from test_repaired_plans import write_bare_plan
 
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.errors import InputError, OptionError
 from stopdown.patches import Patches
 from stopdown.pipelines.interception import redirect_devices
 from stopdown.records import ScriptRecord, from_json, to_json
+from stopdown.runtime.carrying import Carried
 from stopdown.runtime.scripts import collect_videos
 
 SaveTiny = Callable[..., Path]
@@ -275,3 +277,89 @@ def test_frames_of_every_form(output: dict[str, Any], shapes: list[tuple[int, ..
     found = collect_videos(type("Output", (), output)())
     assert [video.shape for video in found] == shapes
     assert all(video.dtype == np.uint8 for video in found)
+
+
+# ---------------------------------------------------------------------------------------------
+# From one call of a pipeline to the next
+
+
+def test_a_repair_holds_for_the_next_call(
+    run: Run, save_tiny: SaveTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call finds no fault and gives the pixels of the first; with nothing carried it faults."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    text = PAINT + (
+        "import numpy as np\nfirst, second = (paint(output_type='np').images for _ in range(2))\n"
+        "assert (first == second).all() and np.isfinite(first).all()\n"
+    )
+    record, said = run(text, folder, "float16")
+    assert record.exit_code == 0
+    assert [len(one.repairs) for one in record.runs] == [1, 0]
+    assert [one.taken_over for one in record.runs] == [(), ("vae: rescaled (fp16)",)]
+    assert len(said) == 1
+    monkeypatch.setattr(Carried, "put_on", lambda *_: ())
+    record, _ = run(text, folder, "float16")
+    assert [len(one.repairs) for one in record.runs] == [1, 1]
+
+
+def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
+    """A repair is not put on weights that were changed after it was found; that is said."""
+    text = PAINT + "paint()\npipe.vae.decoder.conv_in.weight.data.mul_(0.5)\npaint()"
+    record, said = run(text, save_tiny("cogview3plus", overflow="vae"), "float16")
+    assert [len(one.repairs) for one in record.runs] == [1, 1]
+    assert record.runs[1].taken_over == ()
+    assert (
+        "The weights of AutoencoderKL were changed since an earlier call repaired it; that repair is "
+        "left away." in said
+    )
+
+
+def test_what_was_carried_does_not_keep_a_pipeline_alive(run: Run, save_tiny: SaveTiny) -> None:
+    """A script that drops a repaired pipeline to make room for another gets its memory back."""
+    text = PAINT + (
+        "import gc, weakref\npaint()\nvae = weakref.ref(pipe.vae)\ndel pipe\ngc.collect()\n"
+        "assert vae() is None"
+    )
+    record, _ = run(text, save_tiny("cogview3plus", overflow="vae"), "float16")
+    assert (record.exit_code, len(record.runs[0].repairs)) == (0, 1)
+
+
+def test_repairs_go_into_a_plan(run: Run, save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """Under a plan the repair is kept for the next call, and with --keep-repairs for the next run."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    path = tmp_path / "plan.json"
+    write_bare_plan(folder, path)
+    bare = path.read_bytes()
+    text = PAINT + "paint()\npaint()"
+    record, said = run(text, folder, "bfloat16", plan=path)
+    assert [len(one.repairs) for one in record.runs] == [1, 0]
+    assert said[-1] == f"The repair holds for this run; --keep-repairs writes it into {path}."
+    assert path.read_bytes() == bare
+    _, said = run(text, folder, "bfloat16", plan=path, keep_repairs=True)
+    assert said[-1] == f"The repair was written into {path}, for the next run."
+    record, said = run(text, folder, "bfloat16", plan=path)
+    assert ([len(one.repairs) for one in record.runs], said) == ([0, 0], [])
+
+
+def test_a_plan_of_another_model_is_left_away(
+    run: Run, save_tiny: SaveTiny, tmp_path: Path
+) -> None:
+    """The script runs without it, and is told why, once."""
+    path = tmp_path / "plan.json"
+    write_bare_plan(save_tiny("cogview3plus"), path)
+    folder = save_tiny("cogview3plus", overflow="vae")
+    record, said = run(PAINT + "paint()\npaint()", folder, "bfloat16", plan=path)
+    assert (record.exit_code, len(said)) == (0, 1)
+    assert said[0].startswith("CogView3PlusPipeline runs without the plan. ")
+    assert "vae has other weights than those" in said[0]
+
+
+def test_repairs_are_not_kept_without_a_plan() -> None:
+    """There is no file to write to; the message says how to get one."""
+    with pytest.raises(OptionError) as caught:
+        run_script(ScriptOptions(__file__, keep_repairs=True), print)
+    assert str(caught.value) == (
+        "--keep-repairs was given without --plan. Repairs are kept in a plan's file; without one they "
+        "hold until the script ends. Make a plan: stopdown plan SOURCE -o plan.json, and add --plan "
+        "plan.json."
+    )

@@ -13,9 +13,9 @@ from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.formats import FORMATS
-from stopdown.runtime import guarding
 from stopdown.runtime.guarding import guard
 from stopdown.runtime.policy import Remedy, Situation, list_remedies
+from stopdown.runtime.wording import name_action
 
 make_pipeline = functools.cache(testing.make_pipeline)
 
@@ -131,6 +131,6 @@ def test_an_unknown_answer_is_refused() -> None:
 )
 def test_the_order_of_remedies(situation: Situation, actions: list[str]) -> None:
     """From what keeps most of speed and precision to what keeps least."""
-    found: Any = [guarding._name_action(remedy) for remedy in list_remedies(situation)]
+    found: Any = [name_action(remedy) for remedy in list_remedies(situation)]
     assert found == actions
     assert all(isinstance(remedy, Remedy) and remedy.reason for remedy in list_remedies(situation))

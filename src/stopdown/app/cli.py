@@ -336,6 +336,12 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
     ] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="A plan for the pipelines that it belongs to: plan.json.")
+    ] = None,
+    keep_repairs: Annotated[
+        bool, typer.Option("--keep-repairs", help="Write repairs into the file of --plan.")
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
     ] = False,
@@ -355,6 +361,8 @@ def run(
         on_fault=on_fault,
         device=device,
         strict=strict,
+        plan=plan,
+        keep_repairs=keep_repairs,
     )
     raise typer.Exit(_run_script(options, as_json))
 

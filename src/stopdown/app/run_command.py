@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
-from stopdown.records import ScriptRecord
+from stopdown.records import Plan, ScriptRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +33,8 @@ class ScriptOptions:
         on_fault: `repair`, `raise` or `warn`.
         device: where to send what the script sends to CUDA; None leaves its choice alone.
         strict: findings in what the pipelines return are a failure.
+        plan: file of a plan for the pipelines that it belongs to.
+        keep_repairs: write what was repaired into it.
     """
 
     script: str
@@ -41,6 +43,8 @@ class ScriptOptions:
     on_fault: str = "repair"
     device: str | None = None
     strict: bool = False
+    plan: Path | None = None
+    keep_repairs: bool = False
 
 
 def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> ScriptRecord:
@@ -51,11 +55,12 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 
     Raises:
         InputError: there is no such script or module.
-        OptionError: the device or `on_fault` is unknown.
+        OptionError: the device or `on_fault` is unknown, or repairs are to be kept without a plan.
+        PlanError: the plan cannot be read.
     """
     started = time.perf_counter()
     start = _find_start(options)
-    _check_on_fault(options)
+    _check_options(options)
     from stopdown.environment import choose_device
     from stopdown.patches import Patches
     from stopdown.pipelines.interception import redirect_devices
@@ -67,13 +72,17 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         remarks.append(text)
         announce(text)
 
-    watching = ScriptGuard(options.on_fault, remark)  # type: ignore[arg-type]  # checked above
+    plan = _read_plan(options)
+    watching = ScriptGuard(options.on_fault, remark, plan)  # type: ignore[arg-type]  # checked above
     with Patches() as patches, _as_main(options, patches):
         watching.put_on(patches)
         if options.device is not None:
             device = choose_device(options.device)
             redirect_devices(str(device.torch_name), remark, patches)
-        code = _execute(start, remark)
+        try:
+            code = _execute(start, remark)
+        finally:
+            _keep_repairs(options, plan, watching.plan, remark)
     return ScriptRecord(
         script=options.script,
         arguments=options.arguments,
@@ -110,13 +119,40 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
     return lambda: runpy.run_module(options.script, run_name="__main__", alter_sys=True)
 
 
-def _check_on_fault(options: ScriptOptions) -> None:
+def _check_options(options: ScriptOptions) -> None:
+    if options.keep_repairs and options.plan is None:
+        raise OptionError(
+            "--keep-repairs was given without --plan.",
+            expected="Repairs are kept in a plan's file; without one they hold until the script ends.",
+            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --plan plan.json.",
+        )
     if options.on_fault not in ("repair", "raise", "warn"):
         raise OptionError(
             f"--on-fault {options.on_fault} is unknown.",
             expected="Known are repair, raise and warn.",
             remedy="Use --on-fault repair.",
         )
+
+
+def _read_plan(options: ScriptOptions) -> Plan | None:
+    from stopdown.planning.plan_files import read_plan
+
+    return read_plan(options.plan) if options.plan is not None else None
+
+
+def _keep_repairs(
+    options: ScriptOptions, before: Plan | None, after: Plan | None, remark: Callable[[str], None]
+) -> None:
+    """Write a plan with its repairs for the next run, when that was asked for."""
+    from stopdown.planning.plan_files import write_plan
+
+    if options.plan is None or after is None or after is before:
+        return
+    if not options.keep_repairs:
+        remark(f"The repair holds for this run; --keep-repairs writes it into {options.plan}.")
+        return
+    write_plan(after, options.plan)
+    remark(f"The repair was written into {options.plan}, for the next run.")
 
 
 @contextlib.contextmanager
@@ -189,6 +225,8 @@ def print_script(record: ScriptRecord, console: Console) -> None:
         said = f"stopdown: run {number}, {run.pipeline}: {counts}."
         for repair in run.repairs:
             said += f" {repair.site}: {repair.action}, {repair.replays} call run again."
+        if run.taken_over:
+            said += f" From an earlier run: {', '.join(run.taken_over)}."
         console.print(said, soft_wrap=True, highlight=False)
     for finding in record.findings:
         text = f"stopdown: {finding.kind} in {finding.site}: {finding.evidence} {finding.remedy}"

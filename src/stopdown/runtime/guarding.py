@@ -36,7 +36,7 @@ from stopdown.errors import (
 )
 from stopdown.numerics import bound_values, iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, find_doors
+from stopdown.pipelines.components import Door, find_components, find_doors
 from stopdown.pipelines.doors import Call, find_argument_names, find_module, find_slot, put_door
 from stopdown.pipelines.step_caches import clear_caches, save_caches
 from stopdown.planning.applying import check_plan, put_boundaries, watch_adapters
@@ -44,6 +44,7 @@ from stopdown.planning.loading import Standing
 from stopdown.planning.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Decision, GuardRecord, Plan, Repair
 from stopdown.runtime.amending import amend_entry, prescribe
+from stopdown.runtime.carrying import Carried
 from stopdown.runtime.culprit import Culprit, find_culprit, name_site
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
@@ -51,6 +52,7 @@ from stopdown.runtime.randomness import Restore, save_random
 from stopdown.runtime.repairs import Applied, Patient
 from stopdown.runtime.sensors import find_compiled, is_compiled
 from stopdown.runtime.watch import Fault, Observer, Watch
+from stopdown.runtime.wording import describe_repair, name_action, take_first_line
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""
@@ -101,8 +103,9 @@ class Guard:
         observer: Observer | None = None,
         announce: Announce | None = None,
         maxima: bool = False,
+        carried: Carried | None = None,
     ) -> None:
-        self.pipe, self._on_fault = pipe, on_fault
+        self.pipe, self._on_fault, self._carried = pipe, on_fault, carried
         self._journal: Journal | None = None
         self._plan: Plan | None = None
         self._announce = announce or _warn
@@ -114,6 +117,7 @@ class Guard:
         self._devices: dict[str, torch.device] = {}
         self._doors: dict[str, Patches] = {}
         self._missed: list[str] = []
+        self._taken_over: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
         self.watch = Watch(pipe, decisions, observer, self._answer, maxima, self._renew)
 
@@ -146,6 +150,7 @@ class Guard:
                 self._put_plan(plan)
             if standing is not None:
                 self._stand_under(standing)
+            self._take_over()
             self.watch.__enter__()
             self._patches.defer(self.watch.__exit__)
             if journal is not None:
@@ -202,6 +207,16 @@ class Guard:
             self._find_patient(entry).stand_under(prescribe(entry), off)
         self._plan = standing.plan
 
+    def _take_over(self) -> None:
+        """Put on what an earlier guard of the same components found."""
+        if self._carried is None:
+            return
+        for name, module in find_components(self.pipe).items():
+            patient = self._patients.get(id(module))
+            for applied in self._carried.put_on(patient) if patient is not None else ():
+                path = f":{applied.path}" if applied.path else ""
+                self._taken_over.append(f"{name}{path}: {applied.action} ({applied.precision})")
+
     def _find_patient(self, entry: ComponentPlan) -> Patient:
         return self._patients[id(getattr(self.pipe, entry.component))]
 
@@ -226,8 +241,14 @@ class Guard:
 
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
+        carried, self._carried = self._carried, None
+        repaired = [x for x in self._patients.values() if x.is_repaired]
+        found = [(patient.module, patient.hand_over()) for patient in repaired]
         self._patches.undo()
         self._latest.clear()
+        for module, kept in found:
+            if carried is not None:
+                carried.keep(module, kept)
 
     @property
     def record(self) -> GuardRecord:
@@ -241,6 +262,7 @@ class Guard:
             own_s=self.watch.own_s + (self._journal.own_s if self._journal else 0.0),
             maxima=self.watch.maxima,
             journal=self._journal.use if self._journal else None,
+            taken_over=tuple(self._taken_over),
         )
 
     @property
@@ -309,7 +331,7 @@ class Guard:
             is_good, output = self._try(case, patient, remedy, before)
             if is_good:
                 self._tell_precisions(fault.door, patient)
-                self._note(case, _name_action(remedy), remedy.reason)
+                self._note(case, name_action(remedy), remedy.reason)
                 return output
         patient.put_on(before)
         self._note(case, "none", "Nothing that was tried gave a finite result.")
@@ -325,7 +347,7 @@ class Guard:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
         fault = case.fault
         latest = self._latest[fault.door.component]
-        name = _name_action(remedy)
+        name = name_action(remedy)
         try:
             patient.put_on(before)
             repairs = patient.find_repair(fault.door, remedy, latest.args, dict(latest.kwargs))
@@ -336,7 +358,7 @@ class Guard:
             case.replays += 1
             output = fault.call(*fault.args, **fault.kwargs)
         except Exception as error:  # whatever a model's code does: the next remedy is tried
-            case.tried.append(f"{name}: {_first_sentence(error)}")
+            case.tried.append(f"{name}: {take_first_line(error)}")
             return False, None
         is_good, _ = self.watch.look(fault.door, output)
         if not is_good:
@@ -428,6 +450,7 @@ def guard(
     journal: Journal | str | Path | None = None,
     maxima: bool = False,
     standing: Standing | None = None,
+    carried: Carried | None = None,
 ) -> Guard:
     """Guard every component call of a pipeline until the guard is removed.
 
@@ -446,6 +469,7 @@ def guard(
             run is done.
         maxima: note the largest magnitude of each block at each step, for `.record.maxima`.
         standing: the plan that the pipeline was loaded by, in place of `plan`.
+        carried: what earlier guards found, put on from the start; what this one finds is added.
 
     Returns:
         A context manager and handle: `.record`, `.repairs`, `.remove()`, and `.amend_plan()` for the
@@ -474,33 +498,10 @@ def guard(
         observer=observer,
         announce=announce,
         maxima=maxima,
+        carried=carried,
     )
     made.put_on(plan, journal, standing)
     return made
-
-
-def describe_repair(repair: Repair) -> str:
-    """A repair in whole sentences, for people."""
-    done = {
-        "rescaled": f"`{repair.component}` was rescaled",
-        "island": "One module was put in fp32",
-        "bf16": f"`{repair.component}` was cast to bf16",
-        "fp32": f"`{repair.component}` was cast to fp32",
-        "replayed": "The call was run again",
-        "none": "It was not repaired",
-    }[repair.action]
-    again = "" if repair.action == "none" else " That call was run again, and the run goes on."
-    return f"{repair.evidence} {done}: {repair.reason}{again}"
-
-
-def _name_action(remedy: Remedy) -> str:
-    names = {"replay": "replayed", "rescale": "rescaled", "island": "island"}
-    return names.get(remedy.action, remedy.precision)
-
-
-def _first_sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _warn(text: str) -> None:

@@ -11,6 +11,7 @@ encoder, when decoding failed) keeps the plan's exponents.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,19 @@ class Applied:
     precision: str
     path: str = ""
     scaling: Scaling | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a guard found for a component, to be taken over by another.
+
+    Attributes:
+        applied: what was in force.
+        calibration: what the failing calls reached; None when exponents were not asked for.
+    """
+
+    applied: tuple[Applied, ...]
+    calibration: Calibration | None = None
 
 
 @dataclass
@@ -80,6 +94,21 @@ class Patient:
         self.planned = self.applied = planned
         self._stood = True
         self._patches.defer(off.undo)
+
+    def take_over(self, found: Found) -> None:
+        """Put on what another guard found, and know what its failing calls reached."""
+        self.put_on(found.applied)
+        if found.calibration is not None:
+            found.calibration.module = self.module
+        self._calibration = found.calibration
+
+    def hand_over(self) -> Found:
+        """What was found, for another guard; it does not keep the component alive."""
+        calibration = self._calibration
+        if calibration is not None:
+            calibration = copy.copy(calibration)
+            calibration.module = torch.nn.Module()
+        return Found(self.applied, calibration)
 
     def leave(self) -> None:
         """Leave the component as the guard found it. A second call does nothing."""

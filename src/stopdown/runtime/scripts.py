@@ -1,7 +1,8 @@
 """Guard every pipeline that a script calls, while it runs unedited in this process.
 
 Each call of a pipeline gets a guard of its own, which is gone when the call returns: what the script
-does with the pipeline between calls (move it, save it, load adapters) it does with its own weights.
+does with the pipeline between calls (move it, save it, load adapters) it does with its own weights. What
+one call repaired is put on from the start of the next one.
 
 **Catches** NaN and Inf in what components return, which are repaired there; black, grey, frozen and
 noisy frames in what a pipeline returns, which are found.
@@ -17,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from stopdown.errors import NonFiniteError, StopdownError
+from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.media import find_frame_faults, to_uint8
 from stopdown.patches import Patches
 from stopdown.pipelines.interception import intercept_runs
-from stopdown.records import Finding, GuardRecord
+from stopdown.records import Finding, GuardRecord, Plan
+from stopdown.runtime.carrying import Carried
 from stopdown.runtime.guarding import Guard, guard
 from stopdown.runtime.policy import OnFault
 
@@ -36,6 +38,7 @@ class ScriptGuard:
     Attributes:
         on_fault: as for `guard`.
         announce: told what a person must hear.
+        plan: put on each pipeline that it belongs to; with the repairs of earlier calls in it.
         runs: what each guard saw and did, one for each call of a pipeline.
         findings: what is wrong with what pipelines returned.
         failed: a fault was not repaired.
@@ -43,10 +46,13 @@ class ScriptGuard:
 
     on_fault: OnFault
     announce: Callable[[str], None]
+    plan: Plan | None = None
     runs: list[GuardRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     failed: bool = False
     _inside: set[int] = field(default_factory=set)
+    _carried: Carried = field(default_factory=Carried)
+    _without_plan: set[str] = field(default_factory=set)
 
     def put_on(self, patches: Patches) -> None:
         """Stand there until `patches` is undone."""
@@ -64,6 +70,7 @@ class ScriptGuard:
         try:
             with guarding:
                 output = call(*args, **kwargs)
+                self.plan = guarding.amend_plan() or self.plan
         except NonFiniteError:
             self.failed = True
             raise
@@ -76,12 +83,35 @@ class ScriptGuard:
 
     def _guard(self, pipe: Any) -> Guard | None:
         try:
-            return guard(pipe, on_fault=self.on_fault, announce=self.announce)
+            return self._guard_by_plan(pipe) or self._guard_by_what_was_found(pipe)
         except StopdownError:
             raise
         except Exception as error:  # a pipeline unlike all others: it runs as it is
             self.announce(f"{type(pipe).__name__} could not be guarded: {error}")
             return None
+
+    def _guard_by_plan(self, pipe: Any) -> Guard | None:
+        """A guard with the plan; None when there is none, or it is another model's."""
+        if self.plan is None:
+            return None
+        try:
+            return guard(pipe, self.plan, on_fault=self.on_fault, announce=self.announce)
+        except PlanError as error:
+            name = type(pipe).__name__
+            if name not in self._without_plan:
+                self._without_plan.add(name)
+                self.announce(f"{name} runs without the plan. {error}")
+            return None
+
+    def _guard_by_what_was_found(self, pipe: Any) -> Guard:
+        """A guard with the repairs of earlier calls."""
+        made = guard(pipe, on_fault=self.on_fault, announce=self.announce, carried=self._carried)
+        while self._carried.outdated:
+            self.announce(
+                f"The weights of {self._carried.outdated.pop()} were changed since an earlier call "
+                "repaired it; that repair is left away."
+            )
+        return made
 
     def _look(self, name: str, output: Any) -> None:
         for number, frames in enumerate(collect_videos(output)):

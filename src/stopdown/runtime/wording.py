@@ -1,0 +1,32 @@
+"""Repairs in words, for people and for records."""
+
+from __future__ import annotations
+
+from stopdown.records import Repair
+from stopdown.runtime.policy import Remedy
+
+
+def describe_repair(repair: Repair) -> str:
+    """A repair in whole sentences, for people."""
+    done = {
+        "rescaled": f"`{repair.component}` was rescaled",
+        "island": "One module was put in fp32",
+        "bf16": f"`{repair.component}` was cast to bf16",
+        "fp32": f"`{repair.component}` was cast to fp32",
+        "replayed": "The call was run again",
+        "none": "It was not repaired",
+    }[repair.action]
+    again = "" if repair.action == "none" else " That call was run again, and the run goes on."
+    return f"{repair.evidence} {done}: {repair.reason}{again}"
+
+
+def name_action(remedy: Remedy) -> str:
+    """What a record calls a remedy that was put on."""
+    names = {"replay": "replayed", "rescale": "rescaled", "island": "island"}
+    return names.get(remedy.action, remedy.precision)
+
+
+def take_first_line(error: Exception) -> str:
+    """The first line of what an exception says; its class when it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
