@@ -154,6 +154,8 @@ class MemoryRow:
         stored_bytes: weights that wait in host memory or on disk.
         time_ratio: time over that of everything resident, estimated; None when the device's speed is
             not known.
+        changes: what it changes in the picture beyond the seams of tiles; "" for nothing. It is used
+            only when that was allowed.
     """
 
     strategy: str
@@ -162,6 +164,7 @@ class MemoryRow:
     moved_bytes: int
     stored_bytes: int
     time_ratio: float | None = None
+    changes: str = ""
 
 
 @dataclass(frozen=True)

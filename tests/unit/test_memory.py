@@ -14,11 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.app.commands import GenerateOptions, generate
 from stopdown.app.memory_command import list_worthwhile
+from stopdown.app.request_options import read_allowed
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
 from stopdown.memory import placing, tracking
 from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
+from stopdown.memory.packing import CODES, pack
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.speed import Speed, find_speed, measure_speed
@@ -27,6 +29,7 @@ from stopdown.memory.tracking import StorageTracker
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors
 from stopdown.pipelines.doors import put_door
+from stopdown.pipelines.layerwise import find_storable
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import find_profile
@@ -164,6 +167,81 @@ def count_parameters(pipe: Any) -> int:
     return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
 
 
+def count_codes(room: Room) -> int:
+    """Bytes that weights in 8 bits own just now."""
+    kept = [x for packed in room._shelf._packed.values() for x in packed.tensors]
+    return sum(x.untyped_storage().nbytes() for x in kept)
+
+
+@pytest.mark.parametrize("placement", ["resident", "component"])
+def test_weights_in_8_bits_take_what_is_predicted(
+    placement: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """The peak is as predicted and below that without; every bit of the weights comes back."""
+    pipe = make_pipeline("sd")
+    expected = run_sd(pipe)
+    before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
+    predicted = predict(rehearsed_sd, Strategy(placement, storage="fp8"), steps=2)
+    assert predicted.peak_bytes < predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
+    with (
+        assert_untouched(pipe),
+        Room(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path) as room,
+    ):
+        start = count_parameters(pipe) + count_codes(room)
+        found: list[Any] = []
+        peak = measure_allocator(lambda: found.append(run_sd(pipe))) + start
+    assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
+    error = np.sqrt(np.square(found[-1] - expected).mean() / np.square(expected).mean())
+    assert 0 < error < 0.1
+    assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
+
+
+def test_the_layers_in_8_bits_are_those_of_diffusers() -> None:
+    """Weights of several dimensions wait in fp8 exactly where Diffusers' layerwise casting has them."""
+    ours, theirs = make_pipeline("sd").unet, make_pipeline("sd").unet
+    theirs.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    found = {f"{path}.{n}" for path, weights in find_storable(ours).items() for n in weights}
+    cast = {n for n, x in theirs.named_parameters() if x.element_size() == 1 and x.dim() > 1}
+    assert found == cast
+    assert find_storable(make_pipeline("sd").vae) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exponent", [0, -6, -10, 8])
+def test_scaled_weights_keep_their_codes(dtype: torch.dtype, exponent: int) -> None:
+    """A weight times a power of two has the same fp8 codes, where a plain cast loses small ones."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype) / 32
+    scaled = weight * 2.0**exponent
+    packed, found = pack(scaled), torch.empty_like(scaled)
+    packed.fill(found)
+    if torch.equal(scaled * 2.0**-exponent, weight):  # not where fp16 lost bits of it before
+        assert torch.equal(packed.codes.view(torch.uint8), pack(weight).codes.view(torch.uint8))
+    error = (found - scaled).float().norm() / scaled.float().norm()
+    plain = (scaled.to(CODES.torch_dtype).to(dtype) - scaled).float().norm() / scaled.float().norm()
+    assert error < 0.04
+    assert exponent > -6 or plain > 0.9
+
+
+def test_rows_of_zeros_and_large_ones_pack() -> None:
+    """A row of zeros stays so, and no row leaves the range of fp8."""
+    weight = torch.tensor([[0.0, 0.0], [6e4, -1.0], [2.0**-24, 0.0]], dtype=torch.float16)
+    found = torch.empty_like(weight)
+    pack(weight).fill(found)
+    torch.testing.assert_close(found, weight, rtol=2**-4, atol=2)
+    assert found[2, 0] == weight[2, 0]
+
+
+def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: Rehearsal) -> None:
+    """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
+    pairs = (
+        predict(rehearsed_sd, Strategy(storage="fp8"), steps=2),
+        predict(rehearsed_sd, Strategy("block"), steps=2),
+    )
+    fit = Fit(pairs, (1.0, 1.0), {})
+    assert choose(fit, 10**9, ("fp8",)) is pairs[0]
+    assert choose(fit, 10**9) is pairs[1]
+
+
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
     placement: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
@@ -244,6 +322,24 @@ def test_a_call_without_memory_is_run_again(
     assert f"{component} ran out of memory with {start}" in said[0]
 
 
+@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
+@pytest.mark.parametrize("start", [Strategy(storage="fp8"), Strategy("component", storage="fp8")])
+def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
+    component: str, start: Strategy, rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """From 8 bits a run goes on with its own weights again, and leaves them as they were."""
+    pipe = make_pipeline("sd")
+    before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
+    taken, leaf = (predict(rehearsed_sd, one, steps=2) for one in (start, Strategy("leaf")))
+    with assert_untouched(pipe), Patches() as patches:
+        raise_at(pipe, component, 1, patches)
+        with Room(pipe, taken, (leaf,), rehearsed_sd.strays, store=tmp_path) as room:
+            assert np.isfinite(run_sd(pipe)).all()
+            assert count_codes(room) == 0
+    assert [(one.component, one.after) for one in room.steps_down] == [(component, "leaf")]
+    assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
+
+
 def test_without_anything_smaller_it_says_what_would_do(
     rehearsed_sd: Rehearsal, tmp_path: Path
 ) -> None:
@@ -317,7 +413,9 @@ def test_what_is_no_amount(text: str) -> None:
     assert "Use --memory 8GiB" in str(caught.value)
 
 
-def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
+def generate_sd(
+    folder: Path, output: Path, memory: str | None, allow: tuple[str, ...] = ()
+) -> RunRecord:
     return generate(
         GenerateOptions(
             source=str(folder),
@@ -328,6 +426,7 @@ def generate_sd(folder: Path, output: Path, memory: str | None) -> RunRecord:
             width=64,
             precision="fp32",
             memory=memory,
+            allow=allow,
         )
     )
 
@@ -340,6 +439,23 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     assert record.strategy == "component"
     assert record.steps_down == ()
     assert (tmp_path / "small.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("allow", "memory", "text"),
+    [
+        (("fp4",), "8GiB", "--allow fp4 is unknown. Known: fp8"),
+        (("fp8",), None, "--allow fp8 was given without --memory"),
+    ],
+)
+def test_what_may_not_change_the_picture(
+    allow: tuple[str, ...], memory: str | None, text: str
+) -> None:
+    """An unknown change, and one without a limit to keep, are refused before anything is read."""
+    with pytest.raises(OptionError) as caught:
+        read_allowed(allow, memory)
+    assert text in str(caught.value)
+    assert "--allow fp8" in str(caught.value)
 
 
 def test_generate_says_what_would_fit(tmp_path: Path) -> None:
@@ -404,5 +520,7 @@ def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
 def test_only_worthwhile_strategies_are_shown() -> None:
     """A strategy that takes longer and no less memory is left out, unless it was chosen."""
     rows = tuple(MemoryRow(name, peak, "", 0, 0) for name, peak in (("a", 9), ("b", 9), ("c", 5)))
+    fp8 = MemoryRow("fp8", 4, "", 0, 0, changes="weights rounded to fp8")
+    assert [row.strategy for row in list_worthwhile((fp8, *rows), "")] == ["fp8", "a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "a")] == ["a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "b")] == ["a", "b", "c"]

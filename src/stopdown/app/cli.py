@@ -48,6 +48,13 @@ FramesOption = Annotated[int | None, typer.Option(help="Frames of the video.")]
 HeightOption = Annotated[int | None, typer.Option(help="Height in pixels.")]
 WidthOption = Annotated[int | None, typer.Option(help="Width in pixels.")]
 GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What may change the picture so that it stays within --memory: fp8, weights that wait "
+        "in 8 bits. Give it again for more."
+    ),
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -133,6 +140,7 @@ def generate(
             "that wait elsewhere, tiles, pieces; a call that runs out is run again with less."
         ),
     ] = None,
+    allow: AllowOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
     ] = False,
@@ -165,6 +173,7 @@ def generate(
         journal=journal,
         journal_limit=journal_limit,
         memory=memory,
+        allow=tuple(allow or ()),
     )
     record = _run_generate(options, as_json)
     raise typer.Exit(1 if record.findings and strict else 0)
@@ -221,6 +230,7 @@ def plan(
             "(v100, t4… too), and which stays within 8GiB, or auto."
         ),
     ] = None,
+    allow: AllowOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")
     ] = False,
@@ -247,6 +257,7 @@ def plan(
         revision=revision,
         config=config,
         memory=memory,
+        allow=tuple(allow or ()),
     )
     if memory is not None:
         raise typer.Exit(_run_memory(options, as_json))

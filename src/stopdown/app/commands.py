@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stopdown.app.request_options import check_number, read_request
+from stopdown.app.request_options import check_number, read_allowed, read_request
 from stopdown.errors import InputError, OptionError, StopdownError
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
@@ -73,6 +73,7 @@ class GenerateOptions:
     journal: Path | None = None
     journal_limit: float = 4.0
     memory: str | None = None
+    allow: tuple[str, ...] = ()
 
 
 class Display(Protocol):
@@ -107,6 +108,7 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     started = time.perf_counter()
     display = display or Silent()
     request = _read_request(options)
+    read_allowed(options.allow, options.memory)
     _check_output_early(options)
     from stopdown.environment import choose_device
     from stopdown.pipelines.sources import resolve_source, verify_source
@@ -338,6 +340,7 @@ def _make_room(
         speed=measure_speed(device, formats),
         device=device.torch_name,
         store=Path(tempfile.gettempdir()) if device.type == "cpu" else None,
+        allowed=options.allow,
         announce=display.announce,
     )
     stages["rehearse"] = time.perf_counter() - begun

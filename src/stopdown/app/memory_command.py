@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from stopdown.app.request_options import read_allowed
 from stopdown.errors import OptionError
 from stopdown.records import MemoryPlan, MemoryRow
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.profiles import Profile
+
+FP8 = (
+    "fp8 rounds weights to 4 significant bits with a power of two for each row: the picture changes, "
+    "by how much was not measured for this checkpoint."
+)
 
 _PROMPT = "a red circle moving left on a grey background"
 
@@ -37,6 +43,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     from stopdown.profiles import find_target
 
     begun = time.perf_counter()
+    allowed = read_allowed(options.allow, options.memory)
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(str(options.memory), profile)
     found = sources.resolve_source(options.source, revision=options.revision, with_weights=False)
@@ -47,7 +54,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
         precisions, is_planned = _choose_precisions(source, options.precision, profile)
         fit = _predict(source, precisions, is_planned, profile, options, request, display)
         speed = _find_speed(options.device or "auto", set(precisions.values()))
-    rows, chosen, reasons = _judge(sort_by_time(fit, speed), limit, profile, speed)
+    rows, chosen, reasons = _judge(sort_by_time(fit, speed), limit, profile, speed, allowed)
     return MemoryPlan(
         source=options.source,
         device=f"{profile.name} ({profile.title})",
@@ -99,7 +106,7 @@ def _predict(
     import dataclasses
 
     from stopdown.formats import FORMATS
-    from stopdown.memory.fitting import predict_all
+    from stopdown.memory.fitting import list_storages, predict_all
     from stopdown.pipelines.requests import build_arguments
     from stopdown.pipelines.stand_ins import build_stand_in
     from stopdown.planning.examining import has_fused_attention
@@ -113,6 +120,7 @@ def _predict(
         steps=options.steps,
         fused=has_fused_attention(profile, set(precisions.values())),
         on_cpu=profile.kind == "cpu",
+        storages=list_storages(profile.kind),
         progress=lambda done, total: display.progress("plan", "rehearsing", done, total),
     )
 
@@ -127,12 +135,12 @@ def _find_speed(name: str, formats: set[str]) -> Speed | None:
 
 
 def _judge(
-    fit: Fit, limit: int, profile: Profile, speed: Speed | None
+    fit: Fit, limit: int, profile: Profile, speed: Speed | None, allowed: tuple[str, ...]
 ) -> tuple[tuple[MemoryRow, ...], str, tuple[str, ...]]:
     from stopdown.formats import format_bytes
     from stopdown.memory.fitting import HEADROOM, choose, find_smallest, make_rows
 
-    chosen = choose(fit, limit)
+    chosen = choose(fit, limit, allowed)
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
     if chosen is not None:
         peak = format_bytes(chosen.peak_bytes)
@@ -140,8 +148,10 @@ def _judge(
             f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
             f"time that stays within {usable}.",
         )
+        if chosen.strategy.storage == "fp8":
+            reasons += (FP8,)
     else:
-        least = find_smallest(fit)
+        least = find_smallest(fit, allowed)
         reasons = (
             f"Nothing stays within {usable}: the smallest, {least.strategy.name}, is predicted to "
             f"take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or fewer "
@@ -169,23 +179,32 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
     for heading in ("strategy", "peak", "in", "time", "moved"):
         is_text = heading in ("strategy", "in")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    for row in list_worthwhile(plan.rows, plan.chosen):
+    shown = list_worthwhile(plan.rows, plan.chosen)
+    for row in shown:
         mark = "bold" if row.strategy == plan.chosen else ""
         table.add_row(*_describe_row(row), style=mark)
     console.print(table)
     console.print("Strategies that take longer and no less are left out; --json has them all.")
+    if any(row.changes for row in shown):
+        console.print("Those with fp8 change the picture: only with --allow fp8.")
     for reason in plan.reasons:
         console.print(reason, soft_wrap=True)
     if plan.chosen:
         limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
-        console.print(f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}")
+        changes = next(row.changes for row in plan.rows if row.strategy == plan.chosen)
+        allow = " --allow fp8" if changes else ""
+        console.print(f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}{allow}")
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:
-    """Those that take less than all before them, which take less time; and the chosen one."""
+    """Those that take less than all before them, which take less time; and the chosen one.
+
+    What changes the picture does not put others out.
+    """
     shown: list[MemoryRow] = []
     for row in rows:
-        is_less = not shown or row.peak_bytes < min(one.peak_bytes for one in shown)
+        rivals = [one for one in shown if not one.changes or row.changes]
+        is_less = not rivals or row.peak_bytes < min(one.peak_bytes for one in rivals)
         if is_less or row.strategy == chosen:
             shown.append(row)
     return shown
@@ -199,6 +218,6 @@ def _describe_row(row: MemoryRow) -> tuple[str, ...]:
         row.strategy,
         show(row.peak_bytes),
         row.component or "between",
-        "" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
+        "not measured" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
         show(row.moved_bytes),
     )

@@ -37,6 +37,7 @@ class PlanOptions:
         revision: branch, tag or commit on the Hub.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         memory: a limit, `8GiB`, or `auto`: predict memory instead, see `memory_command`.
+        allow: what may change the picture so that it fits, see `request_options`.
     """
 
     source: str
@@ -57,6 +58,7 @@ class PlanOptions:
     revision: str | None = None
     config: str | None = None
     memory: str | None = None
+    allow: tuple[str, ...] = ()
 
 
 def plan(options: PlanOptions, display: Display) -> Plan:

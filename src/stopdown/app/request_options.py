@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,6 +77,33 @@ def read_request(
         guidance=options.guidance,
         seed=seed,
     )
+
+
+ALLOWABLE = {"fp8": "weights that wait in 8 bits"}
+"""What `--allow` lets change the picture."""
+
+
+def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
+    """What may change the picture, each once.
+
+    Raises:
+        OptionError: it is unknown, or there is no limit that it could help to keep.
+    """
+    for name in allow:
+        if name not in ALLOWABLE:
+            known = ", ".join(f"{name} ({what})" for name, what in ALLOWABLE.items())
+            raise OptionError(
+                f"--allow {name} is unknown.",
+                expected=f"Known: {known}.",
+                remedy=f"Use --allow {next(iter(ALLOWABLE))}.",
+            )
+    if allow and memory is None:
+        raise OptionError(
+            f"--allow {allow[0]} was given without --memory.",
+            expected="It says what may change the picture so that a run stays within a limit.",
+            remedy=f"Add a limit: --memory 8GiB --allow {allow[0]}.",
+        )
+    return tuple(dict.fromkeys(allow))
 
 
 def check_number(flag: str, value: float | None) -> None:

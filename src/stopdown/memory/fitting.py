@@ -8,7 +8,7 @@ order of what they usually cost.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from stopdown.errors import OptionError
 from stopdown.memory.placing import put_variant
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.speed import Speed
-from stopdown.memory.strategies import Prediction, Strategy, list_strategies, predict
+from stopdown.memory.strategies import Prediction, Storage, Strategy, list_strategies, predict
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, is_autoencoder
+from stopdown.pipelines.layerwise import find_storable
 from stopdown.records import MemoryRow
 
 HEADROOM = 0.95
@@ -49,6 +50,7 @@ def predict_all(
     steps: int,
     fused: bool = True,
     on_cpu: bool = True,
+    storages: Sequence[Storage] = ("fp8",),
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """Rehearse a run in every variant, and predict every strategy.
@@ -61,15 +63,18 @@ def predict_all(
         steps: denoising steps of the real run.
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
+        storages: formats of 8 bits that the device knows.
 
     Raises:
         CaptureError: a component reads values of its inputs.
     """
-    coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
+    modules = list(find_components(pipe).values())
+    coders = [module for module in modules if is_autoencoder(module)]
     strategies = list_strategies(
         has_tiling=any(hasattr(module, "use_tiling") for module in coders),
         has_slicing=any(hasattr(module, "use_slicing") for module in coders),
         fused=fused,
+        storages=storages if any(map(find_storable, modules)) else (),
     )
     rehearser, seen = Rehearser(pipe, fused, on_cpu), dict[str, Rehearsal]()
     variants = {strategy.variant: strategy for strategy in strategies}
@@ -87,7 +92,10 @@ def predict_all(
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
-    """The same predictions, those first that are estimated to take the least time."""
+    """The same predictions, those first that are estimated to take the least time.
+
+    Where it is not known how fast weights are widened from 8 bits, that is left out.
+    """
     if speed is None:
         return fit
     pairs = list(zip(fit.predictions, fit.flops, strict=True))
@@ -96,15 +104,37 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     return Fit(tuple(predictions), tuple(flops), fit.strays)
 
 
-def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
-    """The prediction that costs the least time among those that fit; None when none does."""
+def list_storages(device: str) -> tuple[Storage, ...]:
+    """Formats of 8 bits that weights can wait in on a device; Apple's GPUs have none."""
+    return () if device.startswith("mps") else ("fp8",)
+
+
+def list_allowed(fit: Fit, allowed: Collection[str] = ()) -> tuple[Prediction, ...]:
+    """The predictions that may be used, in their order.
+
+    Args:
+        allowed: formats of 8 bits that weights may wait in though the picture changes.
+    """
+    return tuple(
+        one
+        for one in fit.predictions
+        if one.strategy.storage == "native" or one.strategy.storage in allowed
+    )
+
+
+def choose(fit: Fit, limit_bytes: int, allowed: Collection[str] = ()) -> Prediction | None:
+    """The prediction that costs the least time among those that fit; None when none does.
+
+    Args:
+        allowed: as in `list_allowed`.
+    """
     usable = limit_bytes * HEADROOM
-    return next((one for one in fit.predictions if one.peak_bytes <= usable), None)
+    return next((one for one in list_allowed(fit, allowed) if one.peak_bytes <= usable), None)
 
 
-def find_smallest(fit: Fit) -> Prediction:
+def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:
     """The prediction with the smallest peak."""
-    return min(fit.predictions, key=lambda one: one.peak_bytes)
+    return min(list_allowed(fit, allowed), key=lambda one: one.peak_bytes)
 
 
 def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
@@ -118,9 +148,21 @@ def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            None if speed is None else round(times[one.strategy] / times[Strategy()], 3),
+            round(times[one.strategy] / times[Strategy()], 3) if _is_timed(one, speed) else None,
+            CHANGES.get(one.strategy.storage, ""),
         )
         for one in fit.predictions
+    )
+
+
+CHANGES = {"fp8": "weights rounded to fp8"}
+"""What a storage of weights changes in the picture."""
+
+
+def _is_timed(prediction: Prediction, speed: Speed | None) -> bool:
+    """Whether all that a prediction does has a known speed."""
+    return speed is not None and (
+        not prediction.widened_bytes or speed.widened_bytes_per_s is not None
     )
 
 
@@ -155,4 +197,6 @@ def _count_flops(rehearsal: Rehearsal, steps: int) -> float:
 def _estimate(prediction: Prediction, flops: float, speed: Speed | None) -> float:
     if speed is None:
         return 1.0
-    return flops / speed.flops_per_s + prediction.moved_bytes / speed.link_bytes_per_s
+    widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
+    moving = prediction.moved_bytes / speed.link_bytes_per_s
+    return flops / speed.flops_per_s + moving + widening

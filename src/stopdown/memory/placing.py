@@ -1,10 +1,7 @@
 """A strategy put on a pipeline: weights come when they are needed, and calls work in pieces.
 
-The weights of a unit (a component, a block, a layer) wait in a store: on disk when the pipeline runs
-on the CPU, in host memory otherwise. While they wait, the parameters keep shape, dtype and device
-and own no memory (their storage is resized to nothing, as FSDP does it), so everything that
-looks at them works as before; only values are missing. Whatever is put on comes off, and the values
-are back.
+The weights of a unit (a component, a block, a layer) wait on a shelf (`shelves`); layers whose weights
+wait in 8 bits (`packing`) widen them while they run.
 
 **Catches** parameters that are tied, or shared by two components: they are stored once.
 **Does not catch** code that reads the values of a module's weights outside of its `forward`.
@@ -13,16 +10,15 @@ are back.
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from stopdown.memory.packing import choose_packed
 from stopdown.memory.rehearsing import LISTS, weigh
+from stopdown.memory.shelves import Shelf, Unit
 from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks, find_components, find_doors, is_autoencoder
@@ -50,40 +46,56 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
 
 def put_placement(
     pipe: Any,
-    placement: Placement,
+    strategy: Strategy,
     strays: Mapping[str, Mapping[str, frozenset[str]]],
+    shelf: Shelf,
     patches: Patches,
-    *,
-    device: str = "cpu",
-    store: Path | None = None,
-) -> Shelf:
-    """Leave weights where they wait, until `patches` is undone; then they are all back.
+) -> None:
+    """Leave weights where they wait; `patches` takes the hooks off, `Shelf.close` brings them back.
 
-    Every call of a component has to go through `Shelf.stand` of what comes back.
+    Every call of a component has to go through `Shelf.stand`. What an earlier strategy left on the
+    shelf stays there.
 
     Args:
         strays: of the pipeline's rehearsal.
-        device: where calls run.
-        store: folder for a temporary copy of the weights; None keeps them in host memory, which
-            makes sense for a device that has a memory of its own.
 
     Raises:
-        OSError: the store cannot be written. Nothing is changed.
+        OSError: the shelf's folder cannot be written.
     """
-    shelf = Shelf(device, store if placement != "resident" else None)
-    if placement == "resident":
-        return shelf
-    patches.defer(shelf.close)
+    shelf.clear()
     for name, module in find_components(pipe).items():
-        for unit in _make_units(module, placement, strays.get(name, {}), shelf):
-            patches.defer(unit.load)
-            shelf.keep(name, unit, placement)
+        own = strays.get(name, {})
+        packed = _pack_layers(module, own, shelf, patches) if strategy.storage == "fp8" else []
+        if strategy.placement == "resident":
+            shelf.bring(module)
+            continue
+        shelf.move_buffers(module)
+        for unit in _make_units(module, strategy.placement, own, shelf, packed):
+            shelf.keep(name, unit, strategy.placement)
             if unit.path:
-                before, after = unit.on_enter, unit.on_leave
-                patches.defer(unit.module.register_forward_pre_hook(before).remove)
-                hook = unit.module.register_forward_hook(after, always_call=True)
-                patches.defer(hook.remove)
-    return shelf
+                _hook_unit(unit, patches)
+
+
+def _pack_layers(
+    module: torch.nn.Module,
+    strays: Mapping[str, frozenset[str]],
+    shelf: Shelf,
+    patches: Patches,
+) -> list[torch.Tensor]:
+    """Have layers wait in 8 bits on the device; the tensors that they wait in come back."""
+    parts = dict(module.named_modules())
+    made: dict[int, torch.Tensor] = {}
+    for path, weights in choose_packed(module, strays).items():
+        for weight in weights.values():
+            made |= {id(tensor): tensor for tensor in shelf.pack(weight)}
+        _hook_unit(Unit(path, parts[path], list(weights.values()), shelf), patches)
+    return list(made.values())
+
+
+def _hook_unit(unit: Unit, patches: Patches) -> None:
+    patches.defer(unit.module.register_forward_pre_hook(unit.on_enter).remove)
+    hook = unit.module.register_forward_hook(unit.on_leave, always_call=True)
+    patches.defer(hook.remove)
 
 
 def _switch(module: torch.nn.Module, name: str, wanted: bool, patches: Patches) -> None:
@@ -176,119 +188,21 @@ def _attend_in_pieces(
     return output
 
 
-class _Unit:
-    """Weights that are loaded together, while a module runs."""
-
-    def __init__(
-        self, path: str, module: torch.nn.Module, tensors: list[torch.Tensor], shelf: Shelf
-    ) -> None:
-        self.path, self.module = path, module
-        self._tensors, self._shelf, self._users = tensors, shelf, 0
-
-    def store(self) -> None:
-        for tensor in self._tensors:
-            self._shelf.store(tensor)
-
-    def load(self) -> None:
-        """Bring the values; a second user finds them there."""
-        for tensor in self._tensors:
-            self._shelf.load(tensor)
-
-    def drop(self) -> None:
-        for tensor in self._tensors:
-            self._shelf.drop(tensor)
-
-    def on_enter(self, module: Any, args: Any) -> None:
-        self._users += 1
-        if self._users == 1:
-            self.load()
-
-    def on_leave(self, module: Any, args: Any, output: Any) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self.drop()
-
-
-class Shelf:
-    """Where weights wait, and which component has its own here just now."""
-
-    def __init__(self, device: str, folder: Path | None) -> None:
-        self._device = torch.device(device)
-        self._folder = Path(tempfile.mkdtemp(dir=folder)) if folder is not None else None
-        self._kept: dict[int, torch.Tensor] = {}
-        self._sizes: dict[int, int] = {}
-        self._units: dict[str, list[_Unit]] = {}
-        self._doors: dict[str, _Unit] = {}
-        self._current = ""
-
-    def keep(self, component: str, unit: _Unit, placement: Placement) -> None:
-        unit.store()
-        if placement == "component":
-            self._doors[component] = unit
-        elif not unit.path:
-            self._units.setdefault(component, []).append(unit)
-
-    def store(self, tensor: torch.Tensor) -> None:
-        """Keep a copy of a tensor, and give its memory back."""
-        if id(tensor) not in self._kept:
-            self._kept[id(tensor)] = self._write(tensor)
-        self._own(tensor)
-        self.drop(tensor)
-
-    def load(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 and self._sizes[id(tensor)]:
-            storage.resize_(self._sizes[id(tensor)])
-            tensor.data.copy_(self._kept[id(tensor)])
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
-    def stand(
-        self, component: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Have a component's own weights here for a call; those of another one make room."""
-        if component in self._doors and component != self._current:
-            if self._current:
-                self._doors[self._current].drop()
-            self._doors[component].load()
-            self._current = component
-        for unit in self._units.get(component, ()):
-            unit.load()
-        try:
-            return call(*args, **kwargs)
-        finally:
-            for unit in self._units.get(component, ()):
-                unit.drop()
-
-    def close(self) -> None:
-        self._kept.clear()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _own(self, tensor: torch.Tensor) -> None:
-        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized."""
-        tensor.data = torch.empty_like(tensor.data, device=self._device)
-        self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
-
-    def _write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy to load from: in host memory, or mapped from a file, which takes none."""
-        if self._folder is None:
-            return tensor.detach().to("cpu", copy=True)
-        path = self._folder / f"{len(self._kept)}.bin"
-        kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
-        return kept.view(tensor.shape).copy_(tensor.detach())
-
-
 def _make_units(
     module: torch.nn.Module,
     placement: Placement,
     strays: Mapping[str, frozenset[str]],
     shelf: Shelf,
-) -> Iterable[_Unit]:
-    """The units of one component, those of its blocks and layers before its own."""
+    packed: list[torch.Tensor],
+) -> Iterable[Unit]:
+    """The units of one component, those of its blocks and layers before its own.
+
+    Args:
+        packed: what weights in 8 bits wait in; it is moved instead of them.
+    """
     parts = dict(module.named_modules())
     groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
     for unit, paths in groups.items():
         tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]
-        yield _Unit(unit, parts[unit], tensors, shelf)
+        tensors = [x for x in tensors if not shelf.is_packed(x)]
+        yield Unit(unit, parts[unit], [*tensors, *packed], shelf)

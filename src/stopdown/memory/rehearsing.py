@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.capture import describe_failure, find_mode, name_parameters
+from stopdown.memory.packing import Packing, weigh_packing
 from stopdown.memory.tracking import StorageTracker
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
@@ -90,6 +91,7 @@ class Rehearsal:
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
         steps: that were rehearsed.
+        packings: component → what its weights take when those that can wait in 8 bits.
     """
 
     calls: tuple[RehearsedCall, ...]
@@ -99,10 +101,12 @@ class Rehearsal:
     blocks: dict[str, tuple[str, ...]]
     between_bytes: int
     steps: int
+    packings: dict[str, Packing] = field(default_factory=dict)
 
-    def weigh(self, component: str) -> int:
+    def weigh(self, component: str, storage: str = "native") -> int:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
-        return self.totals[component.partition(".")[0]][0]
+        name = component.partition(".")[0]
+        return self.totals[name][0] if storage == "native" else self.packings[name].total_bytes
 
 
 @dataclass
@@ -140,14 +144,16 @@ class Rehearser:
                 put_door(door, layer, patches)
             self.pipe(**arguments)
         parts = find_components(self.pipe)
+        strays = {name: dict(self._strays.get(name, {})) for name in parts}
         return Rehearsal(
             calls=tuple(calls),
             weights={name: weigh(part) for name, part in parts.items()},
             totals={name: _sum_up(part) for name, part in parts.items()},
-            strays={name: dict(self._strays.get(name, {})) for name in parts},
+            strays=strays,
             blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
             between_bytes=tracker.peak_bytes,
             steps=arguments["num_inference_steps"],
+            packings={name: weigh_packing(part, strays[name]) for name, part in parts.items()},
         )
 
     def _stand(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,17 @@ import torch
 
 from stopdown.errors import StopdownError
 from stopdown.formats import format_bytes
-from stopdown.memory.fitting import HEADROOM, choose, find_smallest, predict_all, sort_by_time
+from stopdown.memory.fitting import (
+    HEADROOM,
+    choose,
+    find_smallest,
+    list_allowed,
+    list_storages,
+    predict_all,
+    sort_by_time,
+)
 from stopdown.memory.placing import put_placement, put_variant
+from stopdown.memory.shelves import Shelf
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.patches import Patches
@@ -67,7 +76,7 @@ class Room:
         self.pipe, self.taken = pipe, taken
         self.steps_down: list[StepDown] = []
         self._others, self._strays = tuple(others), strays
-        self._device, self._store = device, store
+        self._shelf = Shelf(device, store)
         self._announce = announce or (lambda text: None)
         self._doors, self._on = Patches(), Patches()
 
@@ -83,20 +92,14 @@ class Room:
 
     def __exit__(self, *_: object) -> None:
         self._on.undo()
+        self._shelf.close()
         self._doors.undo()
 
     def _put_on(self, prediction: Prediction) -> None:
         self._on.undo()
         self._on, strategy = Patches(), prediction.strategy
         put_variant(self.pipe, strategy, self._on)
-        self._shelf = put_placement(
-            self.pipe,
-            strategy.placement,
-            self._strays,
-            self._on,
-            device=self._device,
-            store=self._store,
-        )
+        put_placement(self.pipe, strategy, self._strays, self._shelf, self._on)
         self.taken = prediction
 
     def _stand(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,6 +153,7 @@ def make_room(
     speed: Speed | None = None,
     device: str = "cpu",
     store: Path | None = None,
+    allowed: Collection[str] = (),
     announce: Callable[[str], None] | None = None,
 ) -> Room:
     """Rehearse a run of a pipeline, and choose the strategy that costs the least time in a limit.
@@ -160,6 +164,7 @@ def make_room(
         steps: denoising steps.
         fused: whether attention runs in a kernel that keeps no score matrix.
         speed: of the device; without it strategies are tried in the order of what they usually cost.
+        allowed: what may change the picture: `fp8`.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
@@ -168,12 +173,17 @@ def make_room(
     stand_in = copy_stand_in(pipe)
     stand_in.set_progress_bar_config(disable=True)
     predicted = predict_all(
-        stand_in, arguments, steps=steps, fused=fused, on_cpu=device.startswith("cpu")
+        stand_in,
+        arguments,
+        steps=steps,
+        fused=fused,
+        on_cpu=device.startswith("cpu"),
+        storages=list_storages(device),
     )
     fit = sort_by_time(predicted, speed)
-    chosen = choose(fit, limit_bytes)
+    chosen = choose(fit, limit_bytes, allowed)
     if chosen is None:
-        least = find_smallest(fit)
+        least = find_smallest(fit, allowed)
         raise StopdownError(
             f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
             f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.",
@@ -184,7 +194,7 @@ def make_room(
     return Room(
         pipe,
         chosen,
-        fit.predictions,
+        list_allowed(fit, allowed),
         fit.strays,
         device=device,
         store=store,

@@ -15,6 +15,7 @@ import torch
 
 from stopdown.environment import Device
 from stopdown.formats import FORMATS
+from stopdown.memory.packing import pack
 from stopdown.profiles import Profile
 
 LINK_BYTES_PER_S = 12e9
@@ -34,11 +35,13 @@ class Speed:
         flops_per_s: of a large matrix product in the precision of the run.
         link_bytes_per_s: from where weights wait to the device.
         reason: where the figures come from, one sentence.
+        widened_bytes_per_s: weights made from 8 bits; None where nothing says how fast that is.
     """
 
     flops_per_s: float
     link_bytes_per_s: float
     reason: str
+    widened_bytes_per_s: float | None = None
 
 
 def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
@@ -64,7 +67,7 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
     )
-    return Speed(rates[slowest], link, reason)
+    return Speed(rates[slowest], link, reason, _time_widening(device, slowest))
 
 
 def _time_product(device: Device, name: str) -> float:
@@ -92,6 +95,21 @@ def _time_copy(device: Device) -> float:
     target.copy_(source)
     _wait(device)
     return _COPIED_BYTES / max(time.perf_counter() - begun, 1e-9)
+
+
+def _time_widening(device: Device, name: str) -> float | None:
+    """Bytes per second of weights that are made from fp8; None on a device that has no fp8."""
+    if device.type == "mps":
+        return None
+    weight = torch.ones(_SIDE, _SIDE, dtype=FORMATS[name].torch_dtype)
+    packed = pack(weight).to(torch.device(device.torch_name))
+    target = torch.empty_like(weight, device=device.torch_name)
+    packed.fill(target)
+    _wait(device)
+    begun = time.perf_counter()
+    packed.fill(target)
+    _wait(device)
+    return weight.nbytes / max(time.perf_counter() - begun, 1e-9)
 
 
 def _wait(device: Device) -> None:

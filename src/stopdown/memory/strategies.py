@@ -8,7 +8,7 @@ weights of the modules that are running then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +19,12 @@ Placement = Literal["resident", "component", "block", "leaf"]
 
 PLACEMENTS: tuple[Placement, ...] = ("resident", "component", "block", "leaf")
 
+Storage = Literal["native", "fp8"]
+"""How weights wait: in the format that they compute in, or in 8 bits, which changes the picture."""
+
+PACKED_PLACEMENTS: tuple[Placement, ...] = ("resident", "component")
+"""With which 8 bits are worth it: where blocks or layers are there one at a time, they save little."""
+
 
 @dataclass(frozen=True)
 class Strategy:
@@ -26,6 +32,7 @@ class Strategy:
 
     Attributes:
         placement: which weights are there at a time.
+        storage: how they wait; in 8 bits each layer's are widened while it runs.
         slicing: the autoencoder works picture by picture.
         tiling: the autoencoder works tile by tile; the result differs a little at the seams.
         pieces: feed-forward layers of the denoiser work on this many pieces of the sequence.
@@ -37,11 +44,13 @@ class Strategy:
     tiling: bool = False
     pieces: int = 1
     split: bool = False
+    storage: Storage = "native"
 
     @property
     def name(self) -> str:
-        """`resident`, `component+tiling`; with tiling goes slicing, where there is both."""
+        """`resident`, `component+fp8+tiling`; with tiling goes slicing, where there is both."""
         parts: list[str] = [self.placement]
+        parts += [self.storage] if self.storage != "native" else []
         parts += ["tiling"] if self.tiling else ["slicing"] if self.slicing else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
         parts += ["split"] if self.split else []
@@ -65,6 +74,7 @@ class Prediction:
         component: whose call that is; "" between calls.
         moved_bytes: weights that are brought to the device in one run of `steps`.
         stored_bytes: weights that wait in host memory or on disk.
+        widened_bytes: weights that are made from 8 bits in one run, as they compute.
     """
 
     strategy: Strategy
@@ -72,24 +82,28 @@ class Prediction:
     component: str
     moved_bytes: int
     stored_bytes: int
+    widened_bytes: int = 0
 
 
 def list_strategies(
-    *, has_tiling: bool, has_slicing: bool, fused: bool = True
+    *, has_tiling: bool, has_slicing: bool, fused: bool = True, storages: Sequence[Storage] = ()
 ) -> tuple[Strategy, ...]:
     """All that are tried, those that cost the least time first.
 
     Args:
         has_tiling, has_slicing: what the autoencoder offers.
         fused: whether attention runs in a kernel that keeps no score matrix.
+        storages: formats of 8 bits that weights may wait in.
     """
     smaller: list[tuple[bool, bool, int]] = [(False, False, 1)]
     smaller += [(True, False, 1)] if has_slicing else []
     smaller += [(has_slicing, True, 1)] if has_tiling else []
     smaller += [(has_slicing, has_tiling, 4)]
+    kept: list[tuple[Placement, Storage]] = [(placement, "native") for placement in PLACEMENTS]
+    kept += [(placement, storage) for storage in storages for placement in PACKED_PLACEMENTS]
     return tuple(
-        Strategy(placement, slicing, tiling, pieces, split)
-        for placement in PLACEMENTS
+        Strategy(placement, slicing, tiling, pieces, split, storage)
+        for placement, storage in kept
         for split in ((False,) if fused else (False, True))
         for slicing, tiling, pieces in smaller
     )
@@ -103,10 +117,11 @@ def predict(rehearsal: Rehearsal, strategy: Strategy, *, steps: int) -> Predicti
         steps: denoising steps of the real run.
     """
     fixed = sum(buffers for _, buffers in rehearsal.totals.values())
-    everything = sum(rehearsal.weigh(name) for name in rehearsal.weights)
+    weights = {name: rehearsal.weigh(name, strategy.storage) for name in rehearsal.weights}
+    everything = sum(weights.values())
     if strategy.placement == "resident":
         fixed += everything
-    largest = max(map(rehearsal.weigh, rehearsal.weights), default=0)
+    largest = max(weights.values(), default=0)
     waiting = largest if strategy.placement == "component" else 0
     peaks = [(rehearsal.between_bytes + waiting, "")]
     peaks += [(_find_peak(rehearsal, call, strategy), call.component) for call in rehearsal.calls]
@@ -118,6 +133,7 @@ def predict(rehearsal: Rehearsal, strategy: Strategy, *, steps: int) -> Predicti
         component,
         everything if is_resident else _count_moved(rehearsal, strategy, steps),
         0 if is_resident else everything,
+        0 if strategy.storage == "native" else _count_widened(rehearsal, steps),
     )
 
 
@@ -155,6 +171,8 @@ def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
 
 def _find_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) -> int:
     """Most bytes of values and loaded weights together during one call."""
+    if strategy.storage != "native":
+        return _find_packed_peak(rehearsal, call, strategy)
     if strategy.placement == "resident":
         return call.peak_bytes
     sizes = _weigh_units(rehearsal, call.component, strategy.placement)
@@ -163,6 +181,29 @@ def _find_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) ->
         for path in {segment.path for segment in call.segments}
     }
     return max(segment.peak_bytes + loaded[segment.path] for segment in call.segments)
+
+
+def _find_packed_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) -> int:
+    """Most bytes of values, of a component's weights in 8 bits, and of the layer that is widened."""
+    widened = rehearsal.packings[call.component.partition(".")[0]].parts
+    stands = strategy.placement == "component"
+    weights = rehearsal.weigh(call.component, strategy.storage) if stands else 0
+    return weights + max(one.peak_bytes + widened.get(one.path, 0) for one in call.segments)
+
+
+def _count_widened(rehearsal: Rehearsal, steps: int) -> int:
+    """Bytes of weights that are made from 8 bits in a run: those of a layer at each of its calls."""
+    widened = 0.0
+    for call in rehearsal.calls:
+        parts = rehearsal.packings[call.component.partition(".")[0]].parts
+        once = sum(count * parts.get(path, 0) for path, count in call.entries.items())
+        widened += once * _count_repeats(rehearsal, call, steps)
+    return int(widened)
+
+
+def _count_repeats(rehearsal: Rehearsal, call: RehearsedCall, steps: int) -> float:
+    """How often a rehearsed call stands for one of the real run."""
+    return steps / max(1, rehearsal.steps) if call.stage == "denoise" else 1.0
 
 
 def _weigh_units(rehearsal: Rehearsal, component: str, placement: Placement) -> dict[str, int]:
@@ -178,14 +219,13 @@ def _weigh_units(rehearsal: Rehearsal, component: str, placement: Placement) -> 
 def _count_moved(rehearsal: Rehearsal, strategy: Strategy, steps: int) -> int:
     """Bytes brought to the device in a run: a component once while it is called in a row."""
     moved, current = 0, ""
-    rehearsed = max(1, rehearsal.steps)
     for call in rehearsal.calls:
         name = call.component.partition(".")[0]
         if strategy.placement == "component":
-            moved += rehearsal.weigh(name) if name != current else 0
+            moved += rehearsal.weigh(name, strategy.storage) if name != current else 0
             current = name
             continue
-        repeats = steps / rehearsed if call.stage == "denoise" else 1
+        repeats = _count_repeats(rehearsal, call, steps)
         for unit, size in _weigh_units(rehearsal, name, strategy.placement).items():
             entries = 1 if unit == "" else call.entries.get(unit, 0)
             moved += int(entries * size * repeats)
