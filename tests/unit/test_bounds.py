@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 
 from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from rescaling_models import EXAMPLES
+from stopdown.scaling import bound_products
 from stopdown.scaling import bounds as bounds_module
+from stopdown.scaling.bound_modulation import Ellipse
 from stopdown.scaling.bound_values import (
     Bound,
     concatenate,
@@ -273,6 +276,100 @@ def test_heads_are_bounded_as_one_map() -> None:
     bound, stated = case.bounds.values[linear.name], case.bounds.ranges[linear.name][0]
     assert bound is not None
     assert bound.largest < 0.7 * stated.amax
+
+
+class Modulated(nn.Module):
+    """Rows behind a norm, scaled and shifted by what depends on the timestep, read by a linear."""
+
+    def __init__(self, shifted: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(16, elementwise_affine=False)
+        self.scale, self.shift = nn.Linear(4, 16), nn.Linear(4, 16)
+        self.linear = nn.Linear(16, 4)
+        self.scale.weight.data *= 4
+        self.shift.weight.data *= shifted
+
+    def modulate(self, timestep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        waves = torch.sin(timestep[:, None].float() * torch.tensor([0.1, 0.3, 0.7, 1.1]))
+        waves = waves.to(self.scale.weight.dtype)
+        return 1 + self.scale(waves)[:, None], self.shift(waves)[:, None]
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.modulate(timestep)
+        text, rest = (self.norm(x) * scale + shift).chunk(2, dim=1)
+        return self.linear(torch.cat([rest, text], dim=1))
+
+
+def search_modulated(shifted: float) -> tuple[float, float]:
+    """Bound and largest output of a modulated linear, over all timesteps and the worst rows of each."""
+    module = Modulated(shifted).eval().requires_grad_(False)
+    call = {"x": torch.randn(1, 4, 16), "timestep": torch.tensor([7])}
+    case = bound_one(module, module, (), call)
+    steps = torch.arange(1001)
+    scale, shift = module.modulate(steps)
+    rows = module.linear.weight * scale  # what a norm should give for the largest result
+    aimed = (module.linear(shift) - module.linear.bias).sign().mT * (rows - rows.mean(-1, True))
+    found = module(aimed.clamp(-64, 64), steps).abs().amax()
+    bound = case.bounds.values[case.list_sites()[-1].name]
+    assert bound is not None
+    return bound.largest, float(found)
+
+
+@pytest.mark.parametrize("shifted", [1.0, 64.0])
+def test_a_modulated_row_is_bounded_by_its_gain(shifted: float) -> None:
+    """A linear behind a modulated norm is bounded channel by channel, within twice the worst."""
+    bound, found = search_modulated(shifted)
+    assert found < bound < 2 * found
+
+
+@pytest.mark.parametrize(("part", "shifted"), [("gain", 1.0), ("table", 64.0)])
+def test_a_wrong_gain_or_shift_is_caught(
+    part: str, shifted: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
+    right = bound_products.bound_image
+
+    def wrong(weight: torch.Tensor, rows: list[Ellipse], entries: int) -> torch.Tensor:
+        halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
+        return right(weight, halved, entries)
+
+    monkeypatch.setattr(bound_products, "bound_image", wrong)
+    bound, found = search_modulated(shifted)
+    assert found > bound
+
+
+def test_rows_are_not_followed_across_columns() -> None:
+    """What unbind takes across the rows of a norm is no such row, and is bounded as before."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.norm(x).unbind(-1)[0]) * 1
+
+    case = bound_module(Model(), torch.randn(2, 8, 8))
+    found, rng = [], random.Random(0)
+    for _ in range(20):
+        found += climb(case, rng, 4, last=True)
+    assert not found
+
+
+def test_sizes_of_the_call_are_known_exactly() -> None:
+    """A size that fp16 can hold has no error, so a wave of it is as good as a number."""
+
+    class Model(nn.Module):
+        def forward(self, original_size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.sin(original_size.float() * 3)
+
+    model = Model()
+    call = {"original_size": torch.tensor([[1024.0]]), "x": torch.randn(2, 1)}
+    case = bound_one(model, model, (), call)
+    (bound,) = [x for n, x in case.bounds.values.items() if n == "mul_1"]
+    assert bound is not None
+    assert bound.largest <= abs(math.sin(3072.0)) * 64 * 1.01
 
 
 def test_rounding_is_given_room() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.scaling.blocks import arguments, operation, shape_of
+from stopdown.scaling.bound_modulation import bound_image
 from stopdown.scaling.bound_steps import Rule, Step, strip_casts
 from stopdown.scaling.bound_values import (
     Bound,
@@ -100,6 +101,8 @@ def linear(step: Step) -> Bound | None:
     size = torch.minimum(absolute, by_norm)
     if (composed := _compose_heads(step, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
+    if found := step.known.ellipses(source):
+        size = torch.minimum(size, bound_image(values, found, ROW_ENTRIES).reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
     return step.made(size + strayed + _bias(step).reshape(spread), typical)
 

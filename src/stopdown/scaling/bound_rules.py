@@ -65,7 +65,7 @@ def add(step: Step) -> Bound | None:
 
 def multiply(step: Step) -> Bound | None:
     """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
-    if (normed := _bound_written_norm(step)) is not None:
+    if (normed := bound_written_norm(step)) is not None:
         return normed
     first, other = step.spread(step.given["self"]), step.spread(step.given["other"])
     if first is None or other is None:
@@ -87,7 +87,7 @@ def divide(step: Step) -> Bound | None:
     """By a number; by the norm of the same row; by anything else there is no bound."""
     other = step.given["other"]
     if isinstance(other, Node):
-        return _bound_written_norm(step)
+        return bound_written_norm(step)
     bound = step.spread(step.given["self"])
     if bound is None or step.given.get("rounding_mode") is not None or not other:
         return None
@@ -97,7 +97,7 @@ def divide(step: Step) -> Bound | None:
     )
 
 
-def _bound_written_norm(step: Step) -> Bound | None:
+def bound_written_norm(step: Step) -> Bound | None:
     """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
     first, other = step.given["self"], step.given["other"]
     inverse = operation(step.node).startswith("div")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.fx import Node
@@ -12,6 +12,9 @@ from torch.fx import Node
 from stopdown.scaling.blocks import arguments, operation, shape_of
 from stopdown.scaling.bound_values import Bound, Shape, broadcast, make_bound, uniform
 from stopdown.scaling.rules import LARGEST_TAME
+
+if TYPE_CHECKING:
+    from stopdown.scaling.bound_modulation import Ellipse
 
 
 class Known(Protocol):
@@ -22,6 +25,9 @@ class Known(Protocol):
 
     def load(self, node: Node) -> torch.Tensor | None:
         """A parameter's values as they are stored; None when the node is no parameter."""
+
+    def ellipses(self, node: Node) -> Sequence[Ellipse]:
+        """What is known of the rows of a value behind a norm; empty for nothing."""
 
 
 @dataclass

@@ -24,7 +24,8 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, module_path
 from stopdown.numerics import summarise_magnitudes
-from stopdown.scaling.blocks import Blocks, is_float, operation, shape_of
+from stopdown.scaling.blocks import SPLITS, Blocks, is_float, operation, shape_of
+from stopdown.scaling.bound_modulation import Ellipses, by_channel, follow, rounded
 from stopdown.scaling.bound_products import PRODUCTS, bound_partial_sums, bound_scores
 from stopdown.scaling.bound_rules import MOVING, RULES
 from stopdown.scaling.bound_steps import Step, list_names
@@ -36,6 +37,7 @@ from stopdown.scaling.exact_values import (
     bound_exact,
     evaluate,
     make_exact,
+    writes_in_place,
 )
 from stopdown.scaling.ranges import Range
 
@@ -132,6 +134,7 @@ class _Walk:
         self._load = load
         self._last: tuple[str, torch.Tensor] | None = None
         self.held: dict[Node, Any] = {}
+        self.rows: dict[Node, Ellipses] = {}
         self.found = Bounds()
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
         self.aliases = _find_aliases(capture.graph.graph)
@@ -145,6 +148,7 @@ class _Walk:
         for spent in self.spent.get(node, ()):
             if isinstance(self.held.get(spent), (Exact, list)):
                 del self.held[spent]
+            self.rows.pop(spent, None)
 
     # what rules ask
 
@@ -171,6 +175,13 @@ class _Walk:
         if node.name not in self.found.ranges:
             self._measure_parameter(node, self._last[1])
         return self._last[1]
+
+    def ellipses(self, node: Node) -> Ellipses:
+        return self.rows.get(node, ())
+
+    def _exact(self, node: Node) -> Exact | None:
+        held = self.held.get(node)
+        return held if isinstance(held, Exact) else None
 
     def _exact_load(self, node: Node) -> torch.Tensor | None:
         if node.name not in self.capture.parameters:
@@ -203,10 +214,10 @@ class _Walk:
         if tensor.is_complex():
             self._keep(node, make_bound(tensor.abs(), shape_of(node), typical=1.0))
             return
-        made, dtype = make_exact(tensor), node.meta["val"].dtype
-        if is_float(node):
-            radius = made.center.abs() * RELATIVE.get(dtype, 0.0)
-            made = replace(made, radius=radius)
+        made = make_exact(tensor)
+        if is_float(node):  # as it is, or rounded at the door
+            there = tensor.to(node.meta["val"].dtype).double()
+            made = replace(made, radius=(made.center - there).abs())
         self.held[node] = made
 
     def _hold_timesteps(self, node: Node) -> Exact:
@@ -257,6 +268,8 @@ class _Walk:
     def _visit_operation(self, node: Node) -> None:
         if operation(node).startswith(("_assert", "sym_")):
             return
+        if operation(node) in SPLITS and node.all_input_nodes[0] in self.rows:
+            self.rows[node] = self.rows[node.all_input_nodes[0]]  # for its parts
         made = self._evaluate(node)
         if made is not None:
             self.held[node] = made
@@ -264,7 +277,7 @@ class _Walk:
                 self._record(node, bound_exact(made, shape_of(node)))
         elif is_float(node):
             self._apply_rule(node)
-        if operation(node).endswith("_") and not operation(node).startswith("__"):
+        if writes_in_place(node):
             self._change_aliases(node)
 
     def _evaluate(self, node: Node) -> Any:
@@ -280,8 +293,8 @@ class _Walk:
 
     def _apply_rule(self, node: Node) -> None:
         name = operation(node)
-        in_place = name.endswith("_") and not name.startswith("__")
-        name = name.rstrip("_") if in_place else name
+        in_place = writes_in_place(node)
+        name = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
         rule = PRODUCTS.get(name) or RULES.get(name)
         if name == "copy":
             self._keep(node, self._as_seen(node.args[1], node))
@@ -298,6 +311,19 @@ class _Walk:
             bound = self._round(node, bound)
         partial = bound_partial_sums(step) if bound is not None else 0.0
         self._keep(node, bound, partial)
+        if bound is not None and not in_place:
+            self._follow(step, bound, name)
+
+    def _follow(self, step: Step, bound: Bound, name: str) -> None:
+        """Keep what is known of the rows of a value behind a norm."""
+        rows = follow(step, self.rows, self._exact)
+        if rows and name not in MOVING:
+            dtype = step.node.meta["val"].dtype
+            strayed = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
+            floor = FLOOR if dtype == torch.float16 else 0.0
+            rows = rounded(rows, strayed + floor * bound.largest)
+        if rows:
+            self.rows[step.node] = rows
 
     def _as_seen(self, value: Any, node: Node) -> Bound | None:
         return Step(node, self).spread(value)
@@ -351,6 +377,8 @@ class _Walk:
         if root is None:
             return
         new = self.bound(node)
+        for other in [x for x in self.rows if self.aliases.get(x) is root]:
+            del self.rows[other]
         for other, other_root in self.aliases.items():
             if other_root is not root or other is node or other not in self.held:
                 continue
@@ -390,9 +418,9 @@ def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
     changed: set[Node] = set()
     for node in graph.nodes:
         name = operation(node)
-        in_place = name.endswith("_") and not name.startswith("__")
+        in_place = writes_in_place(node)
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is not None and (name in _SAME_STORAGE or in_place):
+        if source is not None and (name in _SAME_STORAGE or in_place or name == "detach_"):
             roots[node] = roots.get(source, source)
         else:
             roots[node] = node

@@ -138,6 +138,12 @@ def bound_exact(value: Exact, shape: Shape) -> Bound:
     return make_bound(peak, shape, typical=typical, norm=norm, rows=(len(shape) - 1,))
 
 
+def writes_in_place(node: Node) -> bool:
+    """True when an operation changes what one of its inputs holds."""
+    name = operation(node)
+    return name.endswith("_") and not name.startswith("__") and name != "detach_"
+
+
 Held = Callable[[Node], Any]
 """Gives what is held for a node."""
 
@@ -157,7 +163,7 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
     if name == "getitem":
         number: Any = node.args[1]
         return values[0][number] if isinstance(values[0], list) else None
-    if any(isinstance(x, list) for x in values) or operation(node).endswith("_"):
+    if any(isinstance(x, list) for x in values) or writes_in_place(node):
         return None
     if len(sources) < len(node.all_input_nodes):
         return _apply_linear(node, values[0], load) if name == "linear" and values else None
@@ -259,10 +265,17 @@ def _cast(node: Node, values: Mapping[Node, Exact]) -> Any:
     (value,) = values.values()
     held = node.meta["val"]
     if held.is_floating_point():
-        return _round(node, Exact(value.center.double(), value.radius, value.batched))
+        made = Exact(value.center.double(), value.radius, value.batched)
+        return made if _is_held(made, held.dtype) else _round(node, made)
     if value.center.is_floating_point() and bool(value.radius.any()):
         return None
     return Exact(value.center.to(held.dtype), value.radius, value.batched)
+
+
+def _is_held(value: Exact, dtype: torch.dtype) -> bool:
+    """True when the value is known without error and a dtype has a number for it."""
+    there = value.center.to(dtype).double()
+    return not bool(value.radius.any()) and bool((there == value.center).all())
 
 
 def _apply_smooth(node: Node, values: Mapping[Node, Exact]) -> Any:

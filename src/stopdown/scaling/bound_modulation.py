@@ -1,0 +1,277 @@
+"""Rows behind a norm, as far as they are known: `n * gain + table(t) + rest`.
+
+A norm gives a row `n` of known length; a modulated transformer multiplies it by a scale and adds a
+shift that depend on the timestep alone, and the norm's own weight and bias do the same once for all.
+A linear that reads such a row is bounded by its weights times the gain, channel by channel, and by
+what it makes of each shift: several times tighter than from peaks and norms, which keep only the
+largest of the gain and lose the sign of the shift.
+
+**Catches** layer norms and RMS norms (written out too), products and sums behind them, views that
+leave the last dimension as it is.
+**Does not catch** norms over other dimensions, and tensors that are changed in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from stopdown.scaling.blocks import SPLITS, operation, shape_of
+from stopdown.scaling.bound_rules import bound_written_norm
+from stopdown.scaling.bound_steps import Step, list_names
+from stopdown.scaling.bound_values import Bound, largest_over
+from stopdown.scaling.exact_values import WEIGHT_FLOOR, Exact
+
+MOST_PARTS = 4
+"""Rows of one value that come from more norms than this are not followed."""
+
+BASIS = 16
+"""A table over timesteps is taken apart into so many rows and what they leave over."""
+
+NORM_ROUNDING = 2.0**-10
+"""Relative error of what a norm gives, before its result is rounded."""
+
+_KEEP = list_names(
+    "dropout contiguous clone alias detach to _to_copy float type_as feature_dropout"
+)
+_VIEWS = list_names("view reshape flatten unflatten unsqueeze squeeze expand _unsafe_view view_as")
+_NORMS = list_names("layer_norm rms_norm _fused_rms_norm")
+
+
+@dataclass(frozen=True)
+class Ellipse:
+    """A row that is `n * gain + table[t] + v`, for one timestep `t` of the table's.
+
+    Attributes:
+        radius: the 2-norm of `n` is at most this.
+        gain: `[d]` float64, not negative.
+        table: `[T, d]` or `[1, d]` float64.
+        rest: `[d]` float64: no element of `v` is larger.
+    """
+
+    radius: float
+    gain: torch.Tensor
+    table: torch.Tensor
+    rest: torch.Tensor
+
+    @cached_property
+    def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
+        if len(self.table) <= BASIS:
+            ones = torch.eye(len(self.table), dtype=torch.float64)
+            return ones, self.table, torch.zeros_like(self.rest)
+        picked = torch.linspace(0, len(self.table) - 1, BASIS).round().long()
+        rows = torch.linalg.qr(self.table[picked].T).Q.T
+        coefficients = self.table @ rows.T
+        left = (self.table - coefficients @ rows).abs().amax(0)
+        return coefficients, rows, left
+
+
+Ellipses = tuple[Ellipse, ...]
+
+
+def follow(
+    step: Step, known: Mapping[Node, Ellipses], exact: Callable[[Node], Exact | None]
+) -> Ellipses:
+    """The rows of a result, as far as they are known; its rounding is not yet in.
+
+    Args:
+        known: of the values before it.
+        exact: gives what is held for a value that depends on the timestep alone.
+    """
+    name, node = operation(step.node), step.node
+    if not step.shape:
+        return ()
+    if name in _NORMS:
+        return _begin(step)
+    if name in ("mul", "multiply"):
+        return _multiply(step, known, exact) or _begin_written(step)
+    if name in ("div", "true_divide"):
+        return _begin_written(step)
+    if name == "add" and step.given.get("alpha", 1) == 1:
+        return _add(step, known, exact)
+    source = node.args[0] if node.args else None
+    if name in ("cat", "concat"):
+        return _join(step, known)
+    if not isinstance(source, Node):
+        return ()
+    before = shape_of(source)
+    if name == "getitem" and operation(source) in SPLITS and operation(source) != "unbind":
+        before = shape_of(source.args[0])
+    elif name not in _KEEP | _VIEWS | {"slice", "narrow"}:
+        return ()
+    return known.get(source, ()) if before[-1:] == step.shape[-1:] else ()
+
+
+def rounded(ellipses: Ellipses, strayed: torch.Tensor) -> Ellipses:
+    """With what rounding may add, by channel: `[d]` or `[1]`."""
+    return tuple(replace(x, rest=x.rest + strayed) for x in ellipses)
+
+
+def by_channel(bound: Bound) -> torch.Tensor:
+    """`[d]` or `[1]`: the largest magnitude of each channel."""
+    return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
+
+
+def _begin(step: Step) -> Ellipses:
+    if len(step.given["normalized_shape"]) != 1:
+        return ()
+    count = step.shape[-1]
+    weight, bias = _load(step, "weight", count), _load(step, "bias", count)
+    if weight is None or bias is None:
+        return ()
+    given = isinstance(step.given.get("weight"), Node)
+    gain, table = weight.abs() if given else torch.ones(count).double(), bias.reshape(1, -1)
+    return (Ellipse(
+        math.sqrt(count) * (1 + NORM_ROUNDING), gain + (_stray(gain) if given else 0), table,
+        _stray(bias),
+    ),)  # fmt: skip
+
+
+def _load(step: Step, name: str, count: int) -> torch.Tensor | None:
+    """A norm's weight or bias; zeros without one; None when it is no parameter."""
+    given = step.given.get(name)
+    if not isinstance(given, Node):
+        return torch.zeros(count).double()
+    found = step.known.load(given)
+    return None if found is None or found.numel() != count else found.double().reshape(-1)
+
+
+def _stray(values: torch.Tensor) -> torch.Tensor:
+    size = values.abs()
+    return size * 2.0**-11 + WEIGHT_FLOOR * size.max()
+
+
+def _begin_written(step: Step) -> Ellipses:
+    """A norm that is written out has a bound by row and no gain."""
+    bound = bound_written_norm(step)
+    if bound is None or bound.rows != {len(step.shape) - 1}:
+        return ()
+    zeros = torch.zeros(step.shape[-1]).double()
+    radius = float(bound.norm.max()) * (1 + NORM_ROUNDING)
+    return (Ellipse(radius, zeros + 1, zeros.reshape(1, -1), zeros),)
+
+
+def _multiply(
+    step: Step, known: Mapping[Node, Ellipses], exact: Callable[[Node], Exact | None]
+) -> Ellipses:
+    for rows, factor in _pairs(step, known):
+        bound = step.bound(factor)
+        if bound is None:
+            return ()
+        size = _spread(by_channel(bound), step.shape[-1])
+        table = _read_table(factor, exact, step.shape[-1])
+        made = []
+        for row in rows:
+            largest = row.table.abs().amax(0)
+            if table is not None:
+                moved, stray = row.table * table[0], largest * table[1]
+            else:
+                moved, stray = torch.zeros_like(row.table[:1]), largest * size
+            made.append(Ellipse(row.radius, row.gain * size, moved, row.rest * size + stray))
+        return tuple(made)
+    return ()
+
+
+def _add(
+    step: Step, known: Mapping[Node, Ellipses], exact: Callable[[Node], Exact | None]
+) -> Ellipses:
+    for rows, other in _pairs(step, known):
+        bound = step.bound(other)
+        if bound is None:
+            return ()
+        table = _read_table(other, exact, step.shape[-1])
+        if table is not None:
+            return tuple(replace(x, table=x.table + table[0], rest=x.rest + table[1]) for x in rows)
+        size = _spread(by_channel(bound), step.shape[-1])
+        return rounded(rows, size)
+    return ()
+
+
+def _pairs(step: Step, known: Mapping[Node, Ellipses]) -> list[tuple[Ellipses, object]]:
+    """Operands whose rows are known, each with the other one."""
+    first, other = step.given["self"], step.given["other"]
+    if first is other:
+        return []
+    found = [
+        (known.get(a, ()), b)
+        for a, b in ((first, other), (other, first))
+        if isinstance(a, Node) and shape_of(a)[-1:] == step.shape[-1:]
+    ]
+    return [x for x in found if x[0]]
+
+
+def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
+    return size.expand(count) if size.numel() == 1 else size
+
+
+def _read_table(
+    value: object, exact: Callable[[Node], Exact | None], count: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`[T, d]` and the radius `[d]` of what depends on the timestep alone and is alike in all rows."""
+    held = exact(value) if isinstance(value, Node) else None
+    if held is None or not held.center.is_floating_point():
+        return None
+    center = held.center if held.batched else held.center.unsqueeze(0)
+    last = center.shape[-1] if center.dim() > 1 else 1
+    rows = center.reshape(len(center), -1, last)
+    if last not in (1, count) or not bool((rows == rows[:, :1]).all()):
+        return None
+    radius = held.radius.reshape(-1, last).amax(0)
+    return rows[:, 0].expand(-1, count), _spread(radius, count)
+
+
+def _join(step: Step, known: Mapping[Node, Ellipses]) -> Ellipses:
+    parts = [x for x in step.given["tensors"] if math.prod(shape_of(x))]
+    if int(step.given.get("dim", 0)) % len(step.shape) == len(step.shape) - 1:
+        return ()
+    found = [known.get(x, ()) for x in parts]
+    joined = tuple(row for rows in found for row in rows)
+    return joined if all(found) and len(joined) <= MOST_PARTS else ()
+
+
+def bound_image(weight: torch.Tensor, ellipses: Sequence[Ellipse], entries: int) -> torch.Tensor:
+    """`[out]`: no element of `weight @ row` is larger, for any of the rows, the weight rounded.
+
+    Args:
+        weight: `[out, d]`.
+        entries: at most so many are widened to float64 at a time.
+
+    Cost: one pass over the weight, a product with `BASIS` columns for each ellipse.
+    """
+    slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
+    found = []
+    for part in weight.split(max(1, entries // max(weight.shape[1], 1))):
+        wide = part.double()
+        squares, sizes = wide.square(), wide.abs()
+        found.append(torch.stack([_bound_rows(wide, squares, sizes, slack, x) for x in ellipses]))
+    return torch.cat(found, 1).amax(0)
+
+
+def _bound_rows(
+    wide: torch.Tensor,
+    squares: torch.Tensor,
+    sizes: torch.Tensor,
+    slack: float,
+    ellipse: Ellipse,
+) -> torch.Tensor:
+    coefficients, rows, left = ellipse.basis
+    core = (squares @ ellipse.gain.square()).sqrt() * (1 + 2.0**-11)
+    core = ellipse.radius * (core + slack * ellipse.gain.square().sum().sqrt())
+    moved = ((wide @ rows.T) @ coefficients.T).abs().amax(1)
+    largest = ellipse.table.abs().amax(0)
+    strayed = sizes @ (ellipse.rest + left + 2.0**-11 * largest)
+    return (
+        core
+        + moved
+        + strayed * (1 + 2.0**-11)
+        + slack * float((largest + ellipse.rest + left).sum())
+    )
+
+
+__all__ = ["Ellipse", "Ellipses", "bound_image", "by_channel", "follow", "rounded"]
