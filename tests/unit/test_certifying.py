@@ -89,15 +89,19 @@ def test_unknown_ranges_are_refused() -> None:
 
 
 def test_tiny_stored_values_are_not_certified() -> None:
-    """A bound has no room for subnormals where its value is tiny as stored; a bias rounds as its sum."""
+    """A bound has no room for subnormals where its value is tiny as stored.
+
+    A bias rounds as its sum, and what only moves values rounds none.
+    """
     certain = Range(1.0, 0.5, 0.1, certain=True)
     problem = Problem()
-    for name, weight in (("a (add)", 0.0), ("b.weight", 1.0), ("b.bias", 0.1)):
+    places = (("a (add)", 0.0), ("b.weight", 1.0), ("b.bias", 0.1), ("c (cat)", 0.0))
+    for name, weight in places:
         unknown = problem.system.unknown(name)
         problem.limits.append(Limit(unknown, certain, torch.float16, name, weight))
-    assert find_uncertain(problem, lambda unknown: 0, ()) == (3, ())
-    assert find_uncertain(problem, lambda unknown: -13, ()) == (3, ("a (add)",))
-    assert find_uncertain(problem, lambda unknown: -20, ()) == (3, ("a (add)", "b.weight"))
+    assert find_uncertain(problem, lambda unknown: 0, ()) == (4, ())
+    assert find_uncertain(problem, lambda unknown: -13, ()) == (4, ("a (add)",))
+    assert find_uncertain(problem, lambda unknown: -20, ()) == (4, ("a (add)", "b.weight"))
 
 
 def test_a_measurement_beyond_its_bound_wins() -> None:

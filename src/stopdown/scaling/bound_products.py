@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.scaling.blocks import arguments, operation, shape_of
-from stopdown.scaling.bound_modulation import bound_image
+from stopdown.scaling.bound_modulation import Ellipse, bound_image
 from stopdown.scaling.bound_steps import Rule, Step, strip_casts
 from stopdown.scaling.bound_values import (
     Bound,
@@ -31,6 +31,9 @@ ROW_ENTRIES = 1 << 22
 
 WEIGHT_ROUNDING = 2.0**-11
 """A weight's relative error in fp16."""
+
+MOST_SPECTRAL = 1 << 27
+"""The largest singular value is taken of matrices with `out * in * min(out, in)` up to this."""
 
 SUM_ROUNDING = 2.0**-23
 """Relative error of one addition in fp32, doubled for that of the product."""
@@ -104,7 +107,41 @@ def linear(step: Step) -> Bound | None:
     if found := step.known.ellipses(source):
         size = torch.minimum(size, bound_image(values, found, ROW_ENTRIES).reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
-    return step.made(size + strayed + _bias(step).reshape(spread), typical)
+    peak = size + strayed + _bias(step).reshape(spread)
+    if math.prod(values.shape) * min(values.shape) > MOST_SPECTRAL:
+        return step.made(peak, typical)
+    longest = _bound_length(step, values, norm, largest_over(strayed, (last,)))
+    return step.made(peak, typical, norm=longest, rows=(last,))
+
+
+def _bound_length(
+    step: Step, weight: torch.Tensor, norm: torch.Tensor, strayed: torch.Tensor
+) -> torch.Tensor:
+    """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
+    weight = weight.double()
+    longest = sum(_measure_sigma(weight)) * norm
+    if found := step.known.ellipses(step.given["input"]):
+        longest = longest.clamp(max=max(_bound_ellipse_length(weight, x) for x in found))
+    bias = _bias(step)
+    moved = bias.square().sum() * (weight.shape[0] if bias.numel() == 1 else 1)
+    return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * strayed
+
+
+def _measure_sigma(weight: torch.Tensor) -> tuple[float, float]:
+    """The largest singular value, with a margin, and how much rounding to fp16 adds to any of them."""
+    slack = WEIGHT_FLOOR * float(weight.abs().max()) * math.sqrt(weight.numel())
+    rounded = WEIGHT_ROUNDING * float(weight.square().sum().sqrt())
+    return float(torch.linalg.matrix_norm(weight, 2)) * (1 + 1e-9), rounded + slack
+
+
+def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
+    """The same behind a norm: of gain and shift together, not of the largest of either."""
+    sigma, rounded = _measure_sigma(weight)
+    gained, _ = _measure_sigma(weight * row.gain)
+    core = row.radius * (gained + rounded * float(row.gain.max()))
+    shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())
+    shifted += rounded * float(row.table.square().sum(-1).sqrt().max())
+    return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
 
 
 def bound_partial_sums(step: Step) -> float:

@@ -24,6 +24,7 @@ from torch.fx import Node
 from stopdown.capture import Capture, name_parameters
 from stopdown.errors import OptionError, ScalingError
 from stopdown.scaling.blocks import Blocks, is_float
+from stopdown.scaling.bound_rules import MOVING
 from stopdown.scaling.bounds import (
     LEAST_STORED,
     LEAST_STORED_WEIGHT,
@@ -299,7 +300,7 @@ def find_uncertain(
     """How many fp16 values there are, and the places of those that rest on no bound.
 
     A bound has room for what is subnormal only where the value's largest is not tiny as it is
-    stored; it counts as uncertain otherwise, and so does a weight.
+    stored; it counts as uncertain otherwise, and so does a weight. What only moves values rounds none.
     """
     count, uncertain = 0, []
     for limit in problem.limits:
@@ -307,9 +308,10 @@ def find_uncertain(
             continue
         stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
         is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
+        keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in MOVING
         least = LEAST_STORED_WEIGHT if limit.weight else LEAST_STORED
         count += 1
-        if not (limit.range.certain or limit.weight) or (0 < stored < least and not is_bias):
+        if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):
             uncertain.append(limit.place)
     return count, tuple(uncertain)
 
