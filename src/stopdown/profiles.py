@@ -85,6 +85,7 @@ class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         formats: in which formats; empty for all.
         operations: in which operations, by their names in `backends`; empty for all.
         remedy: what to type or do.
+        accumulates: what the operation sums in where the fault is its sums: `fp16`.
     """
 
     what: str
@@ -92,6 +93,7 @@ class DeviceFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     formats: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
     remedy: str = ""
+    accumulates: str = ""
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -31,6 +31,10 @@ class CheckOptions:
     config: str | None = None
     fix: bool = False
     output: Path | None = None
+    sums: bool = False
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
 
 
 def check(options: CheckOptions) -> CheckRecord:
@@ -47,7 +51,14 @@ def check(options: CheckOptions) -> CheckRecord:
     begun = time.perf_counter()
     _refuse(options)
     source = find_source(options.source, options.config)
-    checked = inspect_pipeline(source, precision=options.precision, device=options.device)
+    checked = inspect_pipeline(
+        source,
+        precision=options.precision,
+        device=options.device,
+        arguments=_read_sizes(options),
+        config=options.config,
+        sums=options.sums,
+    )
     prices = price_remedies(checked.seen, checked.profile) if checked.findings else ()
     findings, mended = checked.findings, tuple[str, ...]()
     if options.fix and findings:
@@ -63,7 +74,19 @@ def check(options: CheckOptions) -> CheckRecord:
     )
 
 
+def _read_sizes(options: CheckOptions) -> dict[str, int]:
+    """The sizes that were asked for, by the names of a pipeline's call."""
+    asked = {"num_frames": options.frames, "height": options.height, "width": options.width}
+    return {name: size for name, size in asked.items() if size is not None}
+
+
 def _refuse(options: CheckOptions) -> None:
+    for name in ("frames", "height", "width"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(
+                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
+            )
     if options.output is not None and not options.fix:
         raise OptionError(
             "-o was given without --fix.",

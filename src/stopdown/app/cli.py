@@ -51,8 +51,8 @@ GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="What may change the picture so that it stays within --memory: fp8, weights that wait "
-        "in 8 bits. Give it again for more."
+        help="What may change the picture so that it stays within --memory: fp8 or int8, weights "
+        "that wait in 8 bits. Give it again for more."
     ),
 ]
 
@@ -400,6 +400,17 @@ def check(
         typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
     ] = None,
     config: ConfigOption = None,
+    sums: Annotated[
+        bool,
+        typer.Option(
+            "--sums",
+            help="Load it too and run two steps in fp32: sums that kernels with fp16 accumulators do "
+            "not hold, products that do not fit into fp16.",
+        ),
+    ] = False,
+    frames: FramesOption = None,
+    height: HeightOption = None,
+    width: WidthOption = None,
     fix: Annotated[
         bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
     ] = False,
@@ -415,7 +426,9 @@ def check(
     from stopdown.records import to_json
 
     record = check_command.check(
-        check_command.CheckOptions(source, precision, device, config, fix, output)
+        check_command.CheckOptions(
+            source, precision, device, config, fix, output, sums, frames, height, width
+        )
     )
     if as_json:
         sys.stdout.write(to_json(record))

@@ -5,8 +5,8 @@ tensors and every operation is judged by the rules of the backend (`examining`);
 the device's formats and, where they are on this disk, the values of weights are looked at beside.
 
 **Catches** what `wording.KINDS` lists.
-**Does not catch** overflow of activations, which depends on the values of weights (`stopdown plan`, and
-the guard), what a custom kernel does inside, and what only another request would meet.
+**Does not catch** overflow of activations, which depends on the values of weights (`sums`, `stopdown
+plan`, and the guard), what a custom kernel does inside, and what only another request would meet.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stopdown.backends import Place
 from stopdown.consistency import parameters, surroundings
 from stopdown.consistency.examining import Examination, examine
+from stopdown.consistency.summing import check_sums
 from stopdown.consistency.wording import sort_findings, word_observations
 from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.formats import FORMATS, find_format, parse_precision
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.loading import complete_source
+from stopdown.pipelines.loading import complete_source, load_pipeline
 from stopdown.pipelines.sources import Source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import Profile, find_target
@@ -58,6 +61,7 @@ def check(
     precision: str | None = None,
     device: str | None = None,
     arguments: Mapping[str, Any] | None = None,
+    sums: bool = False,
 ) -> list[Finding]:
     """Everything about dtypes that will go wrong, worst first; empty for a healthy pipeline.
 
@@ -70,13 +74,15 @@ def check(
         device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
             pipeline is, and for what `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.
+        sums: load the weights as well and run two steps in fp32, to find sums that kernels with fp16
+            accumulators would not hold, and products that do not fit into fp16.
 
     Raises:
         SourceError: there is no such source, or a config does not describe its class.
         OptionError: the precision or the device is unknown.
     """
     return inspect_pipeline(
-        pipe_or_source, precision=precision, device=device, arguments=arguments
+        pipe_or_source, precision=precision, device=device, arguments=arguments, sums=sums
     ).findings
 
 
@@ -87,13 +93,33 @@ def inspect_pipeline(
     device: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     config: str | Path | None = None,
+    sums: bool = False,
 ) -> Checked:
     """As `check`, with what the findings rest on. `config` is for a single file, as in `load`."""
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
         source = found if isinstance(found, Source) else find_source(found, config)
-        return _check_source(source, precision, device, arguments)
-    return _check_live(pipe_or_source, precision, device, arguments)
+        checked = _check_source(source, precision, device, arguments)
+        return _add_sums(checked, _load_wide(source, config), arguments) if sums else checked
+    checked = _check_live(pipe_or_source, precision, device, arguments)
+    return _add_sums(checked, pipe_or_source, arguments) if sums else checked
+
+
+def _load_wide(source: Source, config: str | Path | None) -> Any:
+    """A source with its weights, in fp32, where `auto` would run it."""
+    whole = sources.resolve_source(source.name)
+    sources.verify_source(whole)
+    pipe = load_pipeline(whole, torch_dtypes=torch.float32, config=config)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(find_target()[0].torch_name)
+
+
+def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) -> Checked:
+    """A check with what a run in fp32 shows of its sums."""
+    doors = checked.seen.doors.values()
+    narrow = {d.component.partition(".")[0] for d in doors if d.main == torch.float16}
+    found = check_sums(pipe, narrow, checked.profile, arguments)
+    return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
 
 def find_source(name: str | Path, config: str | Path | None = None) -> Source:

@@ -168,6 +168,26 @@ KINDS: dict[str, Kind] = {
         "frames without an error.",
         "Make a plan first: stopdown plan SOURCE -o plan.json, then --precision plan.json.",
     ),
+    "sum-overflows": Kind(
+        "wrong",
+        "Kernels that sum in fp16 give Inf there and NaN behind it, though every value fits into fp16.",
+        "Keep such sums in fp32: torch.backends.cuda.matmul.allow_fp16_accumulation = False, and the "
+        "same switch of your compiler. Or run it in bf16 or fp32: --precision {component}=bf16.",
+    ),
+    "sum-may-overflow": Kind(
+        "note",
+        "PyTorch sums in fp32 on this device, as long as allow_fp16_accumulation is off; compilers and "
+        "attention kernels that sum in fp16 give Inf there and NaN behind it.",
+        "Leave that switch off, and sums in fp32 in your compiler. stopdown.testing.summing_in_fp16() "
+        "shows what would happen.",
+    ),
+    "product-overflows": Kind(
+        "wrong",
+        "What comes out of this product does not fit into fp16, whatever it is summed in: Inf there, "
+        "NaN or black behind it.",
+        "Make a plan first: stopdown plan SOURCE -o plan.json, then --precision plan.json. Or: "
+        "--precision {component}=bf16.",
+    ),
     "model-needs": Kind("wrong", "{reason}", "{remedy}"),
     "unchecked": Kind(
         "note",

@@ -1,0 +1,119 @@
+"""`check --sums`: what fp16 accumulators and fp16 itself would not hold, from one run in fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stopdown import testing
+from stopdown.accumulation import Sum
+from stopdown.app import cli
+from stopdown.consistency.checking import check
+from stopdown.records import Finding
+
+SITE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+SMALL = {"height": 32, "width": 32, "num_frames": 2}
+
+
+@pytest.fixture(scope="module")
+def scored() -> Any:
+    """SVD whose scores pass 65504 before they are divided, and not after it; in fp16."""
+    pipe = testing.make_pipeline("svd")
+    attention = pipe.unet.get_submodule(SITE)
+    with torch.no_grad():
+        for linear in (attention.to_q, attention.to_k):
+            linear.weight.mul_(400)
+    pipe.unet.half()
+    return pipe
+
+
+def look(pipe: Any, device: str) -> list[Finding]:
+    """Findings about sums, of the UNet alone."""
+    found = check(pipe, device=device, arguments=SMALL, sums=True)
+    return [finding for finding in found if "overflow" in finding.kind]
+
+
+def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
+    """The failure that was seen on A100 and A30, and not on V100, told before it happens, on a CPU."""
+    with testing.assert_untouched(scored):
+        (a100,), (a30,), (v100,) = (look(scored, name) for name in ("a100", "a30", "v100"))
+    assert {f.site for f in (a100, a30, v100)} == {f"unet:{SITE}"}
+    assert [(f.kind, f.severity) for f in (a100, a30, v100)] == [
+        ("sum-overflows", "wrong"),
+        ("sum-overflows", "wrong"),
+        ("sum-may-overflow", "note"),
+    ]
+    assert a100.evidence.startswith("The sums of its scores (attention scores) reach ")
+    assert "siliconflow/onediff#958" in a100.evidence
+    assert a100.remedy.startswith("Use the attention of PyTorch, or set ONEFLOW_ATTENTION_ALLOW_")
+    assert "allow_fp16_accumulation = False" in a100.remedy
+
+
+def test_it_is_the_emulated_sums_that_fail(scored: Any) -> None:
+    """What is foretold happens: NaN with sums in fp16, none with sums in fp32, in the same fp16 UNet."""
+    call = {
+        "sample": torch.randn(2, 2, 8, 8, 8, generator=torch.Generator().manual_seed(0)).half(),
+        "timestep": torch.tensor(1.0),
+        "encoder_hidden_states": torch.randn(2, 1, 32).half(),
+        "added_time_ids": torch.ones(2, 3).half(),
+    }
+    with torch.no_grad():
+        assert scored.unet(**call)[0].isfinite().all()
+        with testing.summing_in_fp16():
+            assert scored.unet(**call)[0].isnan().any()
+
+
+def test_a_healthy_pipeline_has_no_such_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp16 and in range: silent. The same pipeline with every sum called too large is not."""
+    pipe = testing.make_pipeline("svd", dtype=torch.float16)
+    assert look(pipe, "a100") == []
+    monkeypatch.setattr(Sum, "fits", False)
+    assert look(pipe, "a100")
+
+
+def test_what_is_not_to_run_in_fp16_is_not_judged(scored: Any) -> None:
+    """In fp32 the same sums are harmless."""
+    found = check(scored, precision="unet=fp32", device="a100", arguments=SMALL, sums=True)
+    assert not [finding for finding in found if "overflow" in finding.kind]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A command in this process: its exit code, and what it wrote."""
+
+    def run_cli(*arguments: object) -> tuple[int, str, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(argument) for argument in arguments])
+        captured = capfd.readouterr()
+        return int(left.value.code or 0), captured.out, captured.err
+
+    return run_cli
+
+
+def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Path]) -> None:
+    """A source whose text encoder overflows: the product is named; without --sums it cannot be known."""
+    folder = save_tiny("cogview3plus", overflow="text_encoder")
+    words = ("check", folder, "--precision", "fp16", "--device", "v100", "--json")
+    sizes = ("--height", "32", "--width", "32")
+    code, out, err = run(*words, *sizes, "--sums")
+    assert (code, err) == (1, "")
+    named = [f for f in json.loads(out)["findings"] if f["kind"] == "product-overflows"]
+    assert named
+    assert all(f["site"].startswith("text_encoder:encoder.block.") for f in named)
+    assert "fp16 ends at 65504" in named[0]["evidence"]
+    assert "stopdown plan SOURCE -o plan.json" in named[0]["remedy"]
+    _, out, _ = run(*words, *sizes)
+    assert "product-overflows" not in {f["kind"] for f in json.loads(out)["findings"]}
+
+
+def test_a_size_of_nothing_is_refused(run: Any) -> None:
+    """One line, before anything is loaded."""
+    code, out, err = run("check", "shapes", "--height", "0")
+    assert (code, out) == (2, "")
+    assert err == "stopdown: --height 0 is less than 1. Use --height 1 or more.\n"
