@@ -1,0 +1,34 @@
+"""Options that several commands of the command line share, each written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
+VideoOption = Annotated[Path | None, typer.Option(help="Video to start from.")]
+FramesOption = Annotated[int | None, typer.Option(help="Frames of the video.")]
+HeightOption = Annotated[int | None, typer.Option(help="Height in pixels.")]
+WidthOption = Annotated[int | None, typer.Option(help="Width in pixels.")]
+GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What may change the picture so that it stays within --memory: fp8 or int8, weights "
+        "that wait in 8 bits. Give it again for more."
+    ),
+]
