@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from stopdown.memory.packing import CODES, pack
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.speed import Speed, find_speed, measure_speed
-from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy, group_weights, predict
+from stopdown.memory.strategies import (
+    PLACEMENTS,
+    Placement,
+    Storage,
+    Strategy,
+    group_weights,
+    predict,
+)
 from stopdown.memory.tracking import StorageTracker
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors
@@ -173,15 +181,21 @@ def count_codes(room: Room) -> int:
     return sum(x.untyped_storage().nbytes() for x in kept)
 
 
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="needs the extra int8: torchao is not installed"
+)
+
+
+@pytest.mark.parametrize("storage", ["fp8", pytest.param("int8", marks=needs_torchao)])
 @pytest.mark.parametrize("placement", ["resident", "component"])
 def test_weights_in_8_bits_take_what_is_predicted(
-    placement: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+    placement: Placement, storage: Storage, rehearsed_sd: Rehearsal, tmp_path: Path
 ) -> None:
     """The peak is as predicted and below that without; every bit of the weights comes back."""
     pipe = make_pipeline("sd")
     expected = run_sd(pipe)
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
-    predicted = predict(rehearsed_sd, Strategy(placement, storage="fp8"), steps=2)
+    predicted = predict(rehearsed_sd, Strategy(placement, storage=storage), steps=2)
     assert predicted.peak_bytes < predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
     with (
         assert_untouched(pipe),
@@ -220,6 +234,41 @@ def test_scaled_weights_keep_their_codes(dtype: torch.dtype, exponent: int) -> N
     plain = (scaled.to(CODES.torch_dtype).to(dtype) - scaled).float().norm() / scaled.float().norm()
     assert error < 0.04
     assert exponent > -6 or plain > 0.9
+
+
+@needs_torchao
+@pytest.mark.parametrize("exponent", [0, -6, 4])
+def test_int8_codes_are_those_of_torchao(exponent: int) -> None:
+    """Codes and steps are torchao's own, and fp16 holds what its own product overflows."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) / 32
+    layer = torch.nn.Linear(64, 8, bias=False)
+    layer.weight.data = (weight * 2.0**exponent).half().float()
+    expected = layer.weight.detach().clone()
+    quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+    packed, found = pack(expected.half(), "int8"), torch.empty(8, 64, dtype=torch.float16)
+    packed.fill(found)
+    torch.testing.assert_close(found.float(), layer.weight.dequantize(), rtol=1e-3, atol=2**-24)
+    assert (found.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@needs_torchao
+def test_int8_stays_in_range_where_bare_codes_do_not() -> None:
+    """torchao's own fp16 product of the codes overflows; that of the widened weight does not."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = torch.nn.Linear(64, 8, bias=False).half()
+    layer.weight.data.fill_(2.0**-6)
+    found, given = torch.empty_like(layer.weight), torch.full((1, 64), 64.0).half()
+    pack(layer.weight, "int8").fill(found)
+    with torch.no_grad():
+        expected = layer(given)
+        quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+        assert torch.isinf(layer(given)).all()
+        torch.testing.assert_close(
+            torch.nn.functional.linear(given, found), expected, rtol=0.01, atol=0
+        )
 
 
 def test_rows_of_zeros_and_large_ones_pack() -> None:
@@ -323,7 +372,14 @@ def test_a_call_without_memory_is_run_again(
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
-@pytest.mark.parametrize("start", [Strategy(storage="fp8"), Strategy("component", storage="fp8")])
+@pytest.mark.parametrize(
+    "start",
+    [
+        Strategy(storage="fp8"),
+        Strategy("component", storage="fp8"),
+        pytest.param(Strategy("component", storage="int8"), marks=needs_torchao),
+    ],
+)
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
     component: str, start: Strategy, rehearsed_sd: Rehearsal, tmp_path: Path
 ) -> None:

@@ -12,7 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stopdown.app.request_options import check_number, read_allowed, read_request
+from stopdown.app.request_options import (
+    check_number,
+    check_quantiser,
+    read_allowed,
+    read_request,
+)
 from stopdown.errors import InputError, OptionError, StopdownError
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
@@ -108,7 +113,7 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     started = time.perf_counter()
     display = display or Silent()
     request = _read_request(options)
-    read_allowed(options.allow, options.memory)
+    check_quantiser(read_allowed(options.allow, options.memory))
     _check_output_early(options)
     from stopdown.environment import choose_device
     from stopdown.pipelines.sources import resolve_source, verify_source

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
     from stopdown.profiles import Profile
 
-FP8 = (
-    "fp8 rounds weights to 4 significant bits with a power of two for each row: the picture changes, "
-    "by how much was not measured for this checkpoint."
-)
+_BY_HOW_MUCH = "the picture changes, by how much was not measured for this checkpoint."
+ROUNDED = {
+    "fp8": "fp8 rounds weights to 4 significant bits with a power of two for each row: "
+    + _BY_HOW_MUCH,
+    "int8": "int8 rounds weights to 255 steps for each row: " + _BY_HOW_MUCH,
+}
+"""What formats of 8 bits do."""
 
 _PROMPT = "a red circle moving left on a grey background"
 
@@ -148,8 +151,7 @@ def _judge(
             f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
             f"time that stays within {usable}.",
         )
-        if chosen.strategy.storage == "fp8":
-            reasons += (FP8,)
+        reasons += (ROUNDED[chosen.strategy.storage],) * (chosen.strategy.storage in ROUNDED)
     else:
         least = find_smallest(fit, allowed)
         reasons = (
@@ -186,13 +188,14 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
     console.print(table)
     console.print("Strategies that take longer and no less are left out; --json has them all.")
     if any(row.changes for row in shown):
-        console.print("Those with fp8 change the picture: only with --allow fp8.")
+        console.print(
+            "Those with fp8 or int8 change the picture: only with --allow fp8 or --allow int8."
+        )
     for reason in plan.reasons:
         console.print(reason, soft_wrap=True)
     if plan.chosen:
         limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
-        changes = next(row.changes for row in plan.rows if row.strategy == plan.chosen)
-        allow = " --allow fp8" if changes else ""
+        allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
         console.print(f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}{allow}")
 
 

@@ -79,7 +79,10 @@ def read_request(
     )
 
 
-ALLOWABLE = {"fp8": "weights that wait in 8 bits"}
+ALLOWABLE = {
+    "fp8": "weights that wait in 8 bits",
+    "int8": "those of linear layers, which torchao makes",
+}
 """What `--allow` lets change the picture."""
 
 
@@ -104,6 +107,21 @@ def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
             remedy=f"Add a limit: --memory 8GiB --allow {allow[0]}.",
         )
     return tuple(dict.fromkeys(allow))
+
+
+def check_quantiser(allow: Sequence[str]) -> None:
+    """Refuse int8 where torchao, which makes its codes, is not installed.
+
+    Raises:
+        OptionError: it is not.
+    """
+    from importlib.util import find_spec
+
+    if "int8" in allow and find_spec("torchao") is None:
+        raise OptionError(
+            "--allow int8 needs torchao, which is not installed.",
+            remedy="Install it: pip install 'stopdown[int8]', or use --allow fp8.",
+        )
 
 
 def check_number(flag: str, value: float | None) -> None:

@@ -50,7 +50,7 @@ def predict_all(
     steps: int,
     fused: bool = True,
     on_cpu: bool = True,
-    storages: Sequence[Storage] = ("fp8",),
+    storages: Sequence[Storage] = ("fp8", "int8"),
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """Rehearse a run in every variant, and predict every strategy.
@@ -105,8 +105,8 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
 
 
 def list_storages(device: str) -> tuple[Storage, ...]:
-    """Formats of 8 bits that weights can wait in on a device; Apple's GPUs have none."""
-    return () if device.startswith("mps") else ("fp8",)
+    """Formats of 8 bits that weights can wait in on a device; Apple's GPUs have no fp8."""
+    return ("int8",) if device.startswith("mps") else ("fp8", "int8")
 
 
 def list_allowed(fit: Fit, allowed: Collection[str] = ()) -> tuple[Prediction, ...]:
@@ -155,7 +155,7 @@ def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
     )
 
 
-CHANGES = {"fp8": "weights rounded to fp8"}
+CHANGES = {"fp8": "weights rounded to fp8", "int8": "weights rounded to int8"}
 """What a storage of weights changes in the picture."""
 
 

@@ -1,4 +1,4 @@
-"""Weights that wait in 8 bits: fp8 codes with a power of two for each row.
+"""Weights that wait in 8 bits: fp8 or int8 codes with a factor for each row.
 
 E4M3 has 4 significant bits, and they end early: normal numbers from 2^-6, the largest 448. Weights of
 a network lie around 2^-6, so a plain cast leaves most of them subnormal, and those of a checkpoint
@@ -6,8 +6,13 @@ that was rescaled for fp16 may vanish. So each row (dimension 0) is multiplied b
 brings its largest value just below 448, and divided by it when it is widened. Both are exact, so
 the codes of a rescaled weight are those of the weight itself.
 
+int8 codes are those of torchao's weight-only quantiser, for linear layers. Its own product multiplies
+by the bare codes (up to 127) and scales the result, which overflows fp16 where the layer itself
+does not; here the weight is whole again before anything is multiplied by it.
+
 **Catches** weights of any scale, down to the smallest numbers of fp16.
-**Does not catch** rows whose values span more than 2^15: the small ones become subnormal, then 0.
+**Does not catch** rows whose values span more than 2^15 in fp8, or 2^7 in int8: the small ones are
+lost.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from stopdown.formats import FORMATS
+from stopdown.patches import Patches
 from stopdown.pipelines.layerwise import find_storable
 
 CODES = FORMATS["fp8-e4m3"]
@@ -35,7 +42,7 @@ class Packed:
     """One weight in 8 bits.
 
     Attributes:
-        codes: fp8, in the weight's shape.
+        codes: fp8 or int8, in the weight's shape.
         factors: `[rows, 1, ...]` in the weight's dtype; the weight is the codes times all of them.
     """
 
@@ -72,11 +79,21 @@ class Packing:
     total_bytes: int
 
 
-def pack(weight: torch.Tensor) -> Packed:
+def pack(weight: torch.Tensor, storage: str = "fp8") -> Packed:
     """A weight `[rows, ...]`, floating and finite, in 8 bits.
 
-    Cost: one pass over it for each factor, `_MOST_AT_ONCE` values at a time.
+    Args:
+        storage: `fp8`, or `int8` for a matrix.
+
+    Raises:
+        ImportError: torchao, which int8 needs, is not installed.
+
+    Cost: fp8: one pass over it for each factor, `_MOST_AT_ONCE` values at a time.
     """
+    return _pack_int8(weight.detach()) if storage == "int8" else _pack_fp8(weight)
+
+
+def _pack_fp8(weight: torch.Tensor) -> Packed:
     weight = weight.detach()
     exponents = _find_exponents(weight)
     codes = torch.empty_like(weight, dtype=CODES.torch_dtype)
@@ -90,31 +107,56 @@ def pack(weight: torch.Tensor) -> Packed:
     return Packed(codes, _make_factors(-exponents, weight.dtype))
 
 
+def _pack_int8(weight: torch.Tensor) -> Packed:
+    """Codes and scales of torchao; a scale is a number in [0.5, 1) and a power of two."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    with Patches() as patches:
+        made = torch.nn.Parameter(weight.float(), requires_grad=False)
+        patches.set_item(layer._parameters, "weight", made)
+        quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
+        quantised: Any = layer.weight
+    mantissas, exponents = torch.frexp(quantised.scale)
+    return Packed(
+        quantised.qdata, (mantissas.to(weight.dtype), *_make_factors(exponents, weight.dtype))
+    )
+
+
 def choose_packed(
-    module: torch.nn.Module, strays: Mapping[str, frozenset[str]]
+    module: torch.nn.Module, strays: Mapping[str, frozenset[str]], storage: str = "fp8"
 ) -> dict[str, dict[str, torch.nn.Parameter]]:
     """Path of a layer → its weights that wait in 8 bits; those that other modules read do not.
 
     Args:
         strays: of the component's rehearsal.
+        storage: `fp8`, or `int8`, which is for linear layers alone.
     """
     found = find_storable(module)
-    return {path: weights for path, weights in found.items() if not strays.get(path)}
+    parts = dict(module.named_modules())
+    return {
+        path: weights
+        for path, weights in found.items()
+        if not strays.get(path) and (storage != "int8" or isinstance(parts[path], torch.nn.Linear))
+    }
 
 
-def weigh_packing(module: torch.nn.Module, strays: Mapping[str, frozenset[str]]) -> Packing:
+def weigh_packing(
+    module: torch.nn.Module, strays: Mapping[str, frozenset[str]], storage: str = "fp8"
+) -> Packing:
     """What a component's weights would take; only shapes and dtypes are read."""
-    chosen = choose_packed(module, strays)
+    chosen = choose_packed(module, strays, storage)
     total = sum(x.nbytes for x in module.parameters())
     once = {id(x): x for weights in chosen.values() for x in weights.values()}
-    saved = sum(x.nbytes - _weigh_packed(x) for x in once.values())
+    saved = sum(x.nbytes - _weigh_packed(x, storage) for x in once.values())
     parts = {path: sum(x.nbytes for x in weights.values()) for path, weights in chosen.items()}
     return Packing(parts, total - saved)
 
 
-def _weigh_packed(weight: torch.Tensor) -> int:
-    """Bytes of the codes and of one factor a row; the second, which few weights need, left out."""
-    return weight.numel() * CODES.size_bytes + weight.shape[0] * weight.element_size()
+def _weigh_packed(weight: torch.Tensor, storage: str) -> int:
+    """Bytes of the codes and of the factors of each row; of fp8's second, which few need, none."""
+    factors = 2 if storage == "int8" else 1
+    return weight.numel() + factors * weight.shape[0] * weight.element_size()
 
 
 def _find_exponents(weight: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from stopdown.memory.packing import choose_packed
 from stopdown.memory.rehearsing import LISTS, weigh
 from stopdown.memory.shelves import Shelf, Unit
-from stopdown.memory.strategies import Placement, Strategy, group_weights
+from stopdown.memory.strategies import Placement, Storage, Strategy, group_weights
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks, find_components, find_doors, is_autoencoder
 from stopdown.pipelines.doors import Call, put_door, put_layer
@@ -65,7 +65,7 @@ def put_placement(
     shelf.clear()
     for name, module in find_components(pipe).items():
         own = strays.get(name, {})
-        packed = _pack_layers(module, own, shelf, patches) if strategy.storage == "fp8" else []
+        packed = _pack_layers(module, strategy.storage, own, shelf, patches)
         if strategy.placement == "resident":
             shelf.bring(module)
             continue
@@ -78,16 +78,19 @@ def put_placement(
 
 def _pack_layers(
     module: torch.nn.Module,
+    storage: Storage,
     strays: Mapping[str, frozenset[str]],
     shelf: Shelf,
     patches: Patches,
 ) -> list[torch.Tensor]:
     """Have layers wait in 8 bits on the device; the tensors that they wait in come back."""
+    if storage == "native":
+        return []
     parts = dict(module.named_modules())
     made: dict[int, torch.Tensor] = {}
-    for path, weights in choose_packed(module, strays).items():
+    for path, weights in choose_packed(module, strays, storage).items():
         for weight in weights.values():
-            made |= {id(tensor): tensor for tensor in shelf.pack(weight)}
+            made |= {id(tensor): tensor for tensor in shelf.pack(weight, storage)}
         _hook_unit(Unit(path, parts[path], list(weights.values()), shelf), patches)
     return list(made.values())
 

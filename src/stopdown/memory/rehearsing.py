@@ -91,7 +91,7 @@ class Rehearsal:
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
         steps: that were rehearsed.
-        packings: component → what its weights take when those that can wait in 8 bits.
+        packings: format of 8 bits → component → what its weights take when those that can wait so.
     """
 
     calls: tuple[RehearsedCall, ...]
@@ -101,12 +101,17 @@ class Rehearsal:
     blocks: dict[str, tuple[str, ...]]
     between_bytes: int
     steps: int
-    packings: dict[str, Packing] = field(default_factory=dict)
+    packings: dict[str, dict[str, Packing]] = field(default_factory=dict)
 
     def weigh(self, component: str, storage: str = "native") -> int:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
-        name = component.partition(".")[0]
-        return self.totals[name][0] if storage == "native" else self.packings[name].total_bytes
+        if storage != "native":
+            return self.find_packing(component, storage).total_bytes
+        return self.totals[component.partition(".")[0]][0]
+
+    def find_packing(self, component: str, storage: str) -> Packing:
+        """What the weights of a component take in a format of 8 bits."""
+        return self.packings[storage][component.partition(".")[0]]
 
 
 @dataclass
@@ -153,7 +158,10 @@ class Rehearser:
             blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
             between_bytes=tracker.peak_bytes,
             steps=arguments["num_inference_steps"],
-            packings={name: weigh_packing(part, strays[name]) for name, part in parts.items()},
+            packings={
+                storage: {n: weigh_packing(part, strays[n], storage) for n, part in parts.items()}
+                for storage in ("fp8", "int8")
+            },
         )
 
     def _stand(

@@ -98,11 +98,11 @@ class Shelf:
             self._own(tensor)
         self.drop(tensor)
 
-    def pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pack(self, weight: torch.Tensor, storage: str) -> tuple[torch.Tensor, ...]:
         """Have a weight wait in 8 bits on the device; what it waits in."""
         if id(weight) not in self._packed:
             self.store(weight)
-            self._packed[id(weight)] = pack(self._kept[id(weight)]).to(self._device)
+            self._packed[id(weight)] = pack(self._kept[id(weight)], storage).to(self._device)
         return self._packed[id(weight)].tensors
 
     def is_packed(self, tensor: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ Placement = Literal["resident", "component", "block", "leaf"]
 
 PLACEMENTS: tuple[Placement, ...] = ("resident", "component", "block", "leaf")
 
-Storage = Literal["native", "fp8"]
+Storage = Literal["native", "fp8", "int8"]
 """How weights wait: in the format that they compute in, or in 8 bits, which changes the picture."""
 
 PACKED_PLACEMENTS: tuple[Placement, ...] = ("resident", "component")
@@ -133,7 +133,7 @@ def predict(rehearsal: Rehearsal, strategy: Strategy, *, steps: int) -> Predicti
         component,
         everything if is_resident else _count_moved(rehearsal, strategy, steps),
         0 if is_resident else everything,
-        0 if strategy.storage == "native" else _count_widened(rehearsal, steps),
+        0 if strategy.storage == "native" else _count_widened(rehearsal, strategy.storage, steps),
     )
 
 
@@ -185,17 +185,17 @@ def _find_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) ->
 
 def _find_packed_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) -> int:
     """Most bytes of values, of a component's weights in 8 bits, and of the layer that is widened."""
-    widened = rehearsal.packings[call.component.partition(".")[0]].parts
+    widened = rehearsal.find_packing(call.component, strategy.storage).parts
     stands = strategy.placement == "component"
     weights = rehearsal.weigh(call.component, strategy.storage) if stands else 0
     return weights + max(one.peak_bytes + widened.get(one.path, 0) for one in call.segments)
 
 
-def _count_widened(rehearsal: Rehearsal, steps: int) -> int:
+def _count_widened(rehearsal: Rehearsal, storage: Storage, steps: int) -> int:
     """Bytes of weights that are made from 8 bits in a run: those of a layer at each of its calls."""
     widened = 0.0
     for call in rehearsal.calls:
-        parts = rehearsal.packings[call.component.partition(".")[0]].parts
+        parts = rehearsal.find_packing(call.component, storage).parts
         once = sum(count * parts.get(path, 0) for path, count in call.entries.items())
         widened += once * _count_repeats(rehearsal, call, steps)
     return int(widened)
