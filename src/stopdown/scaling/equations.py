@@ -23,6 +23,10 @@ class System:
     equations: list[dict[int, int]] = field(default_factory=list)
     _parents: list[int] = field(default_factory=lambda: [ZERO])
 
+    def copy(self) -> System:
+        """The same unknowns and equations, to be changed apart."""
+        return System(dict(self.keys), [dict(row) for row in self.equations], list(self._parents))
+
     def unknown(self, key: Hashable) -> int:
         """The unknown that stands under a key, made when it is new."""
         if key not in self.keys:

@@ -79,6 +79,7 @@ class Problem:
         kept_buffers: buffers that every call was captured with in their own dtype.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
         outputs: number of an output that the component returns in fp32 to its unknown.
+        apart: the system before unknowns of like modules were merged; None when none were.
     """
 
     system: System = field(default_factory=System)
@@ -92,6 +93,7 @@ class Problem:
     kept_buffers: frozenset[str] = frozenset()
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
+    apart: System | None = None
 
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
@@ -337,10 +339,11 @@ class _Stater:
         return 1.0 if len(shape_of(node)) > 1 else 0.1
 
     def _add_flops(self) -> None:
-        total = sum(map(count_flops, self.graph.nodes)) or 1.0
-        for node in self.graph.nodes:
-            share = count_flops(node) / total
-            for path in _stack_paths(node) if share else ():
+        flops = {node: size for node in self.graph.nodes if (size := count_flops(node))}
+        total = sum(flops.values())
+        for node, size in flops.items():
+            share = size / total
+            for path in _stack_paths(node):
                 self.problem.flops[path] = self.problem.flops.get(path, 0.0) + share
 
 
@@ -428,9 +431,15 @@ def _may_multiply(node: Node, path: str, call: Measured) -> bool:
     return not mutated and node not in call.blocks and path in call.capture.single_outputs
 
 
+_PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "scaled_dot_product_attention")
+
+
 def count_flops(node: Node) -> float:
     """FLOPs of a matrix product or convolution; 0 for anything else."""
-    name, given, size = operation(node), arguments(node), math.prod(shape_of(node))
+    name = operation(node)
+    if not name.startswith("conv") and name not in _PRODUCTS:
+        return 0.0
+    given, size = arguments(node), math.prod(shape_of(node))
     if name == "linear" or name.startswith("conv"):
         weight = shape_of(given["weight"])
         return 2.0 * size * math.prod(weight[1:])
@@ -440,9 +449,7 @@ def count_flops(node: Node) -> float:
         return 2.0 * size * shape_of(given["mat1"])[-1]
     if name == "baddbmm":
         return 2.0 * size * shape_of(given["batch1"])[-1]
-    if name == "scaled_dot_product_attention":
-        return 4.0 * math.prod(shape_of(given["query"])) * shape_of(given["key"])[-2]
-    return 0.0
+    return 4.0 * math.prod(shape_of(given["query"])) * shape_of(given["key"])[-2]
 
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from stopdown.capture import Answers, Capture, capture_call, note_answers, owner
 from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.numerics import headroom_bits, iterate_tensors
 from stopdown.records import ResidualStream
+from stopdown.scaling.alike import find_used, keep_multiplies, merge_alike, name_likenesses
 from stopdown.scaling.certifying import Kind, check_ranges, find_uncertain, scale_by_bounds
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
@@ -44,6 +45,8 @@ RESIDUALS = ("native", "fp32")
 _NOT_WIDE = "The residual stream is not kept in fp32:"
 _CHEAP = 200.0
 """A solution by folding alone that costs less is taken without trying multiplies."""
+_FEW = 100
+"""Up to this many modules are searched for multiplies one by one."""
 
 
 def rescale_(
@@ -323,14 +326,14 @@ def _find_cheapest(
     state = partial(
         state_problem, module, calls, widened=widened, wide_outputs=find_wide_outputs(calls)
     )
-    plain, wider = state(), state(multiplies=True)
+    plain, wider = state(), cache(partial(state, multiplies=True))
     for bits in HARD_TOPS_BITS:
-        if found := _solve_cheaply(plain, wider, bits):
+        if found := _solve_cheaply(module, plain, wider, bits):
             return _describe(*found)
     for bits in HARD_TOPS_BITS:
-        if solution := solve_problem(wider, hard_top_bits=bits, islands=True):
-            return _describe(wider, solution)
-    raise explain_failure(wider)
+        if solution := solve_problem(wider(), hard_top_bits=bits, islands=True):
+            return _describe(wider(), solution)
+    raise explain_failure(wider())
 
 
 def find_folds(
@@ -358,15 +361,27 @@ def find_folds(
     return None
 
 
-def _solve_cheaply(plain: Problem, wider: Problem, bits: float) -> tuple[Problem, Solution] | None:
+def _solve_cheaply(
+    module: torch.nn.Module, plain: Problem, wider: Callable[[], Problem], bits: float
+) -> tuple[Problem, Solution] | None:
     """Exponents by folding alone when they are cheap, else with multiplies when that is cheaper."""
     best = solve_problem(plain, hard_top_bits=bits, islands=False)
     if best is not None and best.cost < _CHEAP:
         return plain, best
-    other = solve_problem(wider, hard_top_bits=bits, islands=False)
+    searched = _choose_multiplies(module, wider(), bits)
+    other = solve_problem(searched, hard_top_bits=bits, islands=False)
     if other is not None and (best is None or other.cost < best.cost):
-        return wider, other
+        return searched, other
     return (plain, best) if best is not None else None
+
+
+def _choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
+    """With many modules, multiplies only where they pay when like modules are scaled alike."""
+    if len(wider.multiplies) <= _FEW:
+        return wider
+    merged = merge_alike(wider, name_likenesses(module))
+    found = solve_problem(merged, hard_top_bits=bits, islands=False)
+    return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
 
 
 def _describe(problem: Problem, solution: Solution) -> Scaling:

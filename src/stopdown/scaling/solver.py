@@ -10,7 +10,8 @@ in fp32 when multiplies do not either, priced by their share of the FLOPs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +28,10 @@ from stopdown.scaling.ranges import log2_of
 WIDEST = 48
 """No exponent of a parameter, value or multiply goes beyond this many bits."""
 
+WIDEST_MULTIPLY = 30.0
+"""No explicit multiply goes beyond this many bits: it leads from one fp16 value to another, whose normal
+numbers span 2**-14 to 2**16. The tighter this is, the sooner the search for multiplies ends."""
+
 SOFT_TOP_BITS = 4.0
 """Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
 
@@ -34,8 +39,11 @@ HARD_TOPS_BITS = (1.0, 0.01)
 """Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
 
 LONGEST_S = {"folds": 10.0, "islands": 60.0}
-"""Seconds after which the best exponents found so far are taken. Folds alone take less than one; what
-takes longer is the search for cheaper multiplies among hundreds of modules."""
+"""Seconds after which the best exponents found so far are taken."""
+
+MOST_NODES = {"folds": 100, "islands": 100_000}
+"""Branches after which the best exponents found so far are taken. A count ends a search at the same
+place on every machine, which seconds do not."""
 
 LOW_BITS, LOWEST_BITS = -11.0, -14.0
 """Typical sizes below which fp16 loses bits: a few of them, then one for each binade."""
@@ -88,7 +96,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> S
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor))
     _price_folds(program, problem)
     _price_sizes(program, problem)
-    result = program.solve(LONGEST_S["islands" if islands else "folds"])
+    result = program.solve("islands" if islands else "folds")
     if result is None:
         return None
     values, cost = result
@@ -147,8 +155,12 @@ class _Program:
             row[column] = row.get(column, 0.0) + factor
         self.rows.append((row, low, high))
 
-    def solve(self, longest_s: float) -> tuple[np.ndarray, float] | None:
-        """Values of all columns and the cost, None when no solution was found in time."""
+    def solve(self, search: str) -> tuple[np.ndarray, float] | None:
+        """Values of all columns and the cost, None when no solution was found in time.
+
+        Args:
+            search: a key of `LONGEST_S`.
+        """
         entries = [
             (i, column, factor)
             for i, (row, _, _) in enumerate(self.rows)
@@ -158,13 +170,13 @@ class _Program:
         shape = (len(self.rows), len(self.costs))
         matrix = csr_array((np.array(factors, float), (rows, columns)), shape=shape)
         limits = LinearConstraint(matrix, [x[1] for x in self.rows], [x[2] for x in self.rows])
-        options = {"time_limit": longest_s, "mip_rel_gap": 0.02}
+        options = {"time_limit": LONGEST_S[search], "node_limit": MOST_NODES[search]}
         result = milp(
             self.costs,
             integrality=self.whole,
             bounds=Bounds(self.lows, self.highs),
             constraints=limits if self.rows else None,
-            options=options,
+            options={**options, "mip_rel_gap": 0.02},
         )
         return (result.x, float(result.fun)) if result.x is not None else None
 
@@ -219,6 +231,13 @@ def _add_limit(
         program.demand({root: 1.0}, low=-100 - min(log2_of(limit.range.rms), 0.0))
 
 
+def _count_copies(problem: Problem, unknowns: Iterable[int]) -> Counter[int]:
+    """Representative to how many it stands for since unknowns of like modules were merged."""
+    apart = problem.apart or problem.system
+    pairs = {(problem.system.find(x), apart.find(x)) for x in unknowns}
+    return Counter(root for root, _ in pairs)
+
+
 def _price_folds(program: _Program, problem: Problem) -> None:
     """Bits of a fold cost, the more the further it goes; a multiply costs by being there."""
     prices, weights = Prices(), dict[int, float]()
@@ -237,13 +256,15 @@ def _price_folds(program: _Program, problem: Problem) -> None:
         problem.system.find(problem.multiplies[path])
         for path in problem.widened & problem.multiplies.keys()
     }
-    for unknown in set(map(problem.system.find, problem.multiplies.values())) - {ZERO}:
-        _price_beyond(program, unknown, 0.0, 0.0, prices.fold)
+    for unknown, count in _count_copies(problem, problem.multiplies.values()).items():
+        if unknown == ZERO:
+            continue
+        _price_beyond(program, unknown, 0.0, 0.0, prices.fold * count)
         if unknown in free:
             continue
-        used = program.add(0, 1, cost=prices.multiply, whole=True)
-        program.demand({unknown: 1.0}, high=0, extra={used: -2.0 * WIDEST})
-        program.demand({unknown: 1.0}, low=0, extra={used: 2.0 * WIDEST})
+        used = program.add(0, 1, cost=prices.multiply * count, whole=True)
+        program.demand({unknown: 1.0}, high=0, extra={used: -WIDEST_MULTIPLY})
+        program.demand({unknown: 1.0}, low=0, extra={used: WIDEST_MULTIPLY})
 
 
 def _price_beyond(program: _Program, root: int, low: float, high: float, price: float) -> None:
@@ -266,11 +287,14 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
         tops[root] = max(tops.get(root, -math.inf), log2_of(limit.range.amax))
         if limit.weight in (0.0, 1.0):
             lows[root] = min(lows.get(root, math.inf), log2_of(limit.range.rms))
+    counts = _count_copies(problem, (limit.unknown for limit in problem.limits))
     for root, size in tops.items():
-        _price_beyond(program, root, -math.inf, 16 - SOFT_TOP_BITS - size, prices.top)
+        top = 16 - SOFT_TOP_BITS - size
+        _price_beyond(program, root, -math.inf, top, prices.top * counts[root])
     for root, size in lows.items():
-        _price_beyond(program, root, LOW_BITS - size, math.inf, prices.low)
-        _price_beyond(program, root, LOWEST_BITS - size, math.inf, prices.lowest)
+        low, lowest = prices.low * counts[root], prices.lowest * counts[root]
+        _price_beyond(program, root, LOW_BITS - size, math.inf, low)
+        _price_beyond(program, root, LOWEST_BITS - size, math.inf, lowest)
 
 
 def _is_half(dtype: torch.dtype) -> bool:
