@@ -95,6 +95,11 @@ class Room:
         self._shelf.close()
         self._doors.undo()
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that weights in 8 bits have on the device just now."""
+        return self._shelf.packed_bytes
+
     def _put_on(self, prediction: Prediction) -> None:
         self._on.undo()
         self._on, strategy = Patches(), prediction.strategy

@@ -105,6 +105,12 @@ class Shelf:
             self._packed[id(weight)] = pack(self._kept[id(weight)], storage).to(self._device)
         return self._packed[id(weight)].tensors
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that weights in 8 bits have on the device just now."""
+        kept = (tensor for packed in self._packed.values() for tensor in packed.tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
     def is_packed(self, tensor: torch.Tensor) -> bool:
         """Whether a weight waits in 8 bits."""
         return id(tensor) in self._packed
