@@ -346,7 +346,7 @@ def test_a_file_that_is_no_picture(refuse: Any, save_tiny: SaveTiny, here: Path)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder where nobody may write")
 def test_a_place_where_nobody_may_write(refuse: Any, save_tiny: SaveTiny) -> None:
     """The output is tried before the model is loaded."""
-    message = refuse(save_tiny("cogvideox"), "a", "-o", "/proc/clip.mp4", code=1)
+    message = refuse(save_tiny("cogvideox"), "a", "-o", "/proc/clip.mp4")
     assert message.startswith("The output /proc/clip.mp4 could not be written: ")
 
 
@@ -380,7 +380,7 @@ def test_an_error_as_json(run: Any) -> None:
 
 
 def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
-    """In the middle of denoising: exit 1, one line, nothing left; until then there was a display."""
+    """In the middle of denoising: exit 130, how to go on, nothing left; until then a display."""
     pty = pytest.importorskip("pty")
     screen, terminal = pty.openpty()
     command = [sys.executable, "-m", "stopdown.app.cli", "generate", str(save_tiny("cogvideox"))]
@@ -402,9 +402,12 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
         process.kill()
         process.wait()
         os.close(screen)
-    assert (process.returncode, printed) == (1, b"")
+    assert (process.returncode, printed) == (130, b"")
     assert "Loading" in shown
-    assert shown.rstrip().endswith("stopdown: Stopped by Ctrl-C; no output was finished.")
+    assert " ".join(shown.split()).endswith(
+        "stopdown: Stopped by Ctrl-C; no output was finished. With --journal DIR it could go on where "
+        "it stopped."
+    )
     assert "Traceback" not in shown
     assert list(here.iterdir()) == []
 
@@ -431,9 +434,26 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stopdown.app.commands.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
-    assert (code, out, err) == (1, "", "stopdown: Stopped by Ctrl-C; no output was finished.\n")
+    said = "stopdown: Stopped by Ctrl-C; no output was finished."
+    with_journal = f"{said} With --journal DIR it could go on where it stopped.\n"
+    assert (code, out, err) == (130, "", with_journal)
     code, out, _ = run("generate", "shapes", "a", "--json")
-    assert (code, json.loads(out)["error"]) == (1, "KeyboardInterrupt")
+    assert (code, json.loads(out)["error"]) == (130, "KeyboardInterrupt")
+
+
+@pytest.mark.parametrize(
+    ("words", "last"),
+    [
+        (["generate", "shapes", "--journal", "kept"], "The same command goes on where it stopped."),
+        (["generate", "shapes", "--journal=kept"], "The same command goes on where it stopped."),
+        (["compare", "shapes"], "The same command goes on where it stopped."),
+        (["plan", "shapes"], "Stopped by Ctrl-C; no output was finished."),
+        (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
+    ],
+)
+def test_ctrl_c_says_how_to_go_on(words: list[str], last: str) -> None:
+    """Where the same command goes on, it says so; elsewhere it promises nothing."""
+    assert cli.describe_interrupt(words)[-1] == last
 
 
 # ---------------------------------------------------------------------------------------------
@@ -486,10 +506,10 @@ def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], he
     for arguments, code, message in (
         (
             ["taken", "--plan", plan],
-            1,
+            2,
             "OUT taken exists and is not a folder with a model_index.json.",
         ),
-        (["/proc/out", "--plan", plan], 1, "The output /proc/out could not be written: "),
+        (["/proc/out", "--plan", plan], 2, "The output /proc/out could not be written: "),
         (["out", "--plan", plan, "--leave", "me"], 2, "--leave me names no component of "),
         (["out", "--plan", "none.json"], 2, "The plan none.json cannot be read: "),
         (["out.safetensors", "--plan", plan], 2, "OUT out.safetensors is a single file and "),

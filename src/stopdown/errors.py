@@ -53,9 +53,16 @@ class SourceError(InputError):
 
 
 class OutputError(InputError):
-    """A file that cannot be written."""
+    """A file that cannot be written.
 
-    exit_code = 1
+    Its exit code is 1 where the place was right and the system fails (`by_system`): a full disk.
+    """
+
+    def __init__(
+        self, what: str, *, expected: str = "", remedy: str = "", by_system: bool = False
+    ) -> None:
+        super().__init__(what, expected=expected, remedy=remedy)
+        self.exit_code = 1 if by_system else type(self).exit_code
 
 
 class NonFiniteError(StopdownError):

@@ -178,6 +178,10 @@ _REFUSALS = {
 }
 
 
+_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What happens to whoever asked for the right place."""
+
+
 def _explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
     known = _REFUSALS.get(error.errno or 0)
     cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
@@ -185,6 +189,7 @@ def _explain_refusal(target: Path, error: OSError, option: str = "with -o") -> O
         f"The output {target} could not be written: {cause}.",
         expected="Nothing half-written was left behind.",
         remedy=remedy.replace("with -o", option),
+        by_system=error.errno in _FAILURES,
     )
 
 

@@ -50,7 +50,7 @@ def test_every_exception_has_the_root(kind: type[Exception]) -> None:
         (errors.InputError, 2),
         (errors.OptionError, 2),
         (errors.SourceError, 2),
-        (errors.OutputError, 1),
+        (errors.OutputError, 2),
         (errors.NonFiniteError, 1),
         (errors.PlanError, 2),
     ],

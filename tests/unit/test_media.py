@@ -119,7 +119,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
         f"{tmp_path}/none. The folder that holds the output must exist. "
         f"Make it first: mkdir -p {tmp_path}/none"
     )
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 2
 
 
 def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
