@@ -252,7 +252,7 @@ class _Walk:
         for part in parts:
             if not part.is_floating_point():
                 return
-            amax, rms, least, _ = summarise_magnitudes(part.float())
+            amax, rms, least, _ = summarise_magnitudes(part)
             ranges.append(Range(amax, rms, least, certain=True))
         self.found.ranges[node.name] = tuple(ranges)
 
