@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from rescaling_models import WAYS, make_example, scale_weights
-from stopdown import rescale_
+from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from stopdown import cast_, rescale_
 from stopdown.errors import OptionError, ScalingError
-from stopdown.scaling import find_scaling, measure_call
+from stopdown.numerics import relative_l2
+from stopdown.scaling import certifying, find_scaling, measure_call
 from stopdown.scaling.certifying import (
     VANISHING_BITS,
+    _find_most,
     _find_visible,
     describe_share,
     find_uncertain,
@@ -78,6 +80,58 @@ def test_auto_takes_bounds_that_cost_nothing() -> None:
     assert len(rescaling.islands) <= len(measured.islands)
     assert len(rescaling.scaling.uncertain) < rescaling.scaling.values
     rescaling.undo()
+
+
+def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
+    """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
+    module = nn.Linear(4, 4)
+    module.weight.data.fill_(2.0**-4)
+    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    plain = find_scaling(module, [measured])
+    found = [replace(plain, exponents={"weight": fold, "bias": fold}) for fold in folds]
+    answers = iter([replace(plain, exponents={}), *found])
+    mixes = [[measured] for _ in folds]
+    scaling, taken = _find_most(module, [measured], mixes, lambda *_: next(answers), free=free)
+    return scaling.exponents.get("weight", 0), taken
+
+
+def test_auto_passes_over_bounds_that_cost_bits() -> None:
+    """`auto` takes the first fold that costs a weight no bits, or none; `bound` takes the first."""
+    assert choose_among([-12, -10, -8, -6], free=True) == (-8, True)
+    assert choose_among([-12, -10, -8, -6], free=False) == (-12, True)
+    assert choose_among([-12, -10], free=True) == (0, False)
+
+
+def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each bound would cost something, the result claims none and no headroom over measured."""
+    monkeypatch.setattr(certifying, "_is_free", lambda *_: False)
+    module, calls = make_example("T5")
+    rescaling = rescale_(module, calls=calls, ranges="auto")
+    assert not rescaling.certified
+    assert rescaling.scaling.values == 0
+    assert rescaling.scaling.range_note.startswith("No bound is taken")
+    rescaling.undo()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("CogVideoX rotary", "residual"), ("SD UNet", "residual"), ("SD UNet", "attention values"),
+     ("Wan", "residual"), ("T5", "gated product")],
+)  # fmt: skip
+def test_auto_is_no_worse_than_measured(name: str, way: str) -> None:
+    """The error in fp16 with the bounds that `auto` takes is that of measured ranges, or noise more."""
+    module, calls = make_example(name)
+    scale_weights(module, WAYS[way], 9)
+    reference = run_calls(calls, torch.float32)
+    errors = {}
+    for ranges in ("measured", "auto"):
+        rescaling = rescale_(module, calls=calls, ranges=ranges)
+        cast_(module, torch.float16, rescaling)
+        pairs = zip(run_calls(calls, torch.float16), reference, strict=True)
+        errors[ranges] = max(relative_l2(x.float(), y) for x, y in pairs)
+        rescaling.undo()
+    assert errors["auto"] < 1.15 * errors["measured"]
 
 
 def test_unknown_ranges_are_refused() -> None:
