@@ -80,26 +80,41 @@ def run_plainly(case: Bounded) -> dict[str, float]:
 
 
 def measure_share(name: str, way: str) -> dict[str, Any]:
-    """One row: a class made to overflow, its exponents from bounds: what is certified and lost."""
+    """One row: a class made to overflow, its exponents from bounds: what is certified and lost.
+
+    Beside it what measured ranges and `auto` lose.
+    """
     module, calls = make_example(name)
     overflow(module, calls, [measure_call(*call) for call in calls], WAYS[way])
     reference = run_calls(calls, torch.float32)
     bf16 = run_cast(module, calls, torch.bfloat16, reference)
-    rescaling = rescale_(module, calls=calls, ranges="bound")
+    found = {ranges: run_ranges(module, calls, ranges, reference)
+             for ranges in ("measured", "auto", "bound")}  # fmt: skip
+    kinds = defaultdict(int)
+    for place in found["bound"].pop("uncertain"):
+        kinds[place.rpartition("(")[2].rstrip(")")] += 1
+    return {
+        "class": name, "way": way, "bf16": bf16["l2"], **found["bound"], "uncertain": dict(kinds),
+        "measured": found["measured"]["fp16"],
+        "auto": {k: found["auto"][k] for k in ("fp16", "values", "certified", "exact")},
+    }  # fmt: skip
+
+
+def run_ranges(
+    module: torch.nn.Module, calls: list[Any], ranges: str, reference: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Exponents that rest on one kind of ranges, and the error of fp16 with them."""
+    rescaling = rescale_(module, calls=calls, ranges=ranges)
     exact = all(map(torch.equal, run_calls(calls, torch.float32), reference))
     cast_(module, torch.float16, rescaling)
     fp16 = describe_error(run_calls(calls, torch.float16), reference)
     rescaling.undo()
     scaling = rescaling.scaling
-    kinds = defaultdict(int)
-    for place in scaling.uncertain:
-        kinds[place.rpartition("(")[2].rstrip(")")] += 1
     return {
-        "class": name, "way": way, "exact": exact, "values": scaling.values,
+        "exact": exact, "values": scaling.values,
         "certified": scaling.values - len(scaling.uncertain), "islands": list(scaling.islands),
         "multiplies": len(scaling.multiplies), "headroom_bits": scaling.headroom_bits,
-        "bf16": bf16["l2"], "fp16": fp16["l2"], "uncertain": dict(kinds),
-        "note": scaling.range_note,
+        "fp16": fp16["l2"], "uncertain": scaling.uncertain, "note": scaling.range_note,
     }  # fmt: skip
 
 
@@ -125,7 +140,7 @@ def run_share(names: list[str]) -> None:
             print(row, flush=True)
         rows = list(stored.values())
         _store("certificates_share", rows, "python benchmarks/certificates.py share")
-    write_share(list(stored.values()))
+        write_share(rows)
 
 
 def run_full(only: str | None) -> None:
@@ -372,11 +387,13 @@ def write_share(rows: list[dict[str, Any]]) -> None:
     """One line for each class and way."""
     lines = ["# Exponents from bounds", "",
              "Tiny models made to overflow fp16, exponents from bounds (`ranges=\"bound\"`): what share of",
-             "the fp16 values and weights rests on bounds, and what fp16 loses against bf16. What has",
-             "no bound, or one beyond fp16 where nothing may scale it, is named in the last column: the",
-             "guard watches it.", "",
+             "the fp16 values and weights rests on bounds, and how many times less fp16 loses than bf16:",
+             "with ranges from bounds, from measurements, and with bounds where they cost nothing (`auto`,",
+             "whose share stands behind it). What has no bound, or one beyond fp16 where nothing may scale",
+             "it, is named in the last column: the guard watches it.", "",
              "| class | overflow | certified | islands | exact in fp32 | bf16 | fp16 | bf16 : fp16 | "
-             "not certified |", "|---|---|--:|--:|---|--:|--:|--:|---|"]  # fmt: skip
+             "measured | auto | certified by auto | not certified |",
+             "|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip
     lines += [_format_share(row) for row in sorted(rows, key=lambda r: (r["class"], r["way"]))]
     lines += ["", "`python benchmarks/certificates.py share`", ""]
     (RESULTS / "certificates_share.md").write_text("\n".join(lines))
@@ -384,14 +401,21 @@ def write_share(rows: list[dict[str, Any]]) -> None:
 
 def _format_share(row: dict[str, Any]) -> str:
     if "failure" in row:
-        return f"| {row['class']} | {row['way']} | {row['failure'][:80]} | | | | | | |"
-    share = 100 * row["certified"] / max(row["values"], 1)
+        return f"| {row['class']} | {row['way']} | {row['failure'][:80]} | | | | | | | | | |"
     rest = ", ".join(f"{name} {count}" for name, count in row["uncertain"].items())
+    ratios = [row["fp16"], row.get("measured"), row.get("auto", {}).get("fp16")]
+    numbers = [f"{row['bf16'] / x:.1f}" if x else "" for x in ratios]
     return (
-        f"| {row['class']} | {row['way']} | {math.floor(share * 10) / 10:g} % of {row['values']} "
-        f"| {len(row['islands'])} | {'yes' if row['exact'] else 'no'} | {row['bf16']:.5f} "
-        f"| {row['fp16']:.5f} | {row['bf16'] / row['fp16'] if row['fp16'] else 0:.1f} | {rest} |"
+        f"| {row['class']} | {row['way']} | {_name_share(row)} | {len(row['islands'])} "
+        f"| {'yes' if row['exact'] else 'no'} | {row['bf16']:.5f} | {row['fp16']:.5f} "
+        f"| {' | '.join(numbers)} | {_name_share(row.get('auto', {}))} | {rest} |"
     )
+
+
+def _name_share(row: dict[str, Any]) -> str:
+    if not row.get("values"):
+        return "none" if row else ""
+    return f"{math.floor(1000 * row['certified'] / row['values']) / 10:g} % of {row['values']}"
 
 
 def write_full(rows: list[dict[str, Any]]) -> None:
