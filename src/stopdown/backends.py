@@ -113,6 +113,7 @@ class VersionFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         backends: where it shows; empty for everywhere.
         formats: in which formats; empty for all.
         operations: in which operations, by name; empty for unknown.
+        capabilities: on cards of which CUDA compute capability; empty for all.
     """
 
     package: str
@@ -123,6 +124,7 @@ class VersionFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     backends: tuple[str, ...] = ()
     formats: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
+    capabilities: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,19 +233,23 @@ def list_attention(backend: str, capability: tuple[int, int] | None) -> dict[str
 
 
 def list_version_faults(
-    versions: Mapping[str, str | None], backend: str | None = None
+    versions: Mapping[str, str | None],
+    backend: str | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> list[VersionFault]:
     """The known faults of installed versions.
 
     Args:
         versions: version by package; None when it is not installed.
         backend: only what shows there; None for all.
+        capability: only what shows on cards of this compute capability; None for all.
     """
     return [
         fault
         for fault in read_version_faults()
         if _is_installed(fault, versions.get(fault.package))
         and (backend is None or not fault.backends or backend in fault.backends)
+        and (capability is None or not fault.capabilities or capability in fault.capabilities)
     ]
 
 

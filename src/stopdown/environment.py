@@ -534,9 +534,9 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
 
 
 def _say_speed(ratio: float) -> str:
-    if ratio < 0.8:
+    if ratio < 0.9:
         return "it is faster"
-    if ratio <= 1.25:
+    if ratio <= 1.1:
         return "it saves memory and no time"
     return "it saves memory and is slower"
 

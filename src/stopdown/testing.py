@@ -24,6 +24,7 @@ from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, find_module, put_door
+from stopdown.pipelines.quiet import drop_empty_remarks
 from stopdown.pipelines.tiny import RECIPES, build_pipeline, overflow_
 from stopdown.runtime.places import name_axes
 
@@ -54,8 +55,10 @@ def make_pipeline(
     pipe = build_pipeline(name, seed=seed)
     if overflow is not None:
         overflow_(getattr(pipe, overflow))
-    for component in _find_modules(pipe).values():
-        component.to(dtype)
+    with Patches() as patches:
+        drop_empty_remarks(patches)
+        for component in _find_modules(pipe).values():
+            component.to(dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -397,6 +397,18 @@ def test_faults_of_versions() -> None:
     assert list_version_faults({"torch": "99.0"}) == []
 
 
+@pytest.mark.parametrize(
+    ("capability", "named"), [((7, 5), set()), ((9, 0), {"H100"}), ((10, 0), {"B200"})]
+)
+def test_faults_of_versions_are_those_of_the_card(
+    capability: tuple[int, int], named: set[str]
+) -> None:
+    """What torch 2.13 does wrong on a Hopper or a B200 is not told of a T4."""
+    found = list_version_faults({"torch": "2.13.0"}, "cuda", capability)
+    assert {word for word in ("H100", "B200") for x in found if word in x.what} == named
+    assert len(list_version_faults({"torch": "2.13.0"}, "cuda")) > len(found)
+
+
 def test_a_row_for_all_stands_for_each_backend() -> None:
     """What is said once of all backends holds for each that has no row of its own."""
     row = {"accepts": "same", "source": "here"}

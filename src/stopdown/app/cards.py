@@ -13,8 +13,12 @@ from stopdown.records import JournalUse, RunRecord
 _STAGES = ("prepare", "load", "rehearse", "encode", "denoise", "decode", "other", "write")
 
 
-def print_card(record: RunRecord, console: Console) -> None:
-    """Print what each component really ran in and why, time by stage, memory and faults."""
+def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
+    """Print what each component really ran in and why, time by stage, memory and faults.
+
+    Args:
+        is_new: the output was written just now; a card that is shown again says what it is of.
+    """
     parts: list[RenderableType] = [_make_components(record), *_make_reasons(record)]
     parts += [Text(), _make_costs(record)]
     parts += [_make_room(record)] if record.strategy else []
@@ -23,7 +27,8 @@ def print_card(record: RunRecord, console: Console) -> None:
     parts += [_make_finding(record)] if record.findings else []
     title = f"{record.pipeline} on {record.device}"
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
-    console.print(f"Written: {record.output}", soft_wrap=True, highlight=False)
+    said = "Written" if is_new else "The card of"
+    console.print(f"{said}: {record.output}", soft_wrap=True, highlight=False)
 
 
 def _make_components(record: RunRecord) -> Table:

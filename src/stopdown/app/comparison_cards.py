@@ -19,8 +19,8 @@ _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 def print_record(record: Comparison | RunRecord, page: Path, console: Console) -> None:
     """Print a record and where its page is."""
     if isinstance(record, RunRecord):
-        print_card(record, console)
-        console.print(f"Report: {page}", soft_wrap=True, highlight=False)
+        print_card(record, console, is_new=False)
+        console.print(f"Written: {page}", soft_wrap=True, highlight=False)
         return
     from stopdown.report.tables import list_notes, list_rows
 

@@ -64,6 +64,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     from stopdown.environment import choose_device
     from stopdown.patches import Patches
     from stopdown.pipelines.interception import redirect_devices
+    from stopdown.pipelines.quiet import drop_empty_remarks
     from stopdown.runtime.scripts import ScriptGuard
 
     remarks: list[str] = []
@@ -75,6 +76,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     plan = _read_plan(options)
     watching = ScriptGuard(options.on_fault, remark, plan)  # type: ignore[arg-type]  # checked above
     with Patches() as patches, _as_main(options, patches):
+        drop_empty_remarks(patches)
         watching.put_on(patches)
         if options.device is not None:
             device = choose_device(options.device)

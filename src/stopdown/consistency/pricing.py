@@ -3,7 +3,8 @@
 An estimate from what one run without weights showed: operations and bytes of every call, weights, and
 the values that live at once. Time is the larger of arithmetic and memory traffic, call by call
 (roofline: Williams, Waterman, Patterson 2009); arithmetic goes at the device's rate for the format, and
-traffic with the format's size. Both stand relative to fp32 on the same device.
+traffic with the format's size. Both stand relative to fp32 on the same device. A format that is emulated
+is computed in fp32: its whole time goes by the rate that was measured, as `doctor` tells it.
 
 **Does not catch** launch times, caches, kernels that reach a part of the peak, and what an offload or
 tiling saves.
@@ -36,6 +37,7 @@ def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
     """
     fp16, bf16 = profile.formats.get("fp16"), profile.formats.get("bf16")
     states = {"fp16": fp16.state if fp16 else "unknown", "bf16": bf16.state if bf16 else "unknown"}
+    bf16_note = _note_bf16(states["bf16"], bf16.rate if bf16 else None)
     return (
         _price("all fp16", seen, profile, lambda _: "fp16", _note_fp16(states["fp16"])),
         _price(
@@ -45,7 +47,7 @@ def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
             _keep,
             "As the components stand, with a cast wherever two meet.",
         ),
-        _price("bf16", seen, profile, lambda _: "bf16", _note_bf16(states["bf16"])),
+        _price("bf16", seen, profile, lambda _: "bf16", bf16_note),
         _price(
             "fp32", seen, profile, lambda _: "fp32", "Always right; the yardstick of the others."
         ),
@@ -56,8 +58,8 @@ def _note_fp16(state: str) -> str:
     return f"fp16 is {state} there; safe with a plan (stopdown plan SOURCE), which costs no time."
 
 
-def _note_bf16(state: str) -> str:
-    best = ", so the time is a best case" if state == "emulated" else ""
+def _note_bf16(state: str, rate: float | None) -> str:
+    best = ", and never faster than fp32" if state == "emulated" and rate is None else ""
     return f"bf16 is {state} there{best}."
 
 
@@ -85,8 +87,9 @@ def _time(door: Seen, precision: str, profile: Profile) -> float | None:
     """Time of a door's calls in units of one fp32 operation; None when a rate is not known."""
     fact = profile.formats.get(precision)
     rate = fact.rate if fact else None
-    if fact is not None and fact.state == "emulated":
-        rate = rate or 1.0  # computed in fp32: at best as fast
+    if fact is not None and fact.state == "emulated" and precision != "fp32":
+        wide = _time(door, "fp32", profile)
+        return None if wide is None else wide / (rate or 1.0)
     if rate is None:
         return None
     arithmetic = sum(door.work.flops.values()) / rate

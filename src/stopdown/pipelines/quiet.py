@@ -25,12 +25,23 @@ _NOISE = re.compile(
     )
 )
 
+_EMPTY = re.compile(r"should be kept in float32: \[\]")
+"""Diffusers says so of every module that is cast, and here it names none."""
+
+_TRUNCATION = re.compile(
+    r"part of your input was truncated|sequence length is longer than the specified maximum"
+)
+
 
 class _NoiseFilter(logging.Filter):
-    """Lets everything pass but the sentences of `_NOISE`."""
+    """Lets everything pass but some sentences."""
+
+    def __init__(self, noise: re.Pattern[str]) -> None:
+        super().__init__()
+        self._noise = noise
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not _NOISE.search(record.getMessage())
+        return not self._noise.search(record.getMessage())
 
 
 @contextmanager
@@ -41,12 +52,38 @@ def quiet_libraries() -> Iterator[None]:
     """
     with Patches() as patches:
         _hide_bars(patches)
-        for name in ("diffusers", "transformers"):
-            for handler in logging.getLogger(name).handlers:
-                noise = _NoiseFilter()
-                handler.addFilter(noise)
-                patches.defer(functools.partial(handler.removeFilter, noise))
+        _drop(_NOISE, patches)
         yield
+
+
+@contextmanager
+def quiet_truncation(*, wanted: bool = True) -> Iterator[None]:
+    """Without warnings of prompts that are cut: those of ours are as long as they are.
+
+    Args:
+        wanted: False leaves them, for prompts of a user's.
+    """
+    with Patches() as patches:
+        if wanted:
+            _drop(_TRUNCATION, patches)
+        yield
+
+
+def drop_empty_remarks(patches: Patches) -> None:
+    """Without the remark that a cast module keeps nothing in fp32, until `patches` is undone."""
+    import diffusers.utils.logging  # noqa: F401  # it makes the handler
+    import transformers.utils.logging  # noqa: F401
+
+    _drop(_EMPTY, patches)
+
+
+def _drop(noise: re.Pattern[str], patches: Patches) -> None:
+    """Leave sentences out of what Diffusers and Transformers log, until `patches` is undone."""
+    for name in ("diffusers", "transformers"):
+        for handler in logging.getLogger(name).handlers:
+            added = _NoiseFilter(noise)
+            handler.addFilter(added)
+            patches.defer(functools.partial(handler.removeFilter, added))
 
 
 def _hide_bars(patches: Patches) -> None:

@@ -103,12 +103,13 @@ def examine(name: str | None = None) -> MachineHealth:
         devices = list_devices() if name is None else [find_target(name)[0]]
         found = [_examine_device(device) for device in devices]
     kinds = tuple(dict.fromkeys(health.kind for health in found))
+    places = dict.fromkeys((health.kind, health.capability) for health in found)
     return MachineHealth(
         machine=describe_machine(),
         devices=tuple(found),
         switches=tuple(read_switches(kinds)),
         settings=dict(read_settings().numerics),
-        faults=_list_faults(kinds),
+        faults=_list_faults(places),
     )
 
 
@@ -239,20 +240,31 @@ def read_switches(kinds: Iterable[str]) -> list[Switch]:
     return found
 
 
-def _list_faults(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    """Known faults of the installed versions, on any of these backends."""
+def _list_faults(places: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
+    """Known faults of the installed versions, on any of these backends and compute capabilities."""
     import platform
 
     names = ("torch", "diffusers", "transformers", "accelerate")
     versions = {name: read_version(name) for name in names}
     versions["macos"] = platform.mac_ver()[0] or None
-    faults = [fault for kind in kinds for fault in list_version_faults(versions, kind)]
+    faults = [
+        fault
+        for kind, capability in places
+        for fault in list_version_faults(versions, kind, _read_capability(capability))
+    ]
     said = (
         f"{fault.package} {versions[fault.package]} ({fault.versions}): {fault.what} {fault.remedy} "
         f"({fault.source})"
         for fault in faults
     )
     return tuple(dict.fromkeys(said))
+
+
+def _read_capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, minor = text.split(".")
+    return int(major), int(minor)
 
 
 def has_fused_attention(profile: Profile, formats: Iterable[str]) -> bool:

@@ -41,19 +41,11 @@ from stopdown.pipelines.sources import (
 from stopdown.planning.measuring import describe_failure, scale_component
 from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.precision import ComponentFacts, choose_precision
-from stopdown.planning.recording import Progress, RecordedCall, record_calls
+from stopdown.planning.recording import PROMPTS, Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
 from stopdown.scaling.certifying import check_ranges
 from stopdown.scaling.weights import find_quantised
-
-PROMPTS = (
-    "a red circle moving left on a grey background",
-    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
-    "behind him, warm golden light, 35mm film.",
-    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
-)
-"""What is measured when no prompt is given: short, long, still and moving."""
 
 SAMPLES = 16
 """Values of each tensor that tell one checkpoint from another."""
@@ -310,6 +302,7 @@ def describe_scaling(
         values=scaling.values if scaling.range_note else 0,
         bounded=scaling.values - len(scaling.uncertain) if scaling.range_note else 0,
         uncertain=tuple(dict.fromkeys(scaling.uncertain)) if scaling.range_note else (),
+        limits=dict(scaling.limits),
         calls=calls,
         pinned=dict(scaling.pinned),
         kept_buffers=scaling.kept_buffers,

@@ -23,7 +23,16 @@ from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, put_door, put_layer, sign_arguments
+from stopdown.pipelines.quiet import quiet_truncation
 from stopdown.pipelines.requests import Request, build_arguments
+
+PROMPTS = (
+    "a red circle moving left on a grey background",
+    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
+    "behind him, warm golden light, 35mm film.",
+    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
+)
+"""What is measured when no prompt is given: short, long, still and moving."""
 
 MOST_CALLS = 24
 """Calls of one door that are kept, spread over the prompts."""
@@ -112,7 +121,8 @@ def record_calls(
     Cost: the runs; the arguments of at most `MOST_CALLS` calls of each door in host memory.
     """
     recorder = _Recorder(pipe)
-    with Patches() as patches, torch.no_grad():
+    is_ours = all(request.prompt in (None, *PROMPTS) for request in requests)
+    with Patches() as patches, torch.no_grad(), quiet_truncation(wanted=is_ours):
         recorder.stand(patches)
         for number, request in enumerate(requests):
             if progress is not None:
