@@ -278,6 +278,7 @@ class GuardRecord:
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
         taken_over: repairs of an earlier guard that were in force from the start.
+        uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
     """
 
     pipeline: str
@@ -289,6 +290,7 @@ class GuardRecord:
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
     taken_over: tuple[str, ...] = ()
+    uncertified: tuple[str, ...] = ()
     kind: str = "guard"
     schema: int = field(default=SCHEMA)
 
@@ -343,6 +345,7 @@ class RunRecord:
         repairs: what was done about each fault.
         amended_plan: file of the plan that the repairs were written into; None when it was left.
         unwatched: what could not be watched, each with the reason.
+        uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
         strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
@@ -368,6 +371,7 @@ class RunRecord:
     repairs: tuple[Repair, ...] = ()
     amended_plan: str | None = None
     unwatched: tuple[str, ...] = ()
+    uncertified: tuple[str, ...] = ()
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
     strategy: str = ""
@@ -434,6 +438,7 @@ class ComponentPlan:
         values: how many fp16 values and weights there are, where bounds were asked for.
         bounded: how many of them rest on bounds.
         uncertain: places of the others, which rest on measurements or guesses.
+        limits: `method.argument` to the magnitude up to which the bounds hold; empty without bounds.
         calls, prompts: how many calls and prompts were measured.
         pinned: operation without a rule to the places where it stands.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those that
@@ -460,6 +465,7 @@ class ComponentPlan:
     values: int = 0
     bounded: int = 0
     uncertain: tuple[str, ...] = ()
+    limits: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     prompts: int = 0
     pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)

@@ -67,7 +67,7 @@ def test_what_has_no_bound_is_named() -> None:
     assert not rescaling.certified
     assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
     assert rescaling.scaling.range_note.endswith(
-        "for its input up to 64; the rest calibrated with 4 bits of headroom."
+        "for hidden_states up to 64; the rest calibrated with 4 bits of headroom."
     )
 
 

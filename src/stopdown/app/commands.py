@@ -191,6 +191,7 @@ def _generate(
         steps_down=tuple(room.steps_down) if room else (),
         amended_plan=_keep_repairs(amended, options, display),
         unwatched=seen.unwatched,
+        uncertified=seen.uncertified,
         maxima=seen.maxima,
         journal=seen.journal,
     )

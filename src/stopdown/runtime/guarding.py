@@ -119,7 +119,9 @@ class Guard:
         self._missed: list[str] = []
         self._taken_over: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
-        self.watch = Watch(pipe, decisions, observer, self._answer, maxima, self._renew)
+        self.watch = Watch(
+            pipe, decisions, observer, self._answer, maxima, self._announce, self._renew
+        )
 
     def put_on(
         self,
@@ -153,6 +155,8 @@ class Guard:
             self._take_over()
             self.watch.__enter__()
             self._patches.defer(self.watch.__exit__)
+            for entry in self._plan.components if self._plan is not None else ():
+                self.watch.limit_inputs(entry.component, entry.limits)
             if journal is not None:
                 journal.put_on(self.pipe, self._patches, lambda: len(self._repairs))
                 self._journal = journal
@@ -263,6 +267,7 @@ class Guard:
             maxima=self.watch.maxima,
             journal=self._journal.use if self._journal else None,
             taken_over=tuple(self._taken_over),
+            uncertified=self.watch.uncertified,
         )
 
     @property

@@ -11,6 +11,7 @@ component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,20 +33,32 @@ class Notes:
     Attributes:
         clamping: path of a module that clamps at the end of fp16, and the bounds of its output.
         blocks: path and dtype of a block's output, and its bounds.
+        inputs: name and limit of an argument for which a plan's bounds hold, and its bounds.
     """
 
     clamping: list[tuple[str, Bounds]] = field(default_factory=list)
     blocks: list[tuple[str, torch.dtype, Bounds]] = field(default_factory=list)
+    inputs: list[tuple[str, float, Bounds]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget the call."""
         self.clamping.clear()
         self.blocks.clear()
+        self.inputs.clear()
 
     @property
     def bounds(self) -> list[Bounds]:
-        """Of the modules that clamp, then of the blocks."""
-        return [*(seen for _, seen in self.clamping), *(seen for *_, seen in self.blocks)]
+        """Of the modules that clamp, then of the blocks, then of the inputs."""
+        seen = [seen for _, seen in self.clamping]
+        return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
+
+    def note_inputs(
+        self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Note the bounds of the arguments that have a limit; nothing is read."""
+        for name, tensor in given:
+            if name in limits and _is_real(tensor) and not tensor.is_complex():
+                self.inputs.append((name, limits[name], _bound(tensor)))
 
 
 def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from stopdown.records import BlockMaximum, CallSummary, Decision
 from stopdown.runtime.clamps import CLAMPED_FROM
 from stopdown.runtime.places import describe_place, name_axes
 from stopdown.runtime.sensors import Notes, find_compiled, is_compiled, put_sensors
+from stopdown.scaling.limits import name_inputs
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
@@ -78,6 +79,15 @@ class _Tally:
 
 
 @dataclass
+class _Beyond:
+    """An argument that was larger than a certificate allows: in how many calls, and how large."""
+
+    limit: float
+    calls: int = 0
+    largest: float = 0.0
+
+
+@dataclass
 class Watch:
     """A context manager that stands at every door of a pipeline.
 
@@ -87,6 +97,7 @@ class Watch:
         observer: told of each finished call.
         answer: asked about each fault; it raises, or gives the output to go on with.
         wants_maxima: note the largest magnitude of each block at each step.
+        tell: told, once for each argument, that a call is not covered by its plan's certificate.
         renew: called when the run's steps are set, to stand at doors that are new.
 
     Raises:
@@ -98,6 +109,7 @@ class Watch:
     observer: Observer | None = None
     answer: Callable[[Fault], Any] | None = None
     wants_maxima: bool = False
+    tell: Callable[[str], None] = lambda text: None
     renew: Callable[[], None] = lambda: None
     own_s: float = 0.0
     steps_done: int = 0
@@ -107,6 +119,8 @@ class Watch:
     _tallies: dict[str, _Tally] = field(default_factory=dict)
     _notes: dict[int, Notes] = field(default_factory=dict)
     _maxima: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
+    _limits: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    _beyond: dict[tuple[str, str], _Beyond] = field(default_factory=dict)
 
     def __enter__(self) -> Watch:
         try:
@@ -182,6 +196,9 @@ class Watch:
             found = read_precisions(find_module(door))
             tally.precisions = tuple(name_dtype(dtype) for dtype in found)
         tally.notes.clear()
+        if limits := self._limits.get(door.component):
+            names = find_argument_names(door)
+            tally.notes.note_inputs(limits, name_inputs(args, kwargs, names))
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
@@ -224,7 +241,9 @@ class Watch:
             for (path, _), end in zip(notes.clamping, inside, strict=False)
             if end >= CLAMPED_FROM
         )
-        self._note_maxima(door, notes, inside[len(notes.clamping) :])
+        rest = inside[len(notes.clamping) :]
+        self._note_maxima(door, notes, rest[: len(notes.blocks)])
+        self._note_beyond(door, notes, rest[len(notes.blocks) :])
         notes.clear()
         return is_finite and not clamped, clamped
 
@@ -235,6 +254,35 @@ class Watch:
             key = (door.component, path, step, name_dtype(dtype))
             seen = end if math.isfinite(end) else math.inf
             self._maxima[key] = max(self._maxima.get(key, 0.0), seen)
+
+    def limit_inputs(self, component: str, limits: Mapping[str, float]) -> None:
+        """Compare a component's arguments with the limits of its plan's certificate.
+
+        Args:
+            limits: `forward.hidden_states` to the magnitude up to which it holds.
+        """
+        for tally in self._tallies.values():
+            door = tally.door
+            if door.component.partition(".")[0] == component:
+                mine = [(key.partition("."), size) for key, size in limits.items()]
+                self._limits[door.component] = {
+                    name: size for (method, _, name), size in mine if method == door.method
+                }
+
+    def _note_beyond(self, door: Door, notes: Notes, ends: list[float]) -> None:
+        """Count the calls that a certificate does not cover; NaN is beyond every limit."""
+        for (name, limit, _), end in zip(notes.inputs, ends, strict=True):
+            if end <= limit:
+                continue
+            seen = self._beyond.setdefault((door.component, name), _Beyond(limit))
+            seen.calls, seen.largest = seen.calls + 1, max(seen.largest, end)
+            if seen.calls == 1:
+                self.tell(_describe_beyond(door.component, name, seen))
+
+    @property
+    def uncertified(self) -> tuple[str, ...]:
+        """The calls that a plan's certificate does not cover, a sentence for each argument."""
+        return tuple(_describe_beyond(*key, seen) for key, seen in self._beyond.items())
 
     @property
     def unwatched(self) -> tuple[str, ...]:
@@ -306,6 +354,14 @@ class Watch:
             if decision.component == door.component:
                 return f'{decision.precision} was chosen for it: "{decision.reason}"'
         return ""
+
+
+def _describe_beyond(component: str, name: str, seen: _Beyond) -> str:
+    calls = f"{seen.calls} call{'s' * (seen.calls != 1)}"
+    return (
+        f"{calls} of `{component}` not certified: `{name}` reached {seen.largest:.4g}, and the "
+        f"plan's bounds hold up to {seen.limit:.4g}. The output was watched as always."
+    )
 
 
 def _describe_part(fault: Fault) -> str:

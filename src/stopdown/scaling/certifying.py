@@ -29,12 +29,11 @@ from stopdown.scaling.bounds import (
     LEAST_STORED,
     LEAST_STORED_WEIGHT,
     Bounds,
-    Limits,
     Load,
     bound_call,
 )
 from stopdown.scaling.folding import Scaling
-from stopdown.scaling.limits import name_inputs, state_limits
+from stopdown.scaling.limits import Stated, list_limits, note_limits, state_calls
 from stopdown.scaling.problem import Measured, Problem, split_values
 from stopdown.scaling.ranges import Range, Ranges, log2_of
 
@@ -71,6 +70,18 @@ class Kind:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
 
+    @property
+    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
+        """The capture with its arguments."""
+        return self.measured.capture, self.args, self.kwargs
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """Placeholder name of each input to the largest magnitude that was measured."""
+        ranges = self.measured.ranges
+        inputs = [name for name in self.measured.capture.inputs if name in ranges]
+        return {name: max(part.amax for part in ranges[name]) for name in inputs}
+
 
 def check_ranges(ranges: str | None) -> str:
     """`measured`, `bound` or `auto`.
@@ -104,14 +115,17 @@ def scale_by_bounds(
     """
     find = partial(_find_visible, find)
     named = name_parameters(module)
-    bounded = [_bound_kind(kind, named) for kind in kinds]
-    note = _note_limits(kinds, [limits for _, limits in bounded])
-    mixes = [_mix_all(kinds, [found for found, _ in bounded], bits) for bits in LOOSEST_BITS]
+    stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
+    bounds = [
+        bound_call(kind.measured.capture, named.__getitem__, one.limits, kind.measured.blocks)
+        for kind, one in zip(kinds, stated, strict=True)
+    ]
+    mixes = [_mix_all(kinds, bounds, bits) for bits in LOOSEST_BITS]
     plain = [kind.measured for kind in kinds]
     scaling, taken = _find_most(module, plain, mixes, find, free=ranges == "auto")
     if not taken:
         return replace(scaling, values=0, uncertain=(), range_note=_NONE_TAKEN)
-    return _describe(scaling, note, [found for found, _ in bounded])
+    return _describe(scaling, stated, bounds)
 
 
 def _find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
@@ -140,17 +154,6 @@ def _mix_all(kinds: Sequence[Kind], bounds: Sequence[Bounds], bits: float) -> li
     ]
 
 
-def _bound_kind(kind: Kind, named: Mapping[str, torch.Tensor]) -> tuple[Bounds, Limits]:
-    call = kind.measured
-    seen = {
-        name: max(part.amax for part in call.ranges[name])
-        for name in call.capture.inputs
-        if name in call.ranges
-    }
-    limits = state_limits(call.capture, kind.args, kind.kwargs, measured=seen)
-    return bound_call(call.capture, named.__getitem__, limits, call.blocks), limits
-
-
 def scale_unmeasured(
     module: torch.nn.Module,
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
@@ -170,17 +173,15 @@ def scale_unmeasured(
     Cost: one pass over the weights for each call, and up to a dozen solutions.
     """
     find = partial(_find_visible, find)
-    kinds, bounded = [], []
-    for capture, args, kwargs in calls:
-        limits, blocks = state_limits(capture, args, kwargs), split_values(capture)
-        found = bound_call(capture, load, limits, blocks)
-        measured = Measured(capture, blocks, _guess_ranges(capture, found, blocks))
-        kinds.append(Kind(measured, args, kwargs))
-        bounded.append((found, limits))
-    mixes = [_mix_all(kinds, [found for found, _ in bounded], bits) for bits in LOOSEST_BITS]
+    stated, kinds, bounds = state_calls(module, calls), [], []
+    for (capture, args, kwargs), one in zip(calls, stated, strict=True):
+        blocks = split_values(capture)
+        bounds.append(bound_call(capture, load, one.limits, blocks))
+        ranges = _guess_ranges(capture, bounds[-1], blocks)
+        kinds.append(Kind(Measured(capture, blocks, ranges), args, kwargs))
+    mixes = [_mix_all(kinds, bounds, bits) for bits in LOOSEST_BITS]
     scaling = _find_narrowest(module, mixes, find)
-    note = _note_limits(kinds, [limits for _, limits in bounded])
-    return _describe(scaling, note, [found for found, _ in bounded], _GUESSED)
+    return _describe(scaling, stated, bounds, _GUESSED)
 
 
 def _guess_ranges(
@@ -338,9 +339,10 @@ _GUESSED = (
 
 
 def _describe(
-    scaling: Scaling, note: str, bounds: Sequence[Bounds], rest: str = _MEASURED
+    scaling: Scaling, stated: Sequence[Stated], bounds: Sequence[Bounds], rest: str = _MEASURED
 ) -> Scaling:
-    share = describe_share(scaling.values, scaling.values - len(scaling.uncertain), rest, note)
+    bounded, note = scaling.values - len(scaling.uncertain), note_limits(stated)
+    share = describe_share(scaling.values, bounded, rest, note)
     scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
     said = [share]
     if scores:
@@ -348,7 +350,7 @@ def _describe(
             f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
             f"backend keeps them in it ({scores[0]})."
         )
-    return replace(scaling, range_note=" ".join(said))
+    return replace(scaling, range_note=" ".join(said), limits=list_limits(stated))
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:
@@ -363,28 +365,3 @@ def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str
         return f"100 % of {values} fp16 values certified{limits}."
     share = math.floor(1000 * bounded / values) / 10
     return f"{share:g} % of {values} fp16 values certified{limits}; {rest}."
-
-
-def _note_limits(kinds: Sequence[Kind], limits: Sequence[Limits]) -> str:
-    """What the certificate assumes of the inputs, as the end of a sentence."""
-    largest: dict[str, float] = {}
-    words: list[str] = []
-    for kind, stated in zip(kinds, limits, strict=True):
-        names = [name for name, _ in name_inputs(kind.args, kind.kwargs)]
-        for placeholder, name in zip(kind.measured.capture.inputs, names, strict=True):
-            words += _word_input(placeholder, name or "its input", stated, largest)
-    words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
-    return f", for {', '.join(dict.fromkeys(words))}" if words else ""
-
-
-def _word_input(
-    placeholder: str, name: str, stated: Limits, largest: dict[str, float]
-) -> list[str]:
-    if placeholder in stated.timesteps:
-        return [f"every {name} from 0 to {float(stated.timesteps[placeholder].values[-1]):g}"]
-    if placeholder in stated.fixed:
-        return [f"{name} as measured"]
-    size = stated.largest.get(placeholder)
-    if size is not None:
-        largest[name] = max(largest.get(name, 0.0), size)
-    return []

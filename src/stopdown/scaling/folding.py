@@ -41,6 +41,7 @@ class Scaling:
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
         values: how many fp16 values there are; 0 where nobody counted.
         uncertain: places of those whose ranges were measured and not bounded.
+        limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
     """
@@ -59,6 +60,7 @@ class Scaling:
     stream: ResidualStream | None = None
     values: int = 0
     uncertain: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
     range_note: str = ""
     note: str = ""
 

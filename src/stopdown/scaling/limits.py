@@ -11,8 +11,10 @@ Diffusers and Transformers name them.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ def state_limits(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
+    names: Sequence[str] = (),
     largest: Mapping[str, float] | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> Limits:
@@ -54,6 +57,7 @@ def state_limits(
 
     Args:
         args, kwargs: of the captured call; only names, dtypes and sizes are looked at.
+        names: of what is called, for its positional arguments in order.
         largest: limits by the name of the argument, instead of those stated here.
         measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
     """
@@ -61,7 +65,8 @@ def state_limits(
     found: dict[str, float] = {}
     steps: dict[str, Steps] = {}
     fixed: dict[str, torch.Tensor] = {}
-    for placeholder, (name, tensor) in zip(capture.inputs, name_inputs(args, kwargs), strict=True):
+    named = name_inputs(args, kwargs, names)
+    for placeholder, (name, tensor) in zip(capture.inputs, named, strict=True):
         if any(word in name for word in _FIXED) and _has_values(tensor):
             fixed[placeholder] = tensor
         elif _is_timestep(name, tensor):
@@ -84,15 +89,119 @@ def _list_steps(tensor: torch.Tensor) -> Steps:
     return Steps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
 
 
-def name_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:
+def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
+    """What the arguments of a module's method are called, in order; "" is the module itself."""
+    called = getattr(type(module), method or "forward")
+    return tuple(inspect.signature(called).parameters)[1:]
+
+
+def name_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a call in the order of `flatten_call`, by the names of their arguments."""
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
-    return [(_name(path), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [(_name(path, names), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def _name(path: Any) -> str:
+def _name(path: Any, names: Sequence[str]) -> str:
     keys = [str(key.key) for key in path if isinstance(key, pytree.MappingKey)]
-    return keys[-1] if keys else ""
+    if keys:
+        return keys[-1]
+    place = path[1].idx
+    return names[place] if place < len(names) else ""
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the inputs of one captured call are called, and what they can be.
+
+    Attributes:
+        method: what is called; `forward` for the module itself.
+        inputs: placeholder and name of each tensor.
+    """
+
+    method: str
+    inputs: tuple[tuple[str, str], ...]
+    limits: Limits
+
+    def find_size(self, placeholder: str) -> float:
+        """The magnitude that an input must not exceed; inf for none."""
+        if placeholder in self.limits.timesteps:
+            steps = self.limits.timesteps[placeholder]
+            return float(steps.values[-1]) + steps.radius
+        if placeholder in self.limits.fixed:
+            return float(self.limits.fixed[placeholder].abs().max())
+        return self.limits.largest.get(placeholder, math.inf)
+
+
+def state_calls(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    measured: Sequence[Mapping[str, float]] = (),
+) -> list[Stated]:
+    """The limits of several calls of a module; an argument has the same one in all of them.
+
+    Args:
+        calls: each with the arguments that it was captured with.
+        measured: for each call, placeholder name to the largest magnitude seen.
+    """
+    found, largest = [], dict[tuple[str, str], float]()
+    for number, (capture, args, kwargs) in enumerate(calls):
+        names = read_names(module, capture.method)
+        seen = measured[number] if measured else {}
+        limits = state_limits(capture, args, kwargs, names=names, measured=seen)
+        inputs = [name for name, _ in name_inputs(args, kwargs, names)]
+        pairs = tuple(zip(capture.inputs, inputs, strict=True))
+        found.append(Stated(capture.method or "forward", pairs, limits))
+    for one in found:
+        for placeholder, name in one.inputs:
+            size, key = one.limits.largest.get(placeholder, 0.0), (one.method, name)
+            largest[key] = max(largest.get(key, 0.0), size)
+    return [_raise_limits(one, largest) for one in found]
+
+
+def _raise_limits(one: Stated, largest: Mapping[tuple[str, str], float]) -> Stated:
+    raised = {
+        placeholder: largest[one.method, name]
+        for placeholder, name in one.inputs
+        if placeholder in one.limits.largest
+    }
+    return replace(one, limits=replace(one.limits, largest=raised))
+
+
+def list_limits(stated: Sequence[Stated]) -> dict[str, float]:
+    """`forward.hidden_states` to the magnitude that it must not exceed; what has no limit is left out."""
+    found: dict[str, float] = {}
+    for one in stated:
+        for placeholder, name in one.inputs:
+            size, key = one.find_size(placeholder), f"{one.method}.{name}"
+            if name and math.isfinite(size):
+                found[key] = max(found.get(key, 0.0), size)
+    return found
+
+
+def note_limits(stated: Sequence[Stated]) -> str:
+    """What a certificate assumes of the inputs, as the end of a sentence: `, for latents up to 64`."""
+    largest: dict[str, float] = {}
+    words: list[str] = []
+    for one in stated:
+        for placeholder, name in one.inputs:
+            words += _word_input(placeholder, name or "its input", one.limits, largest)
+    words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
+    return f", for {', '.join(dict.fromkeys(words))}" if words else ""
+
+
+def _word_input(
+    placeholder: str, name: str, stated: Limits, largest: dict[str, float]
+) -> list[str]:
+    if placeholder in stated.timesteps:
+        return [f"every {name} from 0 to {float(stated.timesteps[placeholder].values[-1]):g}"]
+    if placeholder in stated.fixed:
+        return [f"{name} as measured"]
+    size = stated.largest.get(placeholder)
+    if size is not None:
+        largest[name] = max(largest.get(name, 0.0), size)
+    return []
 
 
 def _is_timestep(name: str, tensor: torch.Tensor) -> bool:

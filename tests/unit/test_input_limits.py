@@ -1,0 +1,100 @@
+"""Inputs beyond the limits of a certificate are found at the door, said once and kept in the record."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipeline_calls import call_pipeline
+from stopdown import guard, rescale_, testing
+from stopdown.planning.plan_files import read_class_versions
+from stopdown.planning.plans import sample_weights
+from stopdown.records import ComponentPlan, Plan
+from stopdown.runtime.watch import Watch
+from stopdown.scaling.limits import EMBEDDINGS, LATENTS
+
+make_pipeline = functools.cache(testing.make_pipeline)
+
+
+def test_an_input_beyond_its_limit_is_found() -> None:
+    """Each call that a certificate does not cover is counted, with no read more and no bit changed."""
+    pipe, told = make_pipeline("cogvideox"), []
+    with Watch(pipe) as plain:
+        expected = call_pipeline(pipe, "cogvideox")
+    with testing.assert_untouched(pipe), Watch(pipe, tell=told.append) as watch:
+        watch.limit_inputs(
+            "transformer", {"forward.hidden_states": 0.5, "forward.timestep": 1000.5}
+        )
+        found = call_pipeline(pipe, "cogvideox")
+    np.testing.assert_array_equal(found, expected)
+    assert watch.host_reads == plain.host_reads
+    (sentence,) = watch.uncertified
+    assert sentence.startswith("2 calls of `transformer` not certified: `hidden_states` reached ")
+    assert "the plan's bounds hold up to 0.5" in sentence
+    assert len(told) == 1
+    assert told[0].startswith("1 call of `transformer` not certified")
+
+
+def test_inputs_within_their_limits_are_silent() -> None:
+    """Nothing is said of a call that a certificate covers, or of another method's argument."""
+    pipe, told = make_pipeline("cogvideox"), []
+    with Watch(pipe, tell=told.append) as watch:
+        watch.limit_inputs("transformer", {"forward.hidden_states": LATENTS})
+        watch.limit_inputs("vae", {"encode.z": 1e-6, "decode.z": LATENTS})
+        call_pipeline(pipe, "cogvideox")
+    assert watch.uncertified == ()
+    assert not told
+
+
+def test_a_positional_argument_is_found_too() -> None:
+    """What a pipeline passes without a name is known by its place: the latents of a decode."""
+    pipe = make_pipeline("cogvideox")
+    with Watch(pipe) as watch:
+        watch.limit_inputs("vae", {"decode.z": 1e-6})
+        call_pipeline(pipe, "cogvideox")
+    assert watch.uncertified[0].startswith("1 call of `vae.decode` not certified: `z` reached ")
+
+
+def test_a_guard_takes_the_limits_of_its_plan() -> None:
+    """Under a plan with a certificate the record says which calls it does not cover."""
+    pipe, told = make_pipeline("cogvideox"), []
+    entries = {
+        name: ComponentPlan(name, type(module).__name__, sample_weights(module), "as loaded")
+        for name in ("transformer", "vae", "text_encoder")
+        for module in [getattr(pipe, name)]
+    }
+    limits = {"forward.hidden_states": 0.5}
+    entries["transformer"] = dataclasses.replace(entries["transformer"], limits=limits)
+    plan = Plan("x", "", type(pipe).__name__, "fp16", read_class_versions(), tuple(entries.values()),
+                (), 0, "cpu", 0.0)  # fmt: skip
+    with guard(pipe, plan, announce=told.append) as handle:
+        call_pipeline(pipe, "cogvideox")
+    assert "`hidden_states` reached" in handle.record.uncertified[0]
+    assert len(told) == 1
+
+
+def test_names_of_positional_arguments_set_limits() -> None:
+    """A module's own signature says what a positional argument is."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(
+            self, sample: torch.Tensor, encoder_hidden_states: torch.Tensor
+        ) -> torch.Tensor:
+            return self.linear(sample + encoder_hidden_states)
+
+    module = Model().eval().requires_grad_(False)
+    args = (torch.randn(2, 4), torch.randn(2, 4))
+    scaling = rescale_(module, args, ranges="bound").scaling
+    assert scaling.limits == {
+        "forward.sample": LATENTS,
+        "forward.encoder_hidden_states": EMBEDDINGS,
+    }
+    assert "sample up to 64, encoder_hidden_states up to 128" in scaling.range_note
