@@ -21,11 +21,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import io
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -227,7 +229,9 @@ def find_mode(module: torch.nn.Module) -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def renew_fakes(module: torch.nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+def renew_fakes(
+    module: torch.nn.Module, mode: FakeTensorMode, known: Collection[int] = ()
+) -> dict[int, Any]:
     """What `copy.deepcopy` of a module has to start from: its fake tensors, of `mode` in the copy.
 
     Neither they nor the mode that they hold must be left to it (torch 2.13.0, 2026-11-21). A mode
@@ -238,7 +242,8 @@ def renew_fakes(module: torch.nn.Module, mode: FakeTensorMode) -> dict[int, Any]
     memo: dict[int, Any] = {}
     for tensor in (x for x in held if isinstance(x, FakeTensor)):
         memo[id(tensor.fake_mode)] = mode
-        memo[id(tensor)] = _make_like(tensor, tensor.dtype, mode, real=False)
+        if id(tensor) not in known:
+            memo[id(tensor)] = _make_like(tensor, tensor.dtype, mode, real=False)
     return memo
 
 
@@ -332,14 +337,14 @@ def _export(
     given = tuple(_make_like(x, _cast_to(x, module, dtype), mode, attempt.real) for x in tensors)
     counts: list[int] = []
     traced = _Call(shadow, method, leaves, spec, attempt.answers, counts.append).eval()
-    with torch.no_grad(), warnings.catch_warnings(), _quiet_logs():
+    with torch.no_grad(), warnings.catch_warnings(), _quiet_logs(), _light_tracing():
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(traced, given, strict=False)
         except Exception as error:
             raise describe_failure(error, module) from error
-    returned = frozenset(path for path, single in singles.items() if single)
-    capture = _read_program(program, module, dtype, kept, returned)
+        returned = frozenset(path for path, single in singles.items() if single)
+        capture = _read_program(program, module, dtype, kept, returned)
     capture = replace(capture, method=method, answers=attempt.answers, outputs=counts[-1])
     if kept and (mixed := find_mixed_operands(capture.graph)):
         raise CaptureError(
@@ -372,8 +377,9 @@ def _make_shadow(
 ) -> tuple[torch.nn.Module, frozenset[str]]:
     """A copy of the module over fake parameters, and the names of the buffers left as they are."""
     kept = find_kept_buffers(module) if attempt.keep_buffers else frozenset[str]()
-    memo = renew_fakes(module, mode)
-    for name, tensor in name_parameters(module).items():
+    named = name_parameters(module)
+    memo = renew_fakes(module, mode, {id(tensor) for tensor in named.values()})
+    for name, tensor in named.items():
         wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
         wanted = torch.float32 if name in attempt.wide else wanted
         made = _make_like(tensor, wanted, mode, attempt.real)
@@ -473,9 +479,11 @@ def _canonical_names(module: torch.nn.Module) -> dict[str, str]:
 
 def inline_regions(graph: GraphModule) -> GraphModule:
     """The same graph with the bodies of autocast and no-grad regions in their place."""
+    if not any(map(_is_region, graph.graph.nodes)):
+        return graph
     flat = torch.fx.Graph()
     flat.output(_copy_nodes(graph, flat, {}))
-    return GraphModule(graph, flat)
+    return _make_graph_module(graph, flat)
 
 
 def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
@@ -553,6 +561,25 @@ def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
 
 def _class_name(kind: Any) -> str:
     return kind.__name__ if inspect.isclass(kind) else str(kind).rpartition(".")[2]
+
+
+@contextlib.contextmanager
+def _light_tracing() -> Iterator[None]:
+    """Tracing without what nobody reads of it, which is a third of its time (2026-11-21).
+
+    That is a stack trace for each node, Python code for each graph, and a collector of garbage
+    that visits every node again and again.
+    """
+    traces, collects = torch.fx.config.do_not_emit_stack_traces, gc.isenabled()
+    torch.fx.config.do_not_emit_stack_traces = True
+    gc.disable()
+    try:
+        with _use_lazy_graph_module(True):
+            yield
+    finally:
+        torch.fx.config.do_not_emit_stack_traces = traces
+        if collects:
+            gc.enable()
 
 
 @contextlib.contextmanager

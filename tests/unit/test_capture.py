@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -150,6 +152,27 @@ def test_a_branch_on_values_goes_as_it_really_went(bias: float, taken: str) -> N
     assert ("neg" in names) == (taken == "-x")
     assert "gt" in names
     assert (capture.answers, capture.outputs) == ((("__bool__", taken == "x"),), 1)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+@pytest.mark.parametrize("module", [Autocast(), Leaving()])
+def test_what_tracing_switches_off_is_as_it_was(module: nn.Module, collects: bool) -> None:
+    """Stack traces, lazy graphs and the collector of garbage, after a failure as well."""
+    (gc.enable if collects else gc.disable)()
+    try:
+        with contextlib.suppress(CaptureError):
+            capture_call(module, (torch.randn(2, 4),), dtype=torch.float16)
+        assert gc.isenabled() == collects
+    finally:
+        gc.enable()
+    assert not torch.fx.config.do_not_emit_stack_traces
+    assert not torch.fx._lazy_graph_module._use_lazy_graph_module_flag
+
+
+def test_tracing_keeps_no_stack_traces() -> None:
+    """They take a seventh of the time of a large model, and nobody reads them."""
+    graph = capture_call(Attention(), *_call(), dtype=torch.float16).graph
+    assert not any(node.stack_trace for node in graph.graph.nodes)
 
 
 def test_code_that_leaves_torch_is_named_with_its_line() -> None:
