@@ -363,3 +363,57 @@ def test_repairs_are_not_kept_without_a_plan() -> None:
         "hold until the script ends. Make a plan: stopdown plan SOURCE -o plan.json, and add --plan "
         "plan.json."
     )
+
+
+# ---------------------------------------------------------------------------------------------
+# What a newcomer types
+
+
+def test_a_fault_is_told_what_a_script_can_do(
+    run: Run, save_tiny: SaveTiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--on-fault raise` names its own option and the script's dtype, and no `--precision`."""
+    folder = save_tiny("cogview3plus", overflow="vae")
+    record, said = run(PAINT + "paint()", folder, "float16", on_fault="raise")
+    assert record.exit_code == 1
+    assert said[-1].endswith(
+        "Use stopdown run --on-fault repair, which mends it and goes on; or the script can load it in "
+        "bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)."
+    )
+    assert "--precision" not in said[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "named"),
+    [
+        ("", ("--on-fault", "raise"), "--on-fault"),
+        ("import sys; sys.exit(2)", ("--strict", "--json"), "--strict, --json"),
+    ],
+)
+def test_options_behind_the_script_are_hinted_at(
+    run: Run, text: str, arguments: tuple[str, ...], named: str
+) -> None:
+    """Ours, which the script got: said with where they belong."""
+    (said,) = run(text, *arguments)[1]
+    first = named.partition(",")[0]
+    assert said.startswith(f"{named} went to the script, because it stands behind it. ")
+    assert f"stopdown run {first} … " in said
+
+
+def test_options_that_the_script_took_are_its_own(run: Run) -> None:
+    """Many scripts have a `--device`; where it ends well nothing is said."""
+    assert run("", "--device", "cpu", "--json")[1] == []
+
+
+def test_casts_of_the_script_say_no_empty_remarks(
+    run: Run, save_tiny: SaveTiny, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Diffusers' warning that a component keeps nothing in fp32 is left out."""
+    run(PAINT + "pipe.vae.to(torch.float32)", save_tiny("cogview3plus"), "float32")
+    assert "kept in float32: []" not in capfd.readouterr().err
+
+
+def test_a_profile_runs_nothing(run: Run) -> None:
+    """A card that is not here cannot take what the script sends to CUDA."""
+    with pytest.raises(OptionError, match=r"^--device t4 is a profile of the NVIDIA T4: "):
+        run("", device="t4")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.app.request_options import refuse_ignored
 from stopdown.errors import OptionError, OutputError
 from stopdown.records import CheckRecord, Finding, Price
 
@@ -81,6 +82,7 @@ def _read_sizes(options: CheckOptions) -> dict[str, int]:
 
 
 def _refuse(options: CheckOptions) -> None:
+    refuse_ignored(options.source, config=options.config)
     for name in ("frames", "height", "width"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -60,7 +60,8 @@ class Bars:
 
     def announce(self, text: str) -> None:
         """Above the bars, whole; also where nobody looks at bars."""
-        self._progress.console.print(text, style="yellow", soft_wrap=True, highlight=False)
+        console = self._progress.console
+        console.print(text, style="yellow", soft_wrap=not console.is_terminal, highlight=False)
 
     def __enter__(self) -> Bars:
         self._progress.start()

@@ -278,10 +278,14 @@ def convert(
 def run(
     script: Annotated[
         str | None,
-        typer.Argument(metavar="SCRIPT", help="Python file to run; with -m its first argument."),
+        typer.Argument(
+            metavar="SCRIPT",
+            help="Python file to run, after the options of Stopdown; with -m its first argument.",
+        ),
     ] = None,
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed to the script.")
+        list[str] | None,
+        typer.Argument(metavar="[ARGS]...", help="Whatever stands after SCRIPT is the script's."),
     ] = None,
     module: Annotated[
         str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
@@ -356,7 +360,7 @@ def _run_memory(options: PlanOptions, as_json: bool) -> int:
     from stopdown.app.request_options import read_request
     from stopdown.records import to_json
 
-    request = read_request(options)
+    request = read_request(options, takes_profile=True)
     with Bars(Console(stderr=True)) as display:
         made = memory_command.plan_memory(options, request, display)
     if as_json:
@@ -405,7 +409,8 @@ def _run_script(options: ScriptOptions, as_json: bool) -> int:
     console = Console(stderr=True)
 
     def announce(text: str) -> None:
-        console.print(f"stopdown: {text}", style="yellow", soft_wrap=True, highlight=False)
+        wraps = not console.is_terminal
+        console.print(f"stopdown: {text}", style="yellow", soft_wrap=wraps, highlight=False)
 
     record = run_command.run_script(options, announce)
     if as_json:

@@ -19,6 +19,14 @@ class RunOptions(Protocol):
     """The options that every command has that runs a pipeline; None leaves the model's own default."""
 
     @property
+    def source(self) -> str: ...
+    @property
+    def device(self) -> str | None: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def config(self) -> str | None: ...
+    @property
     def image(self) -> Path | None: ...
     @property
     def video(self) -> Path | None: ...
@@ -42,6 +50,7 @@ def read_request(
     steps: int | None = None,
     seed: int = 0,
     largest_seed: int = LARGEST_SEED,
+    takes_profile: bool = False,
 ) -> Request:
     """The request, refused before anything heavy is done.
 
@@ -50,14 +59,19 @@ def read_request(
         prompt, negative: texts.
         steps: of the runs, where `options.steps` are theirs; None leaves the model's own.
         seed, largest_seed: of the noise.
+        takes_profile: nothing is run, so the device may be one that is not here.
 
     Raises:
-        OptionError: a number is out of range, or both a picture and a video were given.
+        OptionError: a number is out of range, both a picture and a video were given, the device is a
+            profile, or an option would be ignored with this source.
         InputError: a file cannot be read.
     """
     from stopdown.media import read_image, read_video
     from stopdown.pipelines.requests import Request
 
+    refuse_ignored(options.source, options.revision, options.config)
+    if not takes_profile:
+        refuse_profile(options.device)
     _check_counts(options)
     check_number("--guidance", options.guidance)
     _check_seed(seed, largest_seed)
@@ -122,6 +136,48 @@ def check_quantiser(allow: Sequence[str]) -> None:
             "--allow int8 needs torchao, which is not installed.",
             remedy="Install it: pip install 'stopdown[int8]', or use --allow fp8.",
         )
+
+
+def refuse_ignored(source: str, revision: str | None = None, config: str | None = None) -> None:
+    """Refuse options that say nothing about this kind of source.
+
+    Raises:
+        OptionError: one of them does.
+    """
+    from stopdown.pipelines.sources import KINDS, find_kind
+
+    kind = find_kind(source)
+    if revision is not None and kind != "hub":
+        raise OptionError(
+            f"--revision {revision} was given, and {source} is {KINDS[kind]}.",
+            expected="Branches, tags and commits are those of a Hub id.",
+            remedy="Leave --revision away.",
+        )
+    if config is not None and kind != "file":
+        raise OptionError(
+            f"--config {config} was given, and {source} is {KINDS[kind]}.",
+            expected="It names the configs of a single .safetensors file; others bring their own.",
+            remedy="Leave --config away.",
+        )
+
+
+def refuse_profile(device: str | None) -> None:
+    """Refuse a device that is known from its maker's papers only, where something is to run.
+
+    Raises:
+        OptionError: it is one.
+    """
+    from stopdown.profiles import find_profile, is_profile
+
+    if device is None or not is_profile(device):
+        return
+    raise OptionError(
+        f"--device {device} is a profile of the {find_profile(device).title}: what is known of it, and no "
+        "device that runs something.",
+        expected="A run takes auto, cuda, cuda:1, mps or cpu.",
+        remedy="Where the card is, use --device cuda; here ask stopdown check SOURCE --device "
+        f"{device}, or stopdown plan SOURCE --memory auto --device {device}.",
+    )
 
 
 def check_number(flag: str, value: float | None) -> None:

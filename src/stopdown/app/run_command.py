@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.app.request_options import refuse_profile
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.records import Plan, ScriptRecord
 
@@ -61,6 +62,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     started = time.perf_counter()
     start = _find_start(options)
     _check_options(options)
+    refuse_profile(options.device)
     from stopdown.environment import choose_device
     from stopdown.patches import Patches
     from stopdown.pipelines.interception import redirect_devices
@@ -85,6 +87,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
             code = _execute(start, remark)
         finally:
             _keep_repairs(options, plan, watching.plan, remark)
+        _hint_at_options(options, code, remark)
     return ScriptRecord(
         script=options.script,
         arguments=options.arguments,
@@ -133,6 +136,24 @@ def _check_options(options: ScriptOptions) -> None:
             f"--on-fault {options.on_fault} is unknown.",
             expected="Known are repair, raise and warn.",
             remedy="Use --on-fault repair.",
+        )
+
+
+_OWN = ("--on-fault", "--keep-repairs", "--plan", "--strict", "--json", "--device")
+"""Options of Stopdown that people write behind the script, which then gets them."""
+
+_REFUSED = 2
+"""What argparse and most others leave with when they do not know an option."""
+
+
+def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], None]) -> None:
+    """Say so when a script got an option that looks like ours and did not take it."""
+    words = [word.partition("=")[0] for word in options.arguments]
+    ours = [word for word in words if word in _OWN]
+    if ours and (code == _REFUSED or "--on-fault" in ours or "--keep-repairs" in ours):
+        remark(
+            f"{', '.join(ours)} went to the script, because it stands behind it. Options of Stopdown stand "
+            f"before the script: stopdown run {ours[0]} … {options.script}"
         )
 
 

@@ -111,6 +111,23 @@ def resolve_source(
     raise _describe_unknown(text)
 
 
+KINDS = {
+    "bundled": "a bundled model",
+    "folder": "a Diffusers folder",
+    "file": "a file",
+    "hub": "a Hub id",
+}
+"""What a SOURCE can be, in words."""
+
+
+def find_kind(source: str | Path) -> str:
+    """Which of `KINDS` a SOURCE names, as `resolve_source` reads it; what is nowhere is a Hub id."""
+    path = Path(source).expanduser()
+    if isinstance(source, str) and source in list_bundled():
+        return "bundled"
+    return "folder" if path.is_dir() else "file" if path.exists() else "hub"
+
+
 def list_bundled() -> list[str]:
     """Names of the models that come with the package."""
     return sorted(index.parent.name for index in BUNDLED_FOLDER.glob("*/model_index.json"))

@@ -71,9 +71,10 @@ class ScriptGuard:
             with guarding:
                 output = call(*args, **kwargs)
                 self.plan = guarding.amend_plan() or self.plan
-        except NonFiniteError:
+        except NonFiniteError as error:
             self.failed = True
-            raise
+            remedy = self._advise()
+            raise NonFiniteError(error.what, expected=error.expected, remedy=remedy) from error
         finally:
             self._inside.discard(id(pipe))
             self.runs.append(guarding.record)
@@ -112,6 +113,13 @@ class ScriptGuard:
                 "repaired it; that repair is left away."
             )
         return made
+
+    def _advise(self) -> str:
+        """What to type after a fault that ended a pipeline's call: the script has no `--precision`."""
+        wide = "the script can load it in bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)"
+        if self.on_fault == "raise":
+            return f"Use stopdown run --on-fault repair, which mends it and goes on; or {wide}."
+        return f"Nothing that was tried helped; {wide}."
 
     def _look(self, name: str, output: Any) -> None:
         for number, frames in enumerate(collect_videos(output)):
