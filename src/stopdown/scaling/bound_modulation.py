@@ -60,6 +60,11 @@ class Ellipse:
     rest: torch.Tensor
 
     @cached_property
+    def largest(self) -> torch.Tensor:
+        """`[d]`: the largest magnitude of each channel of the table."""
+        return self.table.abs().amax(0)
+
+    @cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
         if len(self.table) <= BASIS:
@@ -168,7 +173,7 @@ def _multiply(
         table = _read_table(factor, exact, step.shape[-1])
         made = []
         for row in rows:
-            largest = row.table.abs().amax(0)
+            largest = row.largest
             if table is not None:
                 moved, stray = row.table * table[0], largest * table[1]
             else:
@@ -245,33 +250,30 @@ def bound_image(weight: torch.Tensor, ellipses: Sequence[Ellipse], entries: int)
     Cost: one pass over the weight, a product with `BASIS` columns for each ellipse.
     """
     slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
+    gains = torch.stack([x.gain.square() for x in ellipses], 1)
+    rests = torch.stack([x.rest + x.basis[2] + 2.0**-11 * x.largest for x in ellipses], 1)
+    rows = torch.cat([x.basis[1] for x in ellipses]).T.contiguous()
     found = []
     for part in weight.split(max(1, entries // max(weight.shape[1], 1))):
         wide = part.double()
-        squares, sizes = wide.square(), wide.abs()
-        found.append(torch.stack([_bound_rows(wide, squares, sizes, slack, x) for x in ellipses]))
-    return torch.cat(found, 1).amax(0)
+        moved = _move_most(wide @ rows, ellipses)
+        strayed = (wide.abs() @ rests) * (1 + 2.0**-11)
+        core = (wide.square_() @ gains).sqrt() * (1 + 2.0**-11) + slack * gains.sum(0).sqrt()
+        radius = torch.tensor([x.radius for x in ellipses]).double()
+        found.append((radius * core + moved + strayed + slack * _sum_rest(ellipses)).amax(1))
+    return torch.cat(found)
 
 
-def _bound_rows(
-    wide: torch.Tensor,
-    squares: torch.Tensor,
-    sizes: torch.Tensor,
-    slack: float,
-    ellipse: Ellipse,
-) -> torch.Tensor:
-    coefficients, rows, left = ellipse.basis
-    core = (squares @ ellipse.gain.square()).sqrt() * (1 + 2.0**-11)
-    core = ellipse.radius * (core + slack * ellipse.gain.square().sum().sqrt())
-    moved = ((wide @ rows.T) @ coefficients.T).abs().amax(1)
-    largest = ellipse.table.abs().amax(0)
-    strayed = sizes @ (ellipse.rest + left + 2.0**-11 * largest)
-    return (
-        core
-        + moved
-        + strayed * (1 + 2.0**-11)
-        + slack * float((largest + ellipse.rest + left).sum())
+def _move_most(products: torch.Tensor, ellipses: Sequence[Ellipse]) -> torch.Tensor:
+    """`[out, ellipses]`: the largest product with a table, from those with its basis, side by side."""
+    parts = products.split([len(x.basis[1]) for x in ellipses], dim=1)
+    return torch.stack(
+        [(y @ x.basis[0].T).abs_().amax(1) for x, y in zip(ellipses, parts, strict=True)], 1
     )
+
+
+def _sum_rest(ellipses: Sequence[Ellipse]) -> torch.Tensor:
+    return torch.stack([(x.largest + x.rest + x.basis[2]).sum() for x in ellipses])
 
 
 __all__ = ["Ellipse", "Ellipses", "bound_image", "by_channel", "follow", "rounded"]

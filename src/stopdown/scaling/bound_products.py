@@ -26,7 +26,7 @@ from stopdown.scaling.bound_values import (
 )
 from stopdown.scaling.exact_values import WEIGHT_FLOOR
 
-ROW_ENTRIES = 1 << 22
+ROW_ENTRIES = 1 << 18
 """Weights are widened to float64 in parts of at most this many values."""
 
 WEIGHT_ROUNDING = 2.0**-11
