@@ -253,6 +253,22 @@ def test_every_timestep_is_computed() -> None:
     assert math.sin(1.0) * 64 <= bound.largest <= math.sin(1.0) * 64 * 1.01
 
 
+def test_two_timesteps_are_not_taken_for_one() -> None:
+    """A difference of two timesteps is bounded for every pair, not for equal ones alone."""
+
+    class Model(nn.Module):
+        def forward(
+            self, timestep: torch.Tensor, timestep_r: torch.Tensor, x: torch.Tensor
+        ) -> torch.Tensor:
+            return x * ((timestep - timestep_r).float() * 0.001).to(x.dtype)
+
+    model = Model()
+    call = {"timestep": torch.tensor([3]), "timestep_r": torch.tensor([3]), "x": torch.randn(2, 4)}
+    case = bound_one(model, model, (), call)
+    (bound,) = [x for n, x in case.bounds.values.items() if n.startswith("mul_")][-1:]
+    assert bound is None or bound.largest >= 64
+
+
 def test_values_written_in_place_are_seen_through_every_name() -> None:
     """A bound of a tensor covers what is copied into a part of it later."""
 

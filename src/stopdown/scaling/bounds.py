@@ -200,7 +200,7 @@ class _Walk:
         elif name in self.limits.fixed:
             self._hold_known(node, self.limits.fixed[name])
         elif name in self.limits.timesteps:
-            self.held[node] = self._hold_timesteps(node)
+            self._hold_timesteps(node)
         elif is_float(node):
             largest = self.limits.largest.get(name, math.inf)
             if math.isfinite(largest):
@@ -220,12 +220,19 @@ class _Walk:
             made = replace(made, radius=(made.center - there).abs())
         self.held[node] = made
 
-    def _hold_timesteps(self, node: Node) -> Exact:
-        """Every timestep, in each element of the call's tensor at once."""
+    def _hold_timesteps(self, node: Node) -> None:
+        """Every timestep, in each element of the call's tensor at once.
+
+        Two timesteps move one without the other: what is computed for all of one at once would hold
+        for pairs alone, so they are bounded like any other value.
+        """
         steps, shape = self.limits.timesteps[node.name], shape_of(node)
+        if len(self.limits.timesteps) > 1:
+            self._keep(node, uniform(float(steps.values.abs().max()) + steps.radius, shape))
+            return
         wide = steps.values.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
         made = make_exact(wide, batched=True)
-        return replace(made, radius=made.radius + steps.radius)
+        self.held[node] = replace(made, radius=made.radius + steps.radius)
 
     def _bound_parameter(self, node: Node) -> Bound | None:
         tensor = self.load(node)
