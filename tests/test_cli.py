@@ -508,7 +508,7 @@ def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here:
     exact = "But for rounding its weights to fp16 it is bit for bit the original."
     for text in ("text_encoder", "unet", "vae", exact):
         assert text in " ".join(out.split())
-    assert 'from_pretrained("out", torch_dtype=torch.float16)\n' in out
+    assert 'from_pretrained("out", dtype=torch.float16)\n' in out
     assert sorted(path.name for path in here.iterdir()) == ["out", "plan.json"]
     code, out, _ = run("convert", folder, "out", "--plan", plan, "--force", "--json")
     assert (code, json.loads(out)["kind"]) == (0, "conversion")

@@ -233,7 +233,7 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     assert unet.effect <= expressing.EFFECT_LIMIT
     assert any(f"Eps that no configuration sets: {len(unet.eps_left)}." in x for x in unet.reasons)
     assert record.load == (
-        f'StableDiffusionPipeline.from_pretrained("{output}", torch_dtype=torch.float16)'
+        f'StableDiffusionPipeline.from_pretrained("{output}", dtype=torch.float16)'
     )
 
 

@@ -148,6 +148,25 @@ def test_unrelated_messages_are_unknown() -> None:
     assert all(x.run_next for x in found)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+        "capacity of 15.77 GiB of which 1.42 GiB is free.",
+        "torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 6.00 GiB",
+        "RuntimeError: MPS backend out of memory (MPS allocated: 17.9 GB, max allowed: 18.1 GB)",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 1000000000000 bytes.",
+    ],
+)
+def test_too_little_memory_leads_to_what_fits(message: str) -> None:
+    """On every backend: what each way to save takes, and how to run within a limit."""
+    found = explain(message)
+    assert found.fault == "memory"
+    assert "stopdown generate SOURCE PROMPT --memory auto" in found.run_next
+    assert any("stopdown plan SOURCE --memory auto" in line for line in found.remedy)
+
+
 def test_without_knowledge_everything_is_unknown() -> None:
     """It is the data that answers: with none, the surest message is unknown."""
     assert explain_text(MESSAGES[1][0], parse_knowledge([])).fault == UNKNOWN

@@ -461,4 +461,4 @@ def _describe_load(work: _Work, output: str | Path) -> str:
         ]
         wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
     method = "from_single_file" if work.is_file else "from_pretrained"
-    return f'{work.source.pipeline_class}.{method}("{output}", torch_dtype={wanted})'
+    return f'{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'
