@@ -156,6 +156,7 @@ class MemoryRow:
             not known.
         changes: what it changes in the picture beyond the seams of tiles; "" for nothing. It is used
             only when that was allowed.
+        precision: what it computes in: `fp16 rescaled`, `fp16 with fp32 islands`, `fp32`.
     """
 
     strategy: str
@@ -174,13 +175,18 @@ class MemoryPlan:
     Attributes:
         source: the model as it was named.
         device: what it was predicted for.
-        precisions: component to format.
+        precisions: component to format, of the chosen way to compute; of the first when none fits.
         request: sizes and steps of the run.
         limit_bytes: what was allowed.
-        rows: every strategy, those that cost the least time first.
-        chosen: name of the first that fits; "" when none does.
+        rows: every strategy of every way, in each those that cost the least time first.
+        chosen: name of the strategy that takes the least time among those that fit; "" when none
+            does.
         reasons: whole sentences.
         elapsed_s: seconds that the prediction took.
+        precision: name of the way that was chosen; "" when nothing fits.
+        flag: what `--precision` has to say for it.
+        bits: name of a way to the significant bits of its coarsest format.
+        remarks: name of a way to what else is to be said of it, a sentence.
     """
 
     source: str
@@ -192,6 +198,10 @@ class MemoryPlan:
     chosen: str
     reasons: tuple[str, ...]
     elapsed_s: float
+    precision: str = ""
+    flag: str = ""
+    bits: dict[str, int] = field(default_factory=dict)
+    remarks: dict[str, str] = field(default_factory=dict)
     kind: str = "memory"
     schema: int = field(default=SCHEMA)
 

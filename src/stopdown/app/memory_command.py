@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stopdown.app.request_options import read_allowed
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
     from stopdown.app.commands import Display
     from stopdown.app.plan_command import PlanOptions
-    from stopdown.memory.fitting import Fit
+    from stopdown.memory.rehearsing import Seen
     from stopdown.memory.speed import Speed
+    from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
+    from stopdown.planning.budgets import Budgeted, Way
     from stopdown.profiles import Profile
 
 _BY_HOW_MUCH = "the picture changes, by how much was not measured for this checkpoint."
@@ -34,15 +36,17 @@ _PROMPT = "a red circle moving left on a grey background"
 
 
 def plan_memory(options: PlanOptions, request: Request, display: Display) -> MemoryPlan:
-    """Predict what every strategy takes on a device, and choose; no weights are read.
+    """Predict what every strategy takes on a device in every precision, and choose; no weights are
+    read.
 
     Raises:
         StopdownError: anything that went wrong, with what to type.
     """
-    from stopdown.memory.fitting import sort_by_time
+    from stopdown.memory.rehearsing import Seen
     from stopdown.pipelines import sources
     from stopdown.pipelines.loading import complete_source
     from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.planning.budgets import choose_way, list_rows
     from stopdown.profiles import find_target
 
     begun = time.perf_counter()
@@ -54,20 +58,25 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
         sources.verify_index(found)
     with quiet_libraries():
         source, _ = complete_source(found, config=options.config)
-        precisions, is_planned = _choose_precisions(source, options.precision, profile)
-        fit = _predict(source, precisions, is_planned, profile, options, request, display)
-        speed = _find_speed(options.device or "auto", set(precisions.values()))
-    rows, chosen, reasons = _judge(sort_by_time(fit, speed), limit, profile, speed, allowed)
+        ways = _list_ways(source, options.precision, profile)
+        seen = Seen()
+        tried = [_try_way(source, way, profile, options, request, display, seen) for way in ways]
+    chosen = choose_way(tried, limit, allowed)
+    way = chosen[0] if chosen is not None else ways[0]
     return MemoryPlan(
         source=options.source,
         device=f"{profile.name} ({profile.title})",
-        precisions=precisions,
+        precisions=dict(way.precisions),
         request=_describe(options),
         limit_bytes=limit,
-        rows=rows,
-        chosen=chosen,
-        reasons=reasons,
+        rows=list_rows(tried),
+        chosen=chosen[1].strategy.name if chosen is not None else "",
+        reasons=_explain(tried, chosen, limit, profile, allowed),
         elapsed_s=round(time.perf_counter() - begun, 3),
+        precision=way.name if chosen is not None else "",
+        flag=way.flag,
+        bits={one.name: one.bits for one in ways},
+        remarks={one.name: one.remark for one in ways if one.remark},
     )
 
 
@@ -84,48 +93,54 @@ def _read_limit(text: str, profile: Profile) -> int:
     return profile.memory_bytes
 
 
-def _choose_precisions(source: Source, asked: str, profile: Profile) -> tuple[dict[str, str], bool]:
-    """Format of each component as a run would have it, and whether by a plan."""
+def _list_ways(source: Source, asked: str, profile: Profile) -> list[Way]:
     from stopdown.pipelines.sizes import read_configs
-    from stopdown.planning.loading import decide, gather_facts
-    from stopdown.planning.precision import explain_plan
+    from stopdown.planning.applying import check_source
+    from stopdown.planning.budgets import list_ways
+    from stopdown.planning.loading import gather_facts
+    from stopdown.planning.plan_files import read_plan
 
+    plan = read_plan(asked.strip()) if asked.strip().endswith(".json") else None
+    if plan is not None:
+        check_source(plan, source)
     facts = gather_facts(source, read_configs(source.path))
-    if asked == "fp16" or (asked == "auto" and explain_plan(facts, profile.supports)):
-        return {fact.name: "fp16" for fact in facts}, True
-    decisions = decide(facts, profile.supports, asked)
-    return {d.component.partition(".")[0]: d.precision for d in decisions}, False
+    return list_ways(facts, profile.supports, asked, plan)
 
 
-def _predict(
+def _try_way(
     source: Source,
-    precisions: Mapping[str, str],
-    is_planned: bool,
+    way: Way,
     profile: Profile,
     options: PlanOptions,
     request: Request,
     display: Display,
-) -> Fit:
+    seen: Seen,
+) -> Budgeted:
+    """What every strategy takes in one precision, those that cost the least time first."""
     import dataclasses
 
-    from stopdown.formats import FORMATS
-    from stopdown.memory.fitting import list_storages, predict_all
+    from stopdown.memory.fitting import list_storages, predict_all, sort_by_time
     from stopdown.pipelines.requests import build_arguments
-    from stopdown.pipelines.stand_ins import build_stand_in
+    from stopdown.planning.budgets import Budgeted, build_way, weigh_speed
     from stopdown.planning.examining import has_fused_attention
 
-    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in precisions.items()}
-    pipe = build_stand_in(source, dtypes, keep_fp32=not is_planned)
+    formats = set(way.precisions.values())
+    pipe = build_way(source, way)
     request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
-    return predict_all(
+    fit = predict_all(
         pipe,
         build_arguments(pipe, request),
         steps=options.steps,
-        fused=has_fused_attention(profile, set(precisions.values())),
+        fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         storages=list_storages(profile.kind),
-        progress=lambda done, total: display.progress("plan", "rehearsing", done, total),
+        seen=seen,
+        progress=lambda done, total: display.progress("plan", f"in {way.name}", done, total),
     )
+    device = options.device or "auto"
+    wide = _find_speed(device, {"fp32"}) if way.island_share else None
+    speed = weigh_speed(way, _find_speed(device, formats), wide)
+    return Budgeted(way, sort_by_time(fit, speed), speed)
 
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:
@@ -137,33 +152,77 @@ def _find_speed(name: str, formats: set[str]) -> Speed | None:
     return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
 
 
-def _judge(
-    fit: Fit, limit: int, profile: Profile, speed: Speed | None, allowed: tuple[str, ...]
-) -> tuple[tuple[MemoryRow, ...], str, tuple[str, ...]]:
+def _explain(
+    tried: Sequence[Budgeted],
+    chosen: tuple[Way, Prediction] | None,
+    limit: int,
+    profile: Profile,
+    allowed: tuple[str, ...],
+) -> tuple[str, ...]:
+    """Why this one and not another, as whole sentences."""
     from stopdown.formats import format_bytes
-    from stopdown.memory.fitting import HEADROOM, choose, find_smallest, make_rows
+    from stopdown.memory.fitting import HEADROOM
 
-    chosen = choose(fit, limit, allowed)
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
+    reasons = [_explain_choice(tried, chosen, usable, allowed)]
     if chosen is not None:
-        peak = format_bytes(chosen.peak_bytes)
-        reasons: tuple[str, ...] = (
-            f"{chosen.strategy.name} is predicted to take {peak}, and is the first in the order of "
-            f"time that stays within {usable}.",
-        )
-        reasons += (ROUNDED[chosen.strategy.storage],) * (chosen.strategy.storage in ROUNDED)
-    else:
-        least = find_smallest(fit, allowed)
-        reasons = (
-            f"Nothing stays within {usable}: the smallest, {least.strategy.name}, is predicted to "
-            f"take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or fewer "
-            "--frames.",
-        )
+        way, prediction = chosen
+        reasons += [ROUNDED[name] for name in ROUNDED if name == prediction.strategy.storage]
+        others = (one for one in tried if one.way is not way)
+        reasons += [_explain_other(one, tried, limit, allowed) for one in others]
     if profile.kind != "cpu":
-        reasons += ("Workspaces of the device's kernels and its allocator's rounding come on top.",)
-    if speed is not None:
-        reasons += (f"Times are estimated from {speed.reason}",)
-    return make_rows(fit, speed), chosen.strategy.name if chosen else "", reasons
+        reasons.append(
+            "Workspaces of the device's kernels and its allocator's rounding come on top."
+        )
+    said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
+    return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
+
+
+def _explain_choice(
+    tried: Sequence[Budgeted],
+    chosen: tuple[Way, Prediction] | None,
+    usable: str,
+    allowed: tuple[str, ...],
+) -> str:
+    from stopdown.formats import format_bytes
+    from stopdown.memory.fitting import find_smallest
+
+    if chosen is not None:
+        way, prediction = chosen
+        return (
+            f"{way.name} with {prediction.strategy.name} is predicted to take "
+            f"{format_bytes(prediction.peak_bytes)}, and is the first in the order of time that stays "
+            f"within {usable}."
+        )
+    smallest = [(one.way, find_smallest(one.fit, allowed)) for one in tried]
+    way, least = min(smallest, key=lambda pair: pair[1].peak_bytes)
+    return (
+        f"Nothing stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
+        f"predicted to take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or "
+        "fewer --frames."
+    )
+
+
+def _explain_other(
+    one: Budgeted, tried: Sequence[Budgeted], limit: int, allowed: tuple[str, ...]
+) -> str:
+    """What another way would have come to."""
+    from stopdown.formats import format_bytes
+    from stopdown.memory.fitting import choose
+    from stopdown.planning.budgets import list_rows
+
+    found = choose(one.fit, limit, allowed)
+    if found is None:
+        return f"{one.way.name}: nothing fits."
+    row = next(
+        row
+        for row in list_rows(tried)
+        if row.precision == one.way.name and row.strategy == found.strategy.name
+    )
+    time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
+    return (
+        f"{one.way.name}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
+    )
 
 
 def _describe(options: PlanOptions) -> dict[str, Any]:
@@ -172,31 +231,59 @@ def _describe(options: PlanOptions) -> dict[str, Any]:
 
 
 def print_memory(plan: MemoryPlan, console: Console) -> None:
-    """Print the table of strategies, and what was chosen and why."""
-    from rich.table import Table
-
+    """Print a table of strategies for each precision, and what was chosen and why."""
     formats = ", ".join(f"{name} {entry}" for name, entry in plan.precisions.items())
     console.print(f"{plan.source} on {plan.device}: {formats}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("strategy", "peak", "in", "time", "moved"):
-        is_text = heading in ("strategy", "in")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
-    shown = list_worthwhile(plan.rows, plan.chosen)
-    for row in shown:
-        mark = "bold" if row.strategy == plan.chosen else ""
-        table.add_row(*_describe_row(row), style=mark)
-    console.print(table)
-    console.print("Strategies that take longer and no less are left out; --json has them all.")
-    if any(row.changes for row in shown):
+    changed = False
+    for name, bits in plan.bits.items():
+        rows = tuple(row for row in plan.rows if row.precision == name)
+        shown = list_worthwhile(rows, plan.chosen if name == plan.precision else "")
+        changed |= any(row.changes for row in shown)
+        remark = plan.remarks.get(name, "")
+        console.print(
+            f"\n{name}: {bits} significant bits, error not measured. {remark}".rstrip(),
+            soft_wrap=True,
+        )
+        _print_rows(shown, plan, console)
+    console.print(
+        "\nStrategies that take longer and no less are left out; --json has them all. Errors: "
+        f"stopdown compare {plan.source}",
+        soft_wrap=True,
+    )
+    if changed:
         console.print(
             "Those with fp8 or int8 change the picture: only with --allow fp8 or --allow int8."
         )
     for reason in plan.reasons:
         console.print(reason, soft_wrap=True)
     if plan.chosen:
-        limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
-        allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
-        console.print(f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}{allow}")
+        _print_command(plan, console)
+
+
+def _print_rows(rows: Sequence[MemoryRow], plan: MemoryPlan, console: Console) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for heading in ("strategy", "peak", "in", "time", "moved"):
+        is_text = heading in ("strategy", "in")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
+        table.add_row(*_describe_row(row), style="bold" if is_chosen else "")
+    console.print(table)
+
+
+def _print_command(plan: MemoryPlan, console: Console) -> None:
+    """What to type for the run that was chosen."""
+    limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
+    allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
+    flag = "" if plan.flag == "auto" else f" --precision {plan.flag}"
+    if plan.precision == "fp16 rescaled" and flag:
+        console.print(f"Make its plan: stopdown plan {plan.source} -o {plan.flag}", soft_wrap=True)
+    console.print(
+        f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}{allow}{flag}",
+        soft_wrap=True,
+    )
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:

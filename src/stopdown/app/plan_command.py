@@ -27,7 +27,7 @@ class PlanOptions:
         output: file to write.
         prompts: what to measure; empty for the prompts of Stopdown's own.
         steps: denoising steps of each run.
-        precision: `fp16`.
+        precision: `fp16`, which `auto` is as well; with `memory` see `memory_command`.
         residual: `native`, or `fp32` to keep residual streams in fp32.
         ranges: `measured`, `bound` or `auto`.
         certify: run nothing; bounds from the weights alone.
@@ -44,7 +44,7 @@ class PlanOptions:
     output: Path = Path("plan.json")
     prompts: tuple[str, ...] = ()
     steps: int = 4
-    precision: str = "fp16"
+    precision: str = "auto"
     residual: str = "native"
     ranges: str = "measured"
     certify: bool = False
@@ -101,7 +101,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     with quiet_libraries():
         made = make_plan(
             source,
-            precision=options.precision,
+            precision=_name_precision(options),
             device=options.device,
             prompts=options.prompts,
             steps=options.steps,
@@ -113,6 +113,11 @@ def plan(options: PlanOptions, display: Display) -> Plan:
         )
     write_plan(made, options.output)
     return made
+
+
+def _name_precision(options: PlanOptions) -> str:
+    """What a plan is made for: only fp16 needs one."""
+    return "fp16" if options.precision.strip().lower() == "auto" else options.precision
 
 
 def _check_certify(options: PlanOptions) -> None:
@@ -145,7 +150,7 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
 
     with quiet_libraries():
         return certify_plan(
-            source, precision=options.precision, request=request, progress=display.progress
+            source, precision=_name_precision(options), request=request, progress=display.progress
         )
 
 

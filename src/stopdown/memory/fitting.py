@@ -14,7 +14,7 @@ from typing import Any
 
 from stopdown.errors import OptionError
 from stopdown.memory.placing import put_variant
-from stopdown.memory.rehearsing import Rehearsal, Rehearser
+from stopdown.memory.rehearsing import Rehearsal, Rehearser, Seen
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Storage, Strategy, list_strategies, predict
 from stopdown.patches import Patches
@@ -51,6 +51,7 @@ def predict_all(
     fused: bool = True,
     on_cpu: bool = True,
     storages: Sequence[Storage] = ("fp8", "int8"),
+    seen: Seen | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """Rehearse a run in every variant, and predict every strategy.
@@ -64,6 +65,7 @@ def predict_all(
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         storages: formats of 8 bits that the device knows.
+        seen: what other pipelines of this configuration rehearsed; what is new is added.
 
     Raises:
         CaptureError: a component reads values of its inputs.
@@ -76,18 +78,19 @@ def predict_all(
         fused=fused,
         storages=storages if any(map(find_storable, modules)) else (),
     )
-    rehearser, seen = Rehearser(pipe, fused, on_cpu), dict[str, Rehearsal]()
+    rehearser = Rehearser(pipe, fused, on_cpu, Seen() if seen is None else seen)
+    found: dict[str, Rehearsal] = {}
     variants = {strategy.variant: strategy for strategy in strategies}
     for number, (variant, strategy) in enumerate(variants.items()):
         if progress is not None:
             progress(number, len(variants))
         with Patches() as patches:
             put_variant(pipe, strategy, patches)
-            seen[variant] = rehearser.rehearse(arguments, variant)
-    plain = next(iter(seen.values()))
-    fitting = [s for s in strategies if _list_shapes(seen[s.variant]) == _list_shapes(plain)]
-    predictions = tuple(predict(seen[s.variant], s, steps=steps) for s in fitting)
-    flops = tuple(_count_flops(seen[s.variant], steps) for s in fitting)
+            found[variant] = rehearser.rehearse(arguments, variant)
+    plain = next(iter(found.values()))
+    fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
+    predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
+    flops = tuple(_count_flops(found[s.variant], steps) for s in fitting)
     return Fit(predictions, flops, plain.strays)
 
 
@@ -99,7 +102,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     if speed is None:
         return fit
     pairs = list(zip(fit.predictions, fit.flops, strict=True))
-    pairs.sort(key=lambda pair: round(_estimate(pair[0], pair[1], speed), 9))
+    pairs.sort(key=lambda pair: round(estimate_time(pair[0], pair[1], speed), 9))
     predictions, flops = zip(*pairs, strict=True)
     return Fit(tuple(predictions), tuple(flops), fit.strays)
 
@@ -137,10 +140,15 @@ def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:
     return min(list_allowed(fit, allowed), key=lambda one: one.peak_bytes)
 
 
-def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
-    """The table of all strategies; times are ratios to everything resident."""
+def make_rows(fit: Fit, speed: Speed | None, unit_s: float | None = None) -> tuple[MemoryRow, ...]:
+    """The table of all strategies.
+
+    Args:
+        unit_s: what times are ratios to; None for everything resident.
+    """
     pairs = list(zip(fit.predictions, fit.flops, strict=True))
-    times = {one.strategy: _estimate(one, flops, speed) for one, flops in pairs}
+    times = {one.strategy: estimate_time(one, flops, speed) for one, flops in pairs}
+    unit_s = times[Strategy()] if unit_s is None else unit_s
     return tuple(
         MemoryRow(
             one.strategy.name,
@@ -148,7 +156,7 @@ def make_rows(fit: Fit, speed: Speed | None) -> tuple[MemoryRow, ...]:
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            round(times[one.strategy] / times[Strategy()], 3) if _is_timed(one, speed) else None,
+            round(times[one.strategy] / unit_s, 3) if _is_timed(one, speed) else None,
             CHANGES.get(one.strategy.storage, ""),
         )
         for one in fit.predictions
@@ -164,6 +172,19 @@ def _is_timed(prediction: Prediction, speed: Speed | None) -> bool:
     return speed is not None and (
         not prediction.widened_bytes or speed.widened_bytes_per_s is not None
     )
+
+
+def estimate_time(prediction: Prediction, flops: float, speed: Speed | None) -> float:
+    """Seconds that a run takes; 1.0 where nothing is known of the device.
+
+    Args:
+        flops: of the run.
+    """
+    if speed is None:
+        return 1.0
+    widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
+    moving = prediction.moved_bytes / speed.link_bytes_per_s
+    return flops / speed.flops_per_s + moving + widening
 
 
 def parse_bytes(text: str) -> int:
@@ -192,11 +213,3 @@ def _count_flops(rehearsal: Rehearsal, steps: int) -> float:
     return sum(
         call.flops * (repeats if call.stage == "denoise" else 1.0) for call in rehearsal.calls
     )
-
-
-def _estimate(prediction: Prediction, flops: float, speed: Speed | None) -> float:
-    if speed is None:
-        return 1.0
-    widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
-    moving = prediction.moved_bytes / speed.link_bytes_per_s
-    return flops / speed.flops_per_s + moving + widening

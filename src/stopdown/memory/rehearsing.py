@@ -115,6 +115,20 @@ class Rehearsal:
 
 
 @dataclass
+class Seen:
+    """Calls that were rehearsed, for pipelines of the same configuration: those of a component that
+    has the same formats in another one answer at once.
+
+    Attributes:
+        calls: by variant, component, formats of its parameters, and arguments.
+        strays: as in `Rehearsal`.
+    """
+
+    calls: dict[str, tuple[RehearsedCall, Any]] = field(default_factory=dict)
+    strays: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
+
+
+@dataclass
 class Rehearser:
     """Rehearses runs of one empty pipeline; calls that it has seen answer at once.
 
@@ -122,13 +136,13 @@ class Rehearser:
         pipe: from `stand_ins`.
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU.
+        seen: calls that were rehearsed.
     """
 
     pipe: Any
     fused: bool = True
     on_cpu: bool = True
-    _seen: dict[str, tuple[RehearsedCall, Any]] = field(default_factory=dict)
-    _strays: dict[str, dict[str, frozenset[str]]] = field(default_factory=dict)
+    seen: Seen = field(default_factory=Seen)
 
     def rehearse(self, arguments: dict[str, Any], variant: str = "") -> Rehearsal:
         """Run the pipeline once.
@@ -149,7 +163,7 @@ class Rehearser:
                 put_door(door, layer, patches)
             self.pipe(**arguments)
         parts = find_components(self.pipe)
-        strays = {name: dict(self._strays.get(name, {})) for name in parts}
+        strays = {name: dict(self.seen.strays.get(name, {})) for name in parts}
         return Rehearsal(
             calls=tuple(calls),
             weights={name: weigh(part) for name, part in parts.items()},
@@ -176,10 +190,11 @@ class Rehearser:
     ) -> Any:
         """Answer a call of a component with zeros, and note what it would have taken."""
         between, start = tracker.restart(), tracker.live_bytes
-        signature = f"{variant}|{door.component}|{sign_arguments(args, kwargs)}"
-        if signature not in self._seen:
-            self._seen[signature] = self._run(door, tracker, call, args, kwargs)
-        seen, output = self._seen[signature]
+        own = f"{self.fused}|{self.on_cpu}|{variant}|{door.component}|{_sign_formats(door.owner)}"
+        signature = f"{own}|{sign_arguments(args, kwargs)}"
+        if signature not in self.seen.calls:
+            self.seen.calls[signature] = self._run(door, tracker, call, args, kwargs)
+        seen, output = self.seen.calls[signature]
         calls.append(_shift(seen, start))
         tracker.peak_bytes = max(
             between, tracker.live_bytes
@@ -199,7 +214,7 @@ class Rehearser:
         tracker.ignore(name_parameters(door.owner).values())
         args, kwargs = map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
         start, flops = tracker.live_bytes, tracker.flops
-        strays = self._strays.setdefault(door.component.partition(".")[0], {})
+        strays = self.seen.strays.setdefault(door.component.partition(".")[0], {})
         clock = _Clock(tracker, start, strays)
         with Patches() as patches, _attention(self.fused):
             clock.put_on(door.owner, patches)
@@ -265,6 +280,10 @@ class _Clock:
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         self.close()
         self._stack.pop()
+
+
+def _sign_formats(module: torch.nn.Module) -> int:
+    return hash(tuple(str(x.dtype) for x in module.parameters()))
 
 
 def weigh(module: torch.nn.Module) -> dict[str, int]:
