@@ -166,6 +166,7 @@ class MemoryRow:
     stored_bytes: int
     time_ratio: float | None = None
     changes: str = ""
+    precision: str = ""
 
 
 @dataclass(frozen=True)

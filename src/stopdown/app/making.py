@@ -144,7 +144,13 @@ def plan(
         typer.Option(help="What to measure; give it again for more. Without it three of ours."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4,
-    precision: Annotated[str, typer.Option(help="fp16.")] = "fp16",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="fp16 or auto, which is the same; with --memory auto compares precisions, and fp32, "
+            "bf16, fp16 or a plan, plan.json, is that one."
+        ),
+    ] = "auto",
     residual: Annotated[
         str,
         typer.Option(
