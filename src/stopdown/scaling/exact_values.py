@@ -7,6 +7,7 @@ What has no rule here is bounded like everything else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from stopdown.numerics import CACHED_VALUES
 from stopdown.scaling.blocks import arguments, operation
 from stopdown.scaling.bound_values import Bound, Shape, make_bound
 
@@ -113,8 +115,23 @@ class Exact:
     @property
     def largest(self) -> torch.Tensor:
         """Largest magnitude over the timesteps, element by element, roundings aside."""
-        size = self.center.abs()
-        return size.amax(0) if self.batched else size
+        return self._over_timesteps[0] if self.batched else self.center.abs()
+
+    @functools.cached_property
+    def _over_timesteps(self) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Largest magnitudes, largest norms of rows, and the typical size; a few timesteps at once."""
+        center, shape = _drop_repeated(self.center), self.center.shape[1:]
+        peak = torch.zeros(center.shape[1:]).double()
+        norm = torch.zeros((*center.shape[1:-1], 1) if shape else ()).double()
+        total = 0.0
+        for part in center.split(max(1, CACHED_VALUES // max(peak.numel(), 1))):
+            sizes = part.double().abs()
+            peak = torch.maximum(peak, sizes.amax(0))
+            squares = sizes.square_().sum(-1, keepdim=True) if shape else sizes.square_()
+            norm = torch.maximum(norm, squares.amax(0))
+            total += float(squares.sum())
+        typical = (total / max(center.numel(), 1)) ** 0.5
+        return peak.expand(shape), norm.sqrt().expand((*shape[:-1], *norm.shape[-1:])), typical
 
 
 def make_exact(center: torch.Tensor, *, batched: bool = False) -> Exact:
@@ -128,14 +145,33 @@ def make_exact(center: torch.Tensor, *, batched: bool = False) -> Exact:
 def bound_exact(value: Exact, shape: Shape) -> Bound:
     """The bound that holds at every timestep."""
     peak = value.largest.double() + value.radius
-    center = value.center.double()
-    typical = float(center.square().mean().sqrt()) if center.numel() else 0.0
+    if value.batched:
+        _, norm, typical = value._over_timesteps
+    else:
+        squares = value.center.double().square()
+        typical = float(squares.mean().sqrt()) if squares.numel() else 0.0
+        norm = squares.sum(-1, keepdim=True).sqrt() if shape else squares
     if not shape:
         return make_bound(peak, shape, typical=typical)
-    squares = center.square().sum(-1, keepdim=True).sqrt()
-    norm = squares.amax(0) if value.batched else squares
     norm = norm + value.radius.square().sum(-1, keepdim=True).sqrt()
     return make_bound(peak, shape, typical=typical, norm=norm, rows=(len(shape) - 1,))
+
+
+def _drop_repeated(center: torch.Tensor) -> torch.Tensor:
+    """The same values without those that a dimension only shows again, as branches of guidance do."""
+    for dim, stride in enumerate(center.stride()):
+        if stride == 0 and 0 < dim < center.dim() - 1:
+            center = center.narrow(dim, 0, 1)
+    return center
+
+
+def _find_repeated(center: torch.Tensor) -> torch.Tensor:
+    """The same, where the values were copied: they are compared."""
+    for dim in range(1, center.dim() - 1):
+        first = center.narrow(dim, 0, 1)
+        if center.shape[dim] > 1 and torch.equal(first.expand_as(center), center):
+            center = first
+    return center
 
 
 def writes_in_place(node: Node) -> bool:
@@ -156,10 +192,8 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
         load: node to a parameter's values in float64, None when it is no parameter.
     """
     name = operation(node).rstrip("_")
-    sources = [x for x in node.all_input_nodes if load(x) is None]
+    sources = [x for x in node.all_input_nodes if isinstance(held(x), (Exact, list))]
     values = [held(x) for x in sources]
-    if not all(isinstance(x, (Exact, list)) for x in values):
-        return None
     if name == "getitem":
         number: Any = node.args[1]
         return values[0][number] if isinstance(values[0], list) else None
@@ -341,7 +375,10 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     if not isinstance(value, Exact) or weight is None or not isinstance(given["input"], Node):
         return None
     bias = load(given["bias"]) if isinstance(given.get("bias"), Node) else None
-    center = torch.nn.functional.linear(value.center, weight, bias)
+    few = _find_repeated(value.center)
+    flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
+    center = torch.nn.functional.linear(flat, weight, bias).reshape(*few.shape[:-1], -1)
+    center = center.expand(*value.center.shape[:-1], -1)
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
     count, sizes = weight.shape[1], weight.abs()
     largest = value.largest + value.radius
