@@ -15,13 +15,17 @@ from stopdown.numerics import relative_l2
 from stopdown.scaling import certifying, find_scaling, measure_call
 from stopdown.scaling.certifying import (
     VANISHING_BITS,
+    Kind,
     _find_most,
     _find_visible,
     describe_share,
     find_uncertain,
     mix_ranges,
+    scale_by_bounds,
+    scale_unmeasured,
 )
-from stopdown.scaling.problem import Limit, Problem
+from stopdown.scaling.folding import Scaling
+from stopdown.scaling.problem import Limit, Measured, Problem
 from stopdown.scaling.ranges import Range
 
 
@@ -182,6 +186,26 @@ def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
     sizes = {name: x.abs().max() for name, x in module.named_parameters()}
     assert all(size == 0 or size > 2.0**VANISHING_BITS for size in sizes.values())
     rescaling.undo()
+
+
+def find_vanishing(module: nn.Module, calls: list[Measured]) -> Scaling:
+    """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
+    bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)
+    return Scaling(exponents={"weight": -40} if bounded else {})
+
+
+def test_exponents_from_bounds_are_looked_at() -> None:
+    """With and without measurements, folds that would round a weight away are not given back."""
+    module, args = nn.Linear(4, 4), (torch.randn(2, 4),)
+    measured = measure_call(module, args, {}, dtype=torch.float16)
+    kinds = [Kind(measured, args, {})]
+    for ranges in ("bound", "auto"):
+        scaling = scale_by_bounds(module, kinds, ranges, find_vanishing)
+        assert not scaling.exponents
+        assert scaling.range_note.startswith("No bound is taken")
+    load = dict(module.named_parameters()).__getitem__
+    with pytest.raises(ScalingError, match="weight would vanish in fp16"):
+        scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)
 
 
 def test_a_parameter_that_vanishes_is_named() -> None:
