@@ -48,6 +48,7 @@ from stopdown.scaling import (  # noqa: E402
     fold_scaling,
     measure_again,
     measure_call,
+    scale_calls,
 )
 from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
 from stopdown.scaling.ranges import run_capture  # noqa: E402
@@ -112,6 +113,8 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     row |= {"autocast fp16": run_autocast(calls, reference)}
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
+    if scaling.islands:
+        scaling = scale_calls(module, [[call] for call in calls], torch.float16)
     row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
     row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
     row |= {
@@ -148,6 +151,8 @@ def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[
     measured = measure_calls(module, calls, prepared.streamed)
     try:
         scaling = find_scaling(module, measured, prepared.stream)
+        if scaling.islands:
+            scaling = scale_calls(module, [[call] for call in calls], torch.float16, "fp32")
     except StopdownError as error:
         return {"residual_note": str(error)}
     found = run_scaled(module, calls, scaling, reference, "fp32 residual")

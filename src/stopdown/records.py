@@ -401,6 +401,8 @@ class ResidualStream:
         norms: paths of the modules that cast what reaches them in fp16 to fp32.
         kept: parameters and buffers that stay in fp32.
         returns: True when the component casts what it returns in fp32 back to fp16.
+        closed: paths of the modules that cast what they return in fp32 back to fp16; where there are
+            some, the stream is fp32 inside them alone.
     """
 
     widened: tuple[str, ...]
@@ -408,6 +410,7 @@ class ResidualStream:
     norms: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     returns: bool = True
+    closed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -587,9 +587,9 @@ def test_what_folds_cannot_do_is_refused(
         convert_made("cogview3plus", folder, tmp_path / "out", plan)
     assert str(caught.value) == (
         f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
-        "two in its weights alone do not keep it in fp16's range; its plan has 1 multiply and the "
-        "fp32 island patch_embed. Files hold weights and configurations: no multiplies, islands or "
-        "casts. Write as stored what cannot be: --leave transformer. Or run the plan itself: "
+        "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
+        "fp32 sums inside patch_embed. Files hold weights and configurations: no multiplies, "
+        "islands or casts. Write as stored what cannot be: --leave transformer. Or run the plan itself: "
         f"stopdown generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,8 @@ from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale_
+from stopdown.scaling import rescaling as scaling_rescaling
+from stopdown.scaling.residual import open_islands
 from stopdown.testing import compare_snapshot, take_snapshot
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
@@ -98,6 +100,43 @@ def test_an_island_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     assert set(seen) == {torch.float32 if ISLANDS[path] else torch.float16}
     reference = run_calls(calls, torch.float32)
     assert max(map(relative_l2, outputs, reference)) < bf16 / 6
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "opened", "most"),
+    [("CogVideoX sinusoidal", 15, "patch_embed", 0.0), ("PixArt", 9, ".attn2", 0.02)],
+)
+def test_products_inside_an_island_are_done_in_fp16(
+    name: str, bits: int, opened: str, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums with a table that nothing scales are fp32, and the linears beside them are not."""
+    module, calls = make_example(name)
+    scale_weights(module, WAYS["encoder projection"], bits)
+    before, reference = take_snapshot(module), run_calls(calls, torch.float32)
+    bf16 = measure_error(module, calls, torch.bfloat16, None)
+    rescaling = rescale_(module, calls=calls)
+    stream = rescaling.scaling.stream
+    assert stream is not None
+    assert [path.endswith(opened) for path in stream.closed] == [True]
+    assert (rescaling.islands, rescaling.residual) == ((), "native")
+    assert rescaling.scaling.island_flops <= most
+    assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+    assert measure_error(module, calls, torch.float16, rescaling) < bf16 / 6
+    cast = cast_(module, torch.float16, rescaling)
+    inside = module.get_submodule(stream.closed[0])
+    linears = [x for x in inside.modules() if isinstance(x, torch.nn.Linear | torch.nn.Conv2d)]
+    assert {x.weight.dtype for x in linears} == {torch.float16}
+    cast.undo()
+    rescaling.undo()
+    assert compare_snapshot(before, module) == []
+    monkeypatch.setattr(scaling_rescaling, "open_islands", lambda *given: None)
+    assert rescale_(module, calls=calls).islands == stream.closed
+
+
+def test_an_island_without_products_inside_stays_one() -> None:
+    """There is nothing to open in a linear."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert open_islands(module, None, ("0",), []) is None
 
 
 def test_an_unknown_residual_is_refused() -> None:

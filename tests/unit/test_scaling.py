@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from stopdown.errors import ScalingError
+from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_
 
 WIDTH = 16
@@ -184,28 +185,55 @@ def test_an_operation_without_a_rule_is_pinned_and_named() -> None:
     assert rescaling.exponents == {}
 
 
-def test_what_cannot_be_scaled_becomes_an_island() -> None:
-    """A value that a gelu reads beyond fp16 keeps its module in fp32, between cast hooks."""
+class Feed(nn.Module):
+    """A gelu between two linears, all under a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(self.inner(x), (4,))
+
+
+class Bare(nn.Module):
+    """The same with the matrices in the module's own hands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(torch.randn(n, 12 - n) / 256) for n in (4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.gelu(x @ self.first) @ self.last
+
+
+class Fed(Feed):
+    """A feed-forward that nothing can be opened in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Bare()
+
+
+@pytest.mark.parametrize(("kind", "islands"), [(Feed, ()), (Fed, ("inner",))])
+def test_what_cannot_be_scaled_becomes_an_island(
+    kind: type[nn.Module], islands: tuple[str, ...]
+) -> None:
+    """A value that a gelu reads beyond fp16 is kept in fp32, between cast hooks; linears beside it
+    compute in fp16."""
     torch.manual_seed(0)
-
-    class Feed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return functional.layer_norm(self.inner(x), (4,))
-
-    module, x = Feed().eval().requires_grad_(False), torch.randn(3, 4)
-    module.inner[0].weight.mul_(2.0**20)
+    module, x = kind().eval().requires_grad_(False), torch.randn(3, 4) * 2.0**10
+    next(module.parameters()).mul_(2.0 ** (12 if kind is Feed else 18))
     reference = module(x)
     rescaling = rescale_(module, (x,))
-    assert rescaling.islands
+    assert rescaling.islands == islands
+    assert (rescaling.scaling.island_flops == 0) == (kind is Feed)
     assert torch.equal(module(x), reference)
     cast = cast_(module, torch.float16, rescaling)
     low = module(x.half())
     assert low.dtype == torch.float16
     assert bool(low.isfinite().all())
+    assert relative_l2(low, reference) < 0.005
     cast.undo()
     assert torch.equal(module(x), reference)
 

@@ -338,7 +338,8 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
     if count := len(entry.multiplies):
         parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
     if entry.stream is not None:
-        parts.append("fp32 residual stream")
+        inside = ", ".join(entry.stream.closed)
+        parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
     if entry.headroom_bits is not None:
         parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
     basis = _describe_basis(entry)

@@ -122,7 +122,8 @@ def describe_rest(entry: ComponentPlan) -> str:
     if entry.outputs:
         parts.append("an output in fp32")
     if entry.stream is not None:
-        parts.append("an fp32 residual stream")
+        inside = ", ".join(entry.stream.closed)
+        parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
     return " and ".join(parts) or "eps that no configuration sets"
 
 

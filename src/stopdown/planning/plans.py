@@ -331,7 +331,13 @@ def _list_reasons(entry: ComponentPlan) -> list[str]:
     if entry.outputs:
         numbers = ", ".join(entry.outputs)
         reasons.append(f"What it returns as number {numbers} is beyond fp16, and is fp32.")
-    if entry.stream is not None:
+    if entry.stream is not None and entry.stream.closed:
+        share = f", but for {100 * entry.island_flops:.1f} % of that work"
+        reasons.append(
+            f"Inside {', '.join(entry.stream.closed)} sums are fp32, because nothing there can be "
+            f"scaled; what multiplies matrices runs in fp16{share if entry.island_flops else ''}."
+        )
+    elif entry.stream is not None:
         count = len(entry.stream.widened)
         reasons.append(
             f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "

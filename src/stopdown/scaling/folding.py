@@ -108,7 +108,8 @@ class Rescaling:
     @property
     def residual(self) -> str:
         """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
-        return "native" if self.scaling.stream is None else "fp32"
+        stream = self.scaling.stream
+        return "native" if stream is None or stream.closed else "fp32"
 
     def defer(self, patches: Patches) -> None:
         """Take other changes of the module back before this one is."""
@@ -208,6 +209,9 @@ def put_stream(
         _hook_inputs(_find_module(module, path), torch.float32, dtype, patches)
     for path in stream.norms:
         _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
+    for path in stream.closed:
+        hook = partial(_cast_output, torch.float32, dtype)
+        patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
     if stream.returns:
         hook = partial(_cast_output, torch.float32, dtype)
         # before what takes exponents off in fp32: that stays fp32

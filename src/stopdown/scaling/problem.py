@@ -146,6 +146,7 @@ def state_problem(
     *,
     multiplies: bool = False,
     widened: frozenset[str] = frozenset(),
+    closed: frozenset[str] = frozenset(),
     wide_outputs: frozenset[int] = frozenset(),
 ) -> Problem:
     """The problem of scaling a module for the given calls.
@@ -153,6 +154,7 @@ def state_problem(
     Args:
         multiplies: allow an explicit multiply at the output of each module.
         widened: modules at whose output one is allowed in any case.
+        closed: those of them that cast their output to fp16, behind the multiply.
         wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
@@ -161,7 +163,7 @@ def state_problem(
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
-        _Stater(problem, module, call, index, multiplies).state()
+        _Stater(problem, module, call, index, multiplies, closed).state()
     return problem
 
 
@@ -169,7 +171,13 @@ class _Stater:
     """States one call's equations and limits; answers what rules ask."""
 
     def __init__(
-        self, problem: Problem, module: torch.nn.Module, call: Measured, index: int, outer: bool
+        self,
+        problem: Problem,
+        module: torch.nn.Module,
+        call: Measured,
+        index: int,
+        outer: bool,
+        closed: frozenset[str],
     ) -> None:
         self.problem, self.module, self.call, self.index = problem, module, call, index
         self.system = problem.system
@@ -179,6 +187,9 @@ class _Stater:
             for node, path in find_exits(call).items()
             if outer or path in problem.widened
         }
+        self.casts = {x for x, path in self.exits.items() if path in closed and _is_narrowing(x)}
+        for cast in self.casts:
+            self.exits[cast.all_input_nodes[0]] = self.exits.pop(cast)
 
     def state(self) -> None:
         for node in self.graph.nodes:
@@ -237,7 +248,9 @@ class _Stater:
 
     def _beyond_exit(self, node: Node, user: Node, inner: int) -> int:
         path = self.exits.get(node)
-        if path is None or user is node or is_inside(module_path(user), path):
+        if path is None or user is node:
+            return inner
+        if user not in self.casts and is_inside(module_path(user), path):
             return inner
         outer = ("outer", self.index, node.name)
         if outer not in self.system.keys:
@@ -345,6 +358,13 @@ class _Stater:
             share = size / total
             for path in _stack_paths(node):
                 self.problem.flops[path] = self.problem.flops.get(path, 0.0) + share
+
+
+def _is_narrowing(node: Node) -> bool:
+    """True for a cast from fp32 to fp16."""
+    source = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
+    is_wide = isinstance(source, torch.Tensor) and source.dtype == torch.float32
+    return is_wide and operation(node) in ("to", "_to_copy")
 
 
 def _is_split(node: Node) -> bool:

@@ -165,6 +165,7 @@ class _Runner(torch.fx.Interpreter):
         self, capture: Capture, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         super().__init__(capture.graph)
+        self.extra_traceback = False  # it would write the graph's node into our errors
         self.capture, self.tensors = capture, tensors
         self.named = name_parameters(module)
         self.masked = find_masked(capture.graph.graph)

@@ -32,7 +32,13 @@ from stopdown.scaling.problem import (
     state_problem,
 )
 from stopdown.scaling.ranges import measure_ranges, merge_ranges
-from stopdown.scaling.residual import demand_agreement, find_stream, with_stream
+from stopdown.scaling.residual import (
+    demand_agreement,
+    find_stream,
+    measure_wide_flops,
+    open_islands,
+    with_stream,
+)
 from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
 from stopdown.scaling.weights import check_weights, refuse_quantised
 
@@ -172,14 +178,42 @@ def _scale_streamed(
     stream: ResidualStream | None,
     ranges: str,
 ) -> Scaling:
-    found = [
+    found = _measure_kinds(module, kinds, dtype, stream)
+    scaling = _scale_measured(module, found, stream, ranges)
+    opened = open_islands(module, stream, scaling.islands, [x.measured.capture for x in found])
+    if opened is None:
+        return scaling
+    try:
+        again = _measure_kinds(module, kinds, dtype, opened)
+        for one, other in zip(found, again, strict=True):
+            demand_agreement(one.measured.capture, other.measured.capture)
+        inside = _scale_measured(module, again, opened, ranges)
+    except (CaptureError, ScalingError):
+        return scaling
+    before, after = (max(measure_wide_flops(x.measured.capture) for x in y) for y in (found, again))
+    share = inside.island_flops + max(after - before, 0.0)
+    return replace(inside, island_flops=share) if share < scaling.island_flops else scaling
+
+
+def _scale_measured(
+    module: torch.nn.Module, found: Sequence[Kind], stream: ResidualStream | None, ranges: str
+) -> Scaling:
+    if ranges == "measured":
+        return find_scaling(module, [x.measured for x in found], stream)
+    return scale_by_bounds(module, found, ranges, partial(find_scaling, stream=stream))
+
+
+def _measure_kinds(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    stream: ResidualStream | None,
+) -> list[Kind]:
+    return [
         Kind(x, kind[0][1], kind[0][2] or {})
         for kind in kinds
         for x in _measure_kind(module, kind, dtype, stream)
     ]
-    if ranges == "measured":
-        return find_scaling(module, [x.measured for x in found], stream)
-    return scale_by_bounds(module, found, ranges, partial(find_scaling, stream=stream))
 
 
 def _measure_kind(
@@ -315,16 +349,20 @@ def find_scaling(
     Raises:
         ScalingError: there are none.
     """
-    widened = frozenset() if stream is None else frozenset(stream.widened)
-    found = _find_cheapest(module, calls, widened)
+    found = _find_cheapest(module, calls, stream or ResidualStream((), ()))
     return replace(found, stream=stream)
 
 
 def _find_cheapest(
-    module: torch.nn.Module, calls: Sequence[Measured], widened: frozenset[str]
+    module: torch.nn.Module, calls: Sequence[Measured], stream: ResidualStream
 ) -> Scaling:
     state = partial(
-        state_problem, module, calls, widened=widened, wide_outputs=find_wide_outputs(calls)
+        state_problem,
+        module,
+        calls,
+        widened=frozenset((*stream.widened, *stream.closed)),
+        closed=frozenset(stream.closed),
+        wide_outputs=find_wide_outputs(calls),
     )
     plain, wider = state(), cache(partial(state, multiplies=True))
     for bits in HARD_TOPS_BITS:

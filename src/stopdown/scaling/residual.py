@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -72,6 +73,45 @@ def find_stream(
         norms=tuple(sorted({path for reader in readers for path in reader.norms(wide)})),
         kept=tuple(sorted(wide)),
         returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
+    )
+
+
+def open_islands(
+    module: torch.nn.Module,
+    stream: ResidualStream | None,
+    islands: Sequence[str],
+    captures: Sequence[Capture],
+) -> ResidualStream | None:
+    """The casts under which the products inside islands are done in 16 bits, all else in fp32.
+
+    What the linears and convolutions inside them return is widened, and multiplied there if it must
+    be: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
+    island has such modules inside.
+
+    Args:
+        stream: that the module has in any case.
+        captures: its calls, in the dtype that its matrices are to have.
+    """
+    matrices = {path for capture in captures for path in _Reader(capture).matrices}
+    inner = {p for p in matrices if any(p != x and is_inside(p, x) for x in islands)}
+    opened = [x for x in islands if any(is_inside(p, x) for p in inner)]
+    if not opened:
+        return None
+    kept = {
+        name
+        for name, tensor in name_parameters(module).items()
+        if tensor.is_floating_point()
+        and any(is_inside(name, x) for x in opened)
+        and name.rpartition(".")[0] not in inner
+    }
+    known = stream or ResidualStream((), (), returns=False)
+    return replace(
+        known,
+        widened=tuple(sorted({*known.widened, *inner})),
+        narrowed=tuple(sorted({*known.narrowed, *inner})),
+        norms=tuple(sorted({*known.norms, *opened})),
+        kept=tuple(sorted({*known.kept, *kept})),
+        closed=tuple(opened) if stream is None else (),
     )
 
 
