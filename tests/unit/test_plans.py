@@ -17,10 +17,10 @@ from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Door
 from stopdown.pipelines.sources import Source
-from stopdown.planning import applying, choosing, measuring, plan_files, plans
+from stopdown.planning import applying, choosing, expressing, measuring, plan_files, plans
 from stopdown.planning.precision import ComponentFacts, explain_plan
 from stopdown.planning.recording import MOST_CALLS, RecordedCall, _thin_out, sign_call
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, ResidualStream
 from stopdown.scaling import Scaling
 
 ENTRY = ComponentPlan(
@@ -233,6 +233,25 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
         "Kept as they are for want of a rule: bessel.",
     )
     assert applying.read_scaling(entry) == scaling
+
+
+@pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", but for 1.2 % of that work.")])
+def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_path: Path) -> None:
+    """A stream that ends where a module does is no residual stream; the file keeps where it ends."""
+    stream = ResidualStream(("embed.proj",), ("embed.proj",), returns=False, closed=("embed",))
+    scaling = Scaling(multiplies={"embed": -4}, island_flops=share, stream=stream)
+    entry = plans.describe_scaling(
+        ComponentPlan("transformer", "X", "", "fp32"), scaling, "fp16", 3
+    )
+    assert entry.reasons[-1] == (
+        "Inside embed sums are fp32, because nothing there can be scaled; what multiplies matrices "
+        f"runs in fp16{rest}"
+    )
+    assert "fp32 sums in embed" in applying.describe_entry(entry, "plan.json")
+    assert expressing.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
+    plan = dataclasses.replace(PLAN, components=(entry,))
+    plan_files.write_plan(plan_files.seal_plan(plan), tmp_path / "plan.json")
+    assert plan_files.read_plan(tmp_path / "plan.json").components[0].stream == stream
 
 
 def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> None:

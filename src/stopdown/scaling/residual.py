@@ -7,6 +7,9 @@ it in fp32 to fp16 first. Writers are found in the captured graph: module output
 of two values or a norm. What functional attention reads (query, key, value, their norms and
 rotations, a position bias) stays in fp16, because its operands must agree.
 
+An island can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
+in fp32, and a cast back where it ends.
+
 **Catches** writers behind views, gates, splits and concatenations, whatever the classes are called.
 **Does not catch** products that a model makes of stream values without a linear or convolution of
 a module: their operands, and all that is summed into them, stay in fp16.
