@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -344,13 +345,40 @@ def test_a_wrong_gain_or_shift_is_caught(
     """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
     right = bound_products.bound_image
 
-    def wrong(weight: torch.Tensor, rows: list[Ellipse], entries: int) -> torch.Tensor:
+    def wrong(weight: torch.Tensor, rows: list[Ellipse], entries: int) -> Any:
         halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
         return right(weight, halved, entries)
 
     monkeypatch.setattr(bound_products, "bound_image", wrong)
     bound, found = search_modulated(shifted)
     assert found > bound
+
+
+class Cancelling(nn.Module):
+    """Two linears of shifts that cancel in the whole sum and not in its first half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8, elementwise_affine=False)
+        self.known, self.behind = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        for layer in (self.known, self.behind):
+            nn.init.ones_(layer.weight)
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        shift = torch.tensor([500.0] * 4 + [-500.0] * 4) * timestep[:, None].sign()
+        shift = shift.to(x.dtype)
+        return self.behind(self.norm(x) + shift[:, None]) + self.known(shift)[:, None]
+
+
+def test_parts_of_sums_are_in_the_range() -> None:
+    """Where terms cancel, the range of a linear covers what half of them add up to."""
+    module = Cancelling().eval().requires_grad_(False)
+    call = {"x": torch.randn(1, 2, 8), "timestep": torch.tensor([7])}
+    case = bound_one(module, module, (), call)
+    linears = [x.name for x in case.list_sites() if x.name.startswith("linear")]
+    bounds = [case.bounds.values[name] for name in linears]
+    assert all(bound is not None and bound.largest < 100 for bound in bounds)
+    assert all(case.bounds.ranges[name][0].amax >= 2000 for name in linears)
 
 
 def test_rows_are_not_followed_across_columns() -> None:

@@ -240,11 +240,15 @@ def _join(step: Step, known: Mapping[Node, Ellipses]) -> Ellipses:
     return joined if all(found) and len(joined) <= MOST_PARTS else ()
 
 
-def bound_image(weight: torch.Tensor, ellipses: Sequence[Ellipse], entries: int) -> torch.Tensor:
-    """`[out]`: no element of `weight @ row` is larger, for any of the rows, the weight rounded.
+def bound_image(
+    weight: torch.Tensor, ellipses: Sequence[Ellipse], entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
+
+    In a part of a sum the shifts no longer cancel: there their magnitudes count.
 
     Args:
-        weight: `[out, d]`.
+        weight: `[out, d]`, as it is before it is rounded.
         entries: at most so many are widened to float64 at a time.
 
     Cost: one pass over the weight, a product with `BASIS` columns for each ellipse.
@@ -252,16 +256,19 @@ def bound_image(weight: torch.Tensor, ellipses: Sequence[Ellipse], entries: int)
     slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
     gains = torch.stack([x.gain.square() for x in ellipses], 1)
     rests = torch.stack([x.rest + x.basis[2] + 2.0**-11 * x.largest for x in ellipses], 1)
+    rests = torch.cat([rests, torch.stack([x.largest for x in ellipses], 1)], 1)
     rows = torch.cat([x.basis[1] for x in ellipses]).T.contiguous()
-    found = []
+    radius = torch.tensor([x.radius for x in ellipses]).double()
+    found, parts = [], []
     for part in weight.split(max(1, entries // max(weight.shape[1], 1))):
         wide = part.double()
         moved = _move_most(wide @ rows, ellipses)
-        strayed = (wide.abs() @ rests) * (1 + 2.0**-11)
+        strayed, sizes = ((wide.abs() @ rests) * (1 + 2.0**-11)).chunk(2, dim=1)
         core = (wide.square_() @ gains).sqrt() * (1 + 2.0**-11) + slack * gains.sum(0).sqrt()
-        radius = torch.tensor([x.radius for x in ellipses]).double()
-        found.append((radius * core + moved + strayed + slack * _sum_rest(ellipses)).amax(1))
-    return torch.cat(found)
+        core = radius * core + strayed + slack * _sum_rest(ellipses)
+        found.append((core + moved).amax(1))
+        parts.append((core + sizes).amax(1))
+    return torch.cat(found), torch.cat(parts)
 
 
 def _move_most(products: torch.Tensor, ellipses: Sequence[Ellipse]) -> torch.Tensor:

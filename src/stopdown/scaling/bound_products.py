@@ -24,7 +24,7 @@ from stopdown.scaling.bound_values import (
     norm_over,
     uniform,
 )
-from stopdown.scaling.exact_values import WEIGHT_FLOOR
+from stopdown.scaling.exact_values import WEIGHT_FLOOR, Exact
 
 ROW_ENTRIES = 1 << 18
 """Weights are widened to float64 in parts of at most this many values."""
@@ -101,13 +101,16 @@ def linear(step: Step) -> Bound | None:
     absolute = rows.absolute.reshape(spread)
     by_norm = rows.euclidean.reshape(spread) * norm
     strayed = values.shape[1] * SUM_ROUNDING * absolute
-    size = torch.minimum(absolute, by_norm)
+    size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
     if (composed := _compose_heads(step, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
     if found := step.known.ellipses(source):
-        size = torch.minimum(size, bound_image(values, found, ROW_ENTRIES).reshape(spread))
+        image, image_parts = bound_image(values, found, ROW_ENTRIES)
+        size = torch.minimum(size, image.reshape(spread))
+        parts = torch.minimum(parts, image_parts.reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
-    peak = size + strayed + _bias(step).reshape(spread)
+    more = strayed + _bias(step).reshape(spread)
+    peak, step.parts = size + more, parts + more
     if math.prod(values.shape) * min(values.shape) > MOST_SPECTRAL:
         return step.made(peak, typical)
     longest = _bound_length(step, values, norm, largest_over(strayed, (last,)))
@@ -144,21 +147,15 @@ def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
     return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
 
 
-def bound_partial_sums(step: Step) -> float:
-    """A bound of every part of the sums of a linear that is bounded as one map with its values.
-
-    0 where the bound of the result is one of its parts as well.
-    """
-    if operation(step.node) != "linear" or _find_values(step.node) is None:
-        return 0.0
-    source, weight = step.given["input"], step.given["weight"]
-    bound, values = step.bound(source), step.known.load(weight)
-    if bound is None or values is None:
-        return 0.0
-    last = len(step.shape) - 1
-    rows = measure_rows(values, largest_over(bound.peak, range(last)).reshape(-1))
-    norm = norm_over(bound, shape_of(source), (last,)).amax()
-    return float((torch.minimum(rows.absolute, rows.euclidean * norm) + _bias(step)).max())
+def bound_exact_parts(
+    weight: torch.Tensor, bias: torch.Tensor | None, value: Exact
+) -> torch.Tensor:
+    """`[out]`: a bound of every part of the sums of a linear whose input is known."""
+    largest = (value.largest + value.radius).reshape(-1, weight.shape[1]).amax(0)
+    sizes = weight.double().abs_()
+    slack = WEIGHT_FLOOR * float(sizes.max()) * float(largest.sum())
+    found = (sizes @ largest) * (1 + WEIGHT_ROUNDING) + slack
+    return found if bias is None else found + bias.double().abs() * (1 + 2 * WEIGHT_ROUNDING)
 
 
 def _compose_heads(step: Step, outer: torch.Tensor) -> torch.Tensor | None:
@@ -469,4 +466,4 @@ PRODUCTS: dict[str, Rule] = {
     "group_norm": normalise_groups,
 }
 
-__all__ = ["PRODUCTS", "bound_partial_sums", "bound_scores"]
+__all__ = ["PRODUCTS", "bound_exact_parts", "bound_scores"]

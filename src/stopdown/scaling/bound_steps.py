@@ -32,10 +32,16 @@ class Known(Protocol):
 
 @dataclass
 class Step:
-    """One operation whose result is to be bounded."""
+    """One operation whose result is to be bounded.
+
+    Attributes:
+        parts: what a rule knows of the parts of the result's sums, where the bound of the result is
+            none of theirs; it broadcasts to the result.
+    """
 
     node: Node
     known: Known
+    parts: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)

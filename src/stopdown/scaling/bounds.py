@@ -24,9 +24,9 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, module_path
 from stopdown.numerics import summarise_magnitudes
-from stopdown.scaling.blocks import SPLITS, Blocks, is_float, operation, shape_of
+from stopdown.scaling.blocks import SPLITS, Blocks, arguments, is_float, operation, shape_of
 from stopdown.scaling.bound_modulation import Ellipses, by_channel, follow, rounded
-from stopdown.scaling.bound_products import PRODUCTS, bound_partial_sums, bound_scores
+from stopdown.scaling.bound_products import PRODUCTS, bound_exact_parts, bound_scores
 from stopdown.scaling.bound_rules import MOVING, RULES
 from stopdown.scaling.bound_steps import Step, list_names
 from stopdown.scaling.bound_values import Bound, inflate, join, make_bound, uniform
@@ -281,11 +281,22 @@ class _Walk:
         if made is not None:
             self.held[node] = made
             if isinstance(made, Exact) and is_float(node):
-                self._record(node, bound_exact(made, shape_of(node)))
+                self._record(node, bound_exact(made, shape_of(node)), self._find_parts(node))
         elif is_float(node):
             self._apply_rule(node)
         if writes_in_place(node):
             self._change_aliases(node)
+
+    def _find_parts(self, node: Node) -> torch.Tensor | None:
+        """Bounds of the parts of a sum that is known: they may be larger than the sum."""
+        given = arguments(node)
+        if operation(node) != "linear" or not isinstance(given["input"], Node):
+            return None
+        value, weight = self._exact(given["input"]), self.load(given["weight"])
+        if value is None or weight is None:
+            return None
+        bias = self.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+        return bound_exact_parts(weight, bias, value)
 
     def _evaluate(self, node: Node) -> Any:
         sources = [x for x in node.all_input_nodes if x.name not in self.capture.parameters]
@@ -316,8 +327,7 @@ class _Walk:
             self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(step))
         if bound is not None and name not in MOVING:
             bound = self._round(node, bound)
-        partial = bound_partial_sums(step) if bound is not None else 0.0
-        self._keep(node, bound, partial)
+        self._keep(node, bound, step.parts)
         if bound is not None and not in_place:
             self._follow(step, bound, name)
 
@@ -344,27 +354,26 @@ class _Walk:
         floor = FLOOR if dtype == torch.float16 else 0.0
         return inflate(bound, RELATIVE.get(dtype, 2.0**-40), floor, shape_of(node))
 
-    def _keep(self, node: Node, bound: Bound | None, partial: float = 0.0) -> None:
+    def _keep(self, node: Node, bound: Bound | None, parts: torch.Tensor | None = None) -> None:
         if bound is None or not math.isfinite(bound.largest):
             self._miss(node, "")
             return
         self.held[node] = bound
-        self._record(node, bound, partial)
+        self._record(node, bound, parts)
 
-    def _record(self, node: Node, bound: Bound, partial: float = 0.0) -> None:
+    def _record(self, node: Node, bound: Bound, parts: torch.Tensor | None = None) -> None:
         self.found.values[node.name] = bound
-        self.found.ranges[node.name] = self._split(node, bound, partial)
+        peak = bound.peak if parts is None else torch.maximum(bound.peak, parts)
+        self.found.ranges[node.name] = self._split(node, peak, bound.typical)
 
-    def _split(self, node: Node, bound: Bound, partial: float) -> tuple[Range, ...]:
+    def _split(self, node: Node, peak: torch.Tensor, typical: float) -> tuple[Range, ...]:
         split = self.blocks.get(node)
-        if split is None or bound.peak.shape[split.dim] == 1:
-            count = 1 if split is None else len(split)
-            return (_as_range(max(bound.largest, partial), bound.typical),) * count
-        return tuple(
-            _as_range(max(float(bound.peak.narrow(split.dim, a, b - a).max()), partial),
-                      bound.typical)
-            for a, b in zip(split.bounds, split.bounds[1:], strict=False)
-        )  # fmt: skip
+        if split is None or peak.shape[split.dim] == 1:
+            count, largest = 1 if split is None else len(split), float(peak.max())
+            return (_as_range(largest, typical),) * count
+        pairs = zip(split.bounds, split.bounds[1:], strict=False)
+        sizes = [float(peak.narrow(split.dim, a, b - a).max()) for a, b in pairs]
+        return tuple(_as_range(size, typical) for size in sizes)
 
     def _miss(self, node: Node, reason: str) -> None:
         self.held[node] = None
