@@ -15,7 +15,7 @@ from torch import nn
 
 from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from rescaling_models import EXAMPLES
-from stopdown.scaling import bound_products
+from stopdown.scaling import bound_products, bound_spectral
 from stopdown.scaling import bounds as bounds_module
 from stopdown.scaling.bound_modulation import Ellipse
 from stopdown.scaling.bound_values import (
@@ -442,10 +442,22 @@ def test_a_row_is_no_longer_than_a_matrix_makes_it() -> None:
     assert found < bound < 1.02 * found
 
 
+@pytest.mark.parametrize("shape", [(96, 24), (24, 96), (64, 64)])
+def test_a_gram_matrix_gives_the_largest_singular_value(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound for large matrices is above the singular value, by less than 1 %, at any size of values."""
+    monkeypatch.setattr(bound_spectral, "DECOMPOSED", 0)
+    for size in (1e-30, 1.0, 1e30):
+        weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        exact = float(torch.linalg.matrix_norm(weight.double(), 2))
+        assert exact <= bound_spectral.measure_sigma(weight)[0] <= 1.01 * exact
+
+
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a bound that a row exceeds."""
-    right = bound_products._measure_sigma
-    monkeypatch.setattr(bound_products, "_measure_sigma", lambda x: (0.9 * right(x)[0], 0.0))
+    right = bound_products.measure_sigma
+    monkeypatch.setattr(bound_products, "measure_sigma", lambda x: (0.9 * right(x)[0], 0.0))
     bound, found = search_length()
     assert found > bound
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from stopdown.scaling.blocks import arguments, operation, shape_of
 from stopdown.scaling.bound_modulation import Ellipse, bound_image
+from stopdown.scaling.bound_spectral import DECOMPOSED, MOST_WORK, count_work, measure_sigma
 from stopdown.scaling.bound_steps import Rule, Step, strip_casts
 from stopdown.scaling.bound_values import (
     Bound,
@@ -24,16 +25,10 @@ from stopdown.scaling.bound_values import (
     norm_over,
     uniform,
 )
-from stopdown.scaling.exact_values import WEIGHT_FLOOR, Exact
+from stopdown.scaling.exact_values import WEIGHT_FLOOR, WEIGHT_ROUNDING, Exact
 
 ROW_ENTRIES = 1 << 18
 """Weights are widened to float64 in parts of at most this many values."""
-
-WEIGHT_ROUNDING = 2.0**-11
-"""A weight's relative error in fp16."""
-
-MOST_SPECTRAL = 1 << 27
-"""The largest singular value is taken of matrices with `out * in * min(out, in)` up to this."""
 
 SUM_ROUNDING = 2.0**-23
 """Relative error of one addition in fp32, doubled for that of the product."""
@@ -111,36 +106,39 @@ def linear(step: Step) -> Bound | None:
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
     more = strayed + _bias(step).reshape(spread)
     peak, step.parts = size + more, parts + more
-    if math.prod(values.shape) * min(values.shape) > MOST_SPECTRAL:
+    if not _is_worth_its_length(values):
         return step.made(peak, typical)
     longest = _bound_length(step, values, norm, largest_over(strayed, (last,)))
     return step.made(peak, typical, norm=longest, rows=(last,))
+
+
+def _is_worth_its_length(weight: torch.Tensor) -> bool:
+    """Whether its largest singular value is looked for: of large ones only where rows get longer.
+
+    Behind those the elements of a row are many, and its norm is far below what each of them allows.
+    """
+    work = count_work(weight)
+    return work <= DECOMPOSED or (work <= MOST_WORK and weight.shape[0] >= 2 * weight.shape[1])
 
 
 def _bound_length(
     step: Step, weight: torch.Tensor, norm: torch.Tensor, strayed: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
-    weight = weight.double()
-    longest = sum(_measure_sigma(weight)) * norm
-    if found := step.known.ellipses(step.given["input"]):
-        longest = longest.clamp(max=max(_bound_ellipse_length(weight, x) for x in found))
+    longest = sum(measure_sigma(weight)) * norm
+    found = step.known.ellipses(step.given["input"])
+    if found and count_work(weight) <= DECOMPOSED:
+        wide = weight.double()
+        longest = longest.clamp(max=max(_bound_ellipse_length(wide, x) for x in found))
     bias = _bias(step)
     moved = bias.square().sum() * (weight.shape[0] if bias.numel() == 1 else 1)
     return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * strayed
 
 
-def _measure_sigma(weight: torch.Tensor) -> tuple[float, float]:
-    """The largest singular value, with a margin, and how much rounding to fp16 adds to any of them."""
-    slack = WEIGHT_FLOOR * float(weight.abs().max()) * math.sqrt(weight.numel())
-    rounded = WEIGHT_ROUNDING * float(weight.square().sum().sqrt())
-    return float(torch.linalg.matrix_norm(weight, 2)) * (1 + 1e-9), rounded + slack
-
-
 def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
     """The same behind a norm: of gain and shift together, not of the largest of either."""
-    sigma, rounded = _measure_sigma(weight)
-    gained, _ = _measure_sigma(weight * row.gain)
+    sigma, rounded = measure_sigma(weight)
+    gained, _ = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
     shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())
     shifted += rounded * float(row.table.square().sum(-1).sqrt().max())

@@ -26,8 +26,11 @@ ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0
 FLOOR = 2.0**-12
 """Room for what is subnormal in fp16, relative to a tensor's largest magnitude."""
 
+WEIGHT_ROUNDING = 2.0**-11
+"""A weight's relative error in fp16."""
+
 WEIGHT_FLOOR = 2.0**-10
-"""The same of a weight."""
+"""Room for what is subnormal of a weight, relative to its largest magnitude."""
 
 MOST_ELEMENTS = 1 << 24
 
