@@ -14,6 +14,7 @@ from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.runtime.guarding import Guard, guard
+from stopdown.runtime.repairs import Patient
 
 COMPILED = "flux"
 HOOKED = "cogvideox"
@@ -143,6 +144,15 @@ def offload_leaves(pipe: Any) -> None:
     )
 
 
+def offload_sequentially(pipe: Any) -> None:
+    """As `enable_sequential_cpu_offload()`, which wants an accelerator: the same hooks, computing here."""
+    from accelerate import cpu_offload
+
+    for module in (pipe.transformer, pipe.vae):
+        cpu_offload(module, torch.device("cpu"), offload_buffers=bool(module._parameters))
+    assert all(weight.is_meta for weight in pipe.transformer.parameters())
+
+
 def cast_layers(pipe: Any) -> None:
     """Weights are kept in fp8 and computed with in fp16."""
     pipe.transformer.enable_layerwise_casting(
@@ -172,6 +182,7 @@ def broadcast_attention(pipe: Any) -> None:
 HOOKS = (
     offload_groups,
     pytest.param(offload_leaves, marks=pytest.mark.slow),
+    offload_sequentially,
     cast_layers,
     cache_first_block,
     broadcast_attention,
@@ -206,7 +217,7 @@ def test_without_its_cache_put_back_a_call_is_another(
         assert not np.array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
 
 
-@pytest.mark.parametrize("put_on", [offload_groups, *CACHES])
+@pytest.mark.parametrize("put_on", [offload_groups, offload_sequentially, *CACHES])
 def test_under_hooks_a_module_becomes_an_island(put_on: Callable[[Any], None]) -> None:
     """A lasting fault is named through the hooks, and its module is put in fp32 beneath them."""
     pipe = make_pipeline(HOOKED)
@@ -214,12 +225,40 @@ def test_under_hooks_a_module_becomes_an_island(put_on: Callable[[Any], None]) -
     plain = call_pipeline(pipe, HOOKED, steps=3)
     site = "transformer_blocks.1.ff"
     with (
+        testing.assert_untouched(pipe),
         testing.inject(pipe, "transformer", step=1, site=site, lasting=True),
         guard(pipe, announce=quiet) as handle,
     ):
         pixels = call_pipeline(pipe, HOOKED, steps=3)
     assert [(r.action, r.site) for r in handle.repairs] == [("island", f"transformer:{site}")]
     assert np.abs(pixels - plain).max() < 0.05
+
+
+def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
+    """A guard after a run whose transformer overflows while its weights wait elsewhere."""
+    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: True)
+    pipe = testing.make_pipeline(HOOKED, overflow="transformer", dtype=torch.float16)
+    call_pipeline(pipe, HOOKED)
+    offload_sequentially(pipe)
+    with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
+        assert np.isfinite(call_pipeline(pipe, HOOKED)).all()
+    return handle
+
+
+def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exponents cannot be folded into weights that wait; bf16 can be asked of the hooks; and gone."""
+    (repair,) = run_offloaded(monkeypatch).repairs
+    assert repair.action == "bf16"
+    assert repair.tried[0] == (
+        "rescaled: Its weights wait elsewhere between calls; no exponents are folded there."
+    )
+
+
+def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate makes parameters anew at each call: without their names the cast would stay."""
+    monkeypatch.setattr(Patient, "_keep_waiting", lambda self: None)
+    with pytest.raises(AssertionError, match=r"is torch\.bfloat16 and was torch\.float16"):
+        run_offloaded(monkeypatch)
 
 
 def test_weights_in_fp8_are_not_repaired() -> None:

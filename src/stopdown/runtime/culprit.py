@@ -313,8 +313,12 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    """Floating tensors; not those of 8 bits, which only store weights and cannot be compared."""
+    """Floating tensors; not those of 8 bits, which only store weights and cannot be compared.
+
+    Nor those without values: weights that wait elsewhere are put on `meta` in the middle of a call.
+    """
     found = [x for x in iterate_tensors(tree) if x.is_floating_point() and x.numel()]
+    found = [x for x in found if not x.is_meta]
     return [x for x in found if x.element_size() > 1]
 
 

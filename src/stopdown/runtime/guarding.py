@@ -301,10 +301,13 @@ class Guard:
         return patient.call(door, call, args, kwargs, is_mixed=is_mixed)
 
     def _find_device(self, door: Door, patient: Patient) -> torch.device:
+        """Where its calls are computed; weights that are offloaded wait elsewhere until then."""
         found = self._devices.get(door.component)
         if found is None:
-            weight = next(patient.module.parameters(), None)
-            found = torch.device("cpu") if weight is None else weight.device
+            weights = (x.device for x in patient.module.parameters() if not x.is_meta)
+            found = next(weights, torch.device("cpu"))
+            if found.type == "cpu":
+                found = torch.device(getattr(self.pipe, "_execution_device", found))
             self._devices[door.component] = found
         return found
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.calibration import Calibration
+from stopdown.errors import ScalingError
 from stopdown.formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, cast_component_, read_precisions
@@ -152,6 +153,10 @@ class Patient:
 
         Cost: for exponents a capture and a forward in fp32.
         """
+        if remedy.action == "rescale" and any(x.is_meta for x in self.module.parameters()):
+            raise ScalingError(
+                "Its weights wait elsewhere between calls; no exponents are folded there."
+            )
         if remedy.action == "rescale":
             return (Applied("rescaled", "fp16", scaling=self._find_scaling(door, args, kwargs)),)
         if remedy.action == "island":
@@ -167,6 +172,7 @@ class Patient:
         self.take_off()
         self._forget_code()
         self.applied = repairs
+        self._keep_waiting()
         try:
             for repair in repairs:
                 self._put(repair)
@@ -180,6 +186,13 @@ class Patient:
             self._forget_code()
         self._patches.undo()
         self.dtype, self.applied = None, ()
+
+    def _keep_waiting(self) -> None:
+        """Parameters without values are made anew at each call: put back those of now, by their names."""
+        for part in self.module.modules():
+            for name, tensor in part._parameters.items():
+                if tensor is not None and tensor.is_meta:
+                    self._patches.set_item(part._parameters, name, tensor)
 
     def _forget_code(self) -> None:
         if self.is_compiled:
