@@ -143,6 +143,42 @@ class StepDown:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """A video or picture that was made smaller than asked for, so that it fits.
+
+    Attributes:
+        asked: `49 frames of 480x720`.
+        made: `25 frames of 480x720`.
+        reason: a whole sentence.
+    """
+
+    asked: str
+    made: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryLesson:
+    """What running out of memory taught, for the next run by the same plan.
+
+    Attributes:
+        device: where it happened.
+        limit_bytes: what the run was to stay within.
+        size: of what it made, `49 frames of 480x720`.
+        pixels: frames times height times width.
+        failed: strategies that ran out of memory.
+        worked: the strategy that it ended with.
+    """
+
+    device: str
+    limit_bytes: int
+    size: str
+    pixels: int
+    failed: tuple[str, ...]
+    worked: str
+
+
+@dataclass(frozen=True)
 class MemoryRow:
     """One strategy and what it is predicted to take.
 
@@ -188,6 +224,7 @@ class MemoryPlan:
         flag: what `--precision` has to say for it.
         bits: name of a way to the significant bits of its coarsest format.
         remarks: name of a way to what else is to be said of it, a sentence.
+        reduced: what was made smaller than asked for; None when nothing was.
     """
 
     source: str
@@ -203,6 +240,7 @@ class MemoryPlan:
     flag: str = ""
     bits: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)
+    reduced: Reduction | None = None
     kind: str = "memory"
     schema: int = field(default=SCHEMA)
 
@@ -361,6 +399,7 @@ class RunRecord:
         journal: what the journal was good for; None without one.
         strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
         steps_down: calls that ran out of memory, and what they were run again with.
+        reduced: what was made smaller than asked for; None when nothing was.
     """
 
     source: str
@@ -387,6 +426,7 @@ class RunRecord:
     journal: JournalUse | None = None
     strategy: str = ""
     steps_down: tuple[StepDown, ...] = ()
+    reduced: Reduction | None = None
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 
@@ -506,6 +546,7 @@ class Plan:
         device: where it was measured.
         elapsed_s: seconds that it took.
         seal: sha256 over everything else here; it shows that a file was edited.
+        lessons: what running out of memory taught.
     """
 
     source: str
@@ -519,6 +560,7 @@ class Plan:
     device: str
     elapsed_s: float
     seal: str = ""
+    lessons: tuple[MemoryLesson, ...] = ()
     kind: str = "plan"
     schema: int = field(default=SCHEMA)
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stopdown.app.fitting_runs import fit_run
 from stopdown.app.request_options import (
     check_number,
     check_quantiser,
@@ -23,7 +24,6 @@ from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
-    from stopdown.memory.room import Room
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.planning.loading import Loaded
@@ -165,7 +165,8 @@ def _generate(
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
         loaded = _load(loader, described, options, display, stages)
-        room = _make_room(loaded, request, device, options, display, stages)
+        fitted = fit_run(loaded, request, device, options, display, stages, configs)
+        room, request = fitted.room, fitted.request
         with room or contextlib.nullcontext():
             frames, seen, amended = _run(loaded, request, options, display, stages, journal)
     findings = _write(options, frames, stages)
@@ -189,7 +190,10 @@ def _generate(
         repairs=seen.repairs,
         strategy=room.taken.strategy.name if room else "",
         steps_down=tuple(room.steps_down) if room else (),
-        amended_plan=_keep_repairs(amended, options, display),
+        reduced=fitted.reduced,
+        amended_plan=_keep_amended(
+            fitted.add_lesson(amended), _REPAIR if amended else _LESSON, options, display
+        ),
         unwatched=seen.unwatched,
         uncertified=seen.uncertified,
         maxima=seen.maxima,
@@ -313,46 +317,6 @@ def _load(
     return loaded
 
 
-def _make_room(
-    loaded: Loaded,
-    request: Request,
-    device: Device,
-    options: GenerateOptions,
-    display: Display,
-    stages: dict[str, float],
-) -> Room | None:
-    """What keeps the run within `--memory`; None when no limit was asked for."""
-    if options.memory is None:
-        return None
-    import tempfile
-
-    from stopdown.memory.fitting import parse_bytes
-    from stopdown.memory.room import make_room
-    from stopdown.memory.speed import measure_speed
-    from stopdown.pipelines.requests import build_arguments, find_steps
-    from stopdown.planning.examining import has_fused_attention
-    from stopdown.profiles import describe_device
-
-    begun = time.perf_counter()
-    arguments = build_arguments(loaded.pipe, request)
-    limit = device.memory_bytes if options.memory == "auto" else parse_bytes(options.memory)
-    formats = {decision.precision for decision in loaded.decisions}
-    room = make_room(
-        loaded.pipe,
-        arguments,
-        limit,
-        steps=find_steps(loaded.pipe, arguments),
-        fused=has_fused_attention(describe_device(device), formats),
-        speed=measure_speed(device, formats),
-        device=device.torch_name,
-        store=Path(tempfile.gettempdir()) if device.type == "cpu" else None,
-        allowed=options.allow,
-        announce=display.announce,
-    )
-    stages["rehearse"] = time.perf_counter() - begun
-    return room
-
-
 def _run(
     loaded: Loaded,
     request: Request,
@@ -396,8 +360,13 @@ def _run(
     return to_uint8(read_frames(result)), seen, amended
 
 
-def _keep_repairs(amended: Plan | None, options: GenerateOptions, display: Display) -> str | None:
-    """Write a plan with its repairs for the next run: where, or None when nothing was written."""
+_REPAIR, _LESSON = "The repair", "What running out of memory taught"
+
+
+def _keep_amended(
+    amended: Plan | None, what: str, options: GenerateOptions, display: Display
+) -> str | None:
+    """Write a plan with what a run taught for the next one: where, or None when nothing was written."""
     if amended is None:
         return None
     from stopdown.planning.plan_files import write_cached_plan, write_plan
@@ -408,9 +377,9 @@ def _keep_repairs(amended: Plan | None, options: GenerateOptions, display: Displ
     elif options.keep_repairs:
         write_plan(amended, path)
     else:
-        display.announce(f"The repair holds for this run; --keep-repairs writes it into {path}.")
+        display.announce(f"{what} holds for this run; --keep-repairs writes it into {path}.")
         return None
-    display.announce(f"The repair was written into {path}, for the next run.")
+    display.announce(f"{what} was written into {path}, for the next run.")
     return path
 
 

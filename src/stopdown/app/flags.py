@@ -29,6 +29,7 @@ AllowOption = Annotated[
     list[str] | None,
     typer.Option(
         help="What may change the picture so that it stays within --memory: fp8 or int8, weights "
-        "that wait in 8 bits. Give it again for more."
+        "that wait in 8 bits; smaller, fewer frames or a smaller picture where nothing else fits. "
+        "Give it again for more."
     ),
 ]

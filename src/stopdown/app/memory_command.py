@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from stopdown.app.request_options import read_allowed
 from stopdown.errors import OptionError
-from stopdown.records import MemoryPlan, MemoryRow
+from stopdown.records import MemoryPlan, MemoryRow, Reduction
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from stopdown.app.commands import Display
     from stopdown.app.plan_command import PlanOptions
+    from stopdown.memory.fitting import Fit
     from stopdown.memory.rehearsing import Seen
+    from stopdown.memory.shrinking import Size
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.requests import Request
@@ -61,17 +63,27 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
         ways = _list_ways(source, options.precision, profile)
         seen = Seen()
         tried = [_try_way(source, way, profile, options, request, display, seen) for way in ways]
-    chosen = choose_way(tried, limit, allowed)
+        chosen, reduced = choose_way(tried, limit, allowed), None
+        if chosen is None and "smaller" in allowed:
+            found_smaller = _shrink(tried[0], source, profile, options, request, display, limit)
+            if found_smaller is not None:
+                reduced, request, one = found_smaller
+                tried, ways = [one], ways[:1]
+                chosen = choose_way(tried, limit, allowed)
     way = chosen[0] if chosen is not None else ways[0]
     return MemoryPlan(
         source=options.source,
         device=f"{profile.name} ({profile.title})",
         precisions=dict(way.precisions),
-        request=_describe(options),
+        request=_describe(options, request),
         limit_bytes=limit,
         rows=list_rows(tried),
         chosen=chosen[1].strategy.name if chosen is not None else "",
-        reasons=_explain(tried, chosen, limit, profile, allowed),
+        reasons=(
+            *((reduced.reason,) if reduced is not None else ()),
+            *_explain(tried, chosen, limit, profile, allowed),
+        ),
+        reduced=reduced,
         elapsed_s=round(time.perf_counter() - begun, 3),
         precision=way.name if chosen is not None else "",
         flag=way.flag,
@@ -117,8 +129,6 @@ def _try_way(
     seen: Seen,
 ) -> Budgeted:
     """What every strategy takes in one precision, those that cost the least time first."""
-    import dataclasses
-
     from stopdown.memory.fitting import list_storages, predict_all, sort_by_time
     from stopdown.pipelines.requests import build_arguments
     from stopdown.planning.budgets import Budgeted, build_way, weigh_speed
@@ -126,10 +136,9 @@ def _try_way(
 
     formats = set(way.precisions.values())
     pipe = build_way(source, way)
-    request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
     fit = predict_all(
         pipe,
-        build_arguments(pipe, request),
+        build_arguments(pipe, _complete(request, options)),
         steps=options.steps,
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
@@ -199,7 +208,7 @@ def _explain_choice(
     return (
         f"Nothing stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
         f"predicted to take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or "
-        "fewer --frames."
+        "fewer --frames, or --allow smaller."
     )
 
 
@@ -225,9 +234,55 @@ def _explain_other(
     )
 
 
-def _describe(options: PlanOptions) -> dict[str, Any]:
-    names = ("steps", "frames", "height", "width", "guidance")
-    return {name: v for name in names if (v := getattr(options, name)) is not None}
+def _shrink(
+    first: Budgeted,
+    source: Source,
+    profile: Profile,
+    options: PlanOptions,
+    request: Request,
+    display: Display,
+    limit: int,
+) -> tuple[Reduction, Request, Budgeted] | None:
+    """The largest smaller size that fits in the first way to compute; None when none does."""
+    from stopdown.app.fitting_runs import describe_reduction, find_size, shrink_request
+    from stopdown.memory.rehearsing import Seen
+    from stopdown.memory.shrinking import find_largest, list_smaller
+    from stopdown.pipelines.sizes import find_grid, read_configs
+    from stopdown.planning.budgets import build_way
+
+    size = find_size(build_way(source, first.way), _complete(request, options), first.fit)
+    if size is None:
+        return None
+    tried: dict[int, Budgeted] = {}
+
+    def predict(one: Size) -> Fit:
+        smaller = shrink_request(request, one)
+        made = _try_way(source, first.way, profile, options, smaller, display, Seen())
+        tried[id(made.fit)] = made
+        return made.fit
+
+    sizes = list_smaller(
+        size, find_grid(read_configs(source.path)), keeps_frames=request.video is not None
+    )
+    found = find_largest(sizes, predict, limit, options.allow)
+    if found is None:
+        return None
+    reduced = describe_reduction(size, found[0], str(options.memory))
+    return reduced, shrink_request(request, found[0]), tried[id(found[1])]
+
+
+def _complete(request: Request, options: PlanOptions) -> Request:
+    """The request of a rehearsal: a prompt where none was given, and steps."""
+    import dataclasses
+
+    return dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
+
+
+def _describe(options: PlanOptions, request: Request) -> dict[str, Any]:
+    """Sizes and steps, with what was made smaller."""
+    names = ("frames", "height", "width", "guidance")
+    found = {name: v for name in names if (v := getattr(request, name)) is not None}
+    return {"steps": options.steps, **found}
 
 
 def print_memory(plan: MemoryPlan, console: Console) -> None:
@@ -277,6 +332,12 @@ def _print_command(plan: MemoryPlan, console: Console) -> None:
     """What to type for the run that was chosen."""
     limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
     allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
+    if plan.reduced is not None:
+        allow += "".join(
+            f" --{name} {plan.request[name]}"
+            for name in ("frames", "height", "width")
+            if name in plan.request
+        )
     flag = "" if plan.flag == "auto" else f" --precision {plan.flag}"
     if plan.precision == "fp16 rescaled" and flag:
         console.print(f"Make its plan: stopdown plan {plan.source} -o {plan.flag}", soft_wrap=True)

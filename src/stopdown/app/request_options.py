@@ -96,6 +96,7 @@ def read_request(
 ALLOWABLE = {
     "fp8": "weights that wait in 8 bits",
     "int8": "those of linear layers, which torchao makes",
+    "smaller": "fewer frames or a smaller picture",
 }
 """What `--allow` lets change the picture."""
 

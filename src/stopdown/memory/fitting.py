@@ -7,6 +7,7 @@ order of what they usually cost.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,11 +37,13 @@ class Fit:
         predictions: those that cost the least time first.
         flops: of the whole run, by prediction.
         strays: as in `Rehearsal`.
+        sides: height and width of what was decoded; None where nothing was.
     """
 
     predictions: tuple[Prediction, ...]
     flops: tuple[float, ...]
     strays: Mapping[str, Mapping[str, frozenset[str]]]
+    sides: tuple[int, int] | None = None
 
 
 def predict_all(
@@ -91,7 +94,14 @@ def predict_all(
     fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
     predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
     flops = tuple(_count_flops(found[s.variant], steps) for s in fitting)
-    return Fit(predictions, flops, plain.strays)
+    return Fit(predictions, flops, plain.strays, _find_sides(plain))
+
+
+def _find_sides(rehearsal: Rehearsal) -> tuple[int, int] | None:
+    """Height and width of what the last decoder gave: the last two dimensions."""
+    shapes = [x for call in rehearsal.calls if call.stage == "decode" for x in call.shapes]
+    pictures = [shape for shape in shapes if len(shape) >= 4]
+    return (pictures[-1][-2], pictures[-1][-1]) if pictures else None
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
@@ -104,7 +114,7 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     pairs = list(zip(fit.predictions, fit.flops, strict=True))
     pairs.sort(key=lambda pair: round(estimate_time(pair[0], pair[1], speed), 9))
     predictions, flops = zip(*pairs, strict=True)
-    return Fit(tuple(predictions), tuple(flops), fit.strays)
+    return dataclasses.replace(fit, predictions=tuple(predictions), flops=tuple(flops))
 
 
 def list_storages(device: str) -> tuple[Storage, ...]:
@@ -125,14 +135,19 @@ def list_allowed(fit: Fit, allowed: Collection[str] = ()) -> tuple[Prediction, .
     )
 
 
-def choose(fit: Fit, limit_bytes: int, allowed: Collection[str] = ()) -> Prediction | None:
+def choose(
+    fit: Fit, limit_bytes: int, allowed: Collection[str] = (), failed: Collection[str] = ()
+) -> Prediction | None:
     """The prediction that costs the least time among those that fit; None when none does.
 
     Args:
         allowed: as in `list_allowed`.
+        failed: names of strategies that ran out of memory before: only smaller ones are taken.
     """
     usable = limit_bytes * HEADROOM
-    return next((one for one in list_allowed(fit, allowed) if one.peak_bytes <= usable), None)
+    known = [one.peak_bytes - 1 for one in fit.predictions if one.strategy.name in failed]
+    most = min([usable, *known])
+    return next((one for one in list_allowed(fit, allowed) if one.peak_bytes <= most), None)
 
 
 def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:

@@ -23,6 +23,7 @@ from stopdown.errors import StopdownError
 from stopdown.formats import format_bytes
 from stopdown.memory.fitting import (
     HEADROOM,
+    Fit,
     choose,
     find_smallest,
     list_allowed,
@@ -148,31 +149,25 @@ class Room:
         )
 
 
-def make_room(
+def predict_run(
     pipe: Any,
     arguments: dict[str, Any],
-    limit_bytes: int,
     *,
     steps: int,
     fused: bool,
     speed: Speed | None = None,
     device: str = "cpu",
-    store: Path | None = None,
-    allowed: Collection[str] = (),
-    announce: Callable[[str], None] | None = None,
-) -> Room:
-    """Rehearse a run of a pipeline, and choose the strategy that costs the least time in a limit.
+) -> Fit:
+    """Rehearse a run of a pipeline: what every strategy takes, those that cost the least time first.
 
     Args:
         arguments: of the pipeline's call.
-        limit_bytes: of weights and values together.
         steps: denoising steps.
         fused: whether attention runs in a kernel that keeps no score matrix.
-        speed: of the device; without it strategies are tried in the order of what they usually cost.
-        allowed: what may change the picture: `fp8`.
+        speed: of the device; without it strategies are in the order of what they usually cost.
+        device: where calls run.
 
     Raises:
-        StopdownError: nothing fits; the message names the smallest.
         CaptureError: a component's code cannot be rehearsed.
     """
     stand_in = copy_stand_in(pipe)
@@ -185,17 +180,34 @@ def make_room(
         on_cpu=device.startswith("cpu"),
         storages=list_storages(device),
     )
-    fit = sort_by_time(predicted, speed)
-    chosen = choose(fit, limit_bytes, allowed)
+    return sort_by_time(predicted, speed)
+
+
+def make_room(
+    pipe: Any,
+    fit: Fit,
+    limit_bytes: int,
+    *,
+    device: str = "cpu",
+    store: Path | None = None,
+    allowed: Collection[str] = (),
+    failed: Collection[str] = (),
+    announce: Callable[[str], None] | None = None,
+) -> Room:
+    """Choose the strategy that costs the least time within a limit.
+
+    Args:
+        fit: of the run.
+        limit_bytes: of weights and values together.
+        allowed: what may change the picture: `fp8`, `int8`.
+        failed: strategies that ran out of memory before; only smaller ones are taken.
+
+    Raises:
+        StopdownError: nothing fits; the message names the smallest.
+    """
+    chosen = choose(fit, limit_bytes, allowed, failed)
     if chosen is None:
-        least = find_smallest(fit, allowed)
-        raise StopdownError(
-            f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
-            f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.",
-            expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
-            remedy="Use a smaller --height and --width, fewer --frames, a 16-bit --precision, or "
-            f"--memory {_round_up(least.peak_bytes / HEADROOM)}.",
-        )
+        raise _describe_misfit(fit, limit_bytes, allowed, failed)
     return Room(
         pipe,
         chosen,
@@ -204,6 +216,20 @@ def make_room(
         device=device,
         store=store,
         announce=announce,
+    )
+
+
+def _describe_misfit(
+    fit: Fit, limit_bytes: int, allowed: Collection[str], failed: Collection[str]
+) -> StopdownError:
+    least = find_smallest(fit, allowed)
+    ran_out = f" {', '.join(failed)} ran out of memory before." if failed else ""
+    return StopdownError(
+        f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
+        f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
+        expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
+        remedy="Add --allow smaller, use a smaller --height and --width, fewer --frames, a 16-bit "
+        f"--precision, or --memory {_round_up(least.peak_bytes / HEADROOM)}.",
     )
 
 
