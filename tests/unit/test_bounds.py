@@ -201,6 +201,21 @@ def bound_module(module: nn.Module, *args: torch.Tensor) -> Bounded:
     return bound_one(module.eval().requires_grad_(False), module, args, {})
 
 
+def test_a_mask_of_whole_numbers_is_bounded() -> None:
+    """What is computed from a mask of zeros and ones has a bound, in whatever format it comes."""
+
+    class Model(nn.Module):
+        def forward(self, attention_mask: torch.Tensor) -> torch.Tensor:
+            return (1 - attention_mask.half()) * -10000.0
+
+    model = Model()
+    for mask in (torch.ones(2, 4).long(), torch.ones(2, 4).bool()):
+        case = bound_one(model, model, (), {"attention_mask": mask})
+        (bound,) = [x for n, x in case.bounds.values.items() if n == "mul"]
+        assert bound is not None
+        assert 10000 <= bound.largest <= 20200
+
+
 def test_a_norm_needs_no_limit_on_its_input() -> None:
     """What a layer norm gives is bounded by its weight, whatever goes in."""
 

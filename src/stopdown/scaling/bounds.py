@@ -160,6 +160,8 @@ class _Walk:
             return bound_exact(held, shape_of(value))
         if value.name in self.capture.parameters:
             return self._bound_parameter(value)
+        if value.name in self.limits.largest:  # a mask of whole numbers
+            return uniform(self.limits.largest[value.name], shape_of(value))
         tensor = value.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
             return uniform(1.0, shape_of(value))

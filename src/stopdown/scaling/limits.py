@@ -71,7 +71,7 @@ def state_limits(
             fixed[placeholder] = tensor
         elif _is_timestep(name, tensor):
             steps[placeholder] = _list_steps(tensor)
-        elif tensor.is_floating_point():
+        elif tensor.is_floating_point() or "mask" in name:
             limit = given.get(name, state_limit(name))
             found[placeholder] = max(limit, 2 * seen.get(placeholder, 0.0))
     return Limits(found, steps, fixed)
@@ -199,7 +199,7 @@ def _word_input(
     if placeholder in stated.fixed:
         return [f"{name} as measured"]
     size = stated.largest.get(placeholder)
-    if size is not None:
+    if size is not None and "mask" not in name:  # zeros and ones: nobody has to be told
         largest[name] = max(largest.get(name, 0.0), size)
     return []
 
