@@ -7,6 +7,7 @@ what a fused kernel keeps to itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -239,13 +240,13 @@ def plan_stream(
     Raises:
         CaptureError: the code cannot be traced, whatever the stream.
 
-    Cost: two or three captures for each call (seconds).
+    Cost: two to five captures for each call (seconds).
     """
     plain = [capture_call(call, args, kwargs, dtype=dtype) for call, args, kwargs in calls]
     note = ""
-    for attention in (False, True):
+    for rows, attention in itertools.product((True, False), (False, True)):
         try:
-            stream = find_stream(module, plain, attention=attention)
+            stream = find_stream(module, plain, attention=attention, rows=rows)
             for bare, call in zip(plain, calls, strict=True):
                 demand_agreement(bare, _capture_streamed(*call, dtype, stream))
         except (CaptureError, ScalingError) as error:

@@ -3,9 +3,10 @@
 Torch promotes fp32 + fp16 to fp32 by itself. So a sum becomes fp32 as soon as what its *writers*
 (the last linear of a branch, an embedding, a first convolution) return is widened; norms that read
 it keep their few parameters in fp32; and every module that multiplies matrices casts what reaches
-it in fp32 to fp16 first. Writers are found in the captured graph: module outputs that reach a sum
-of two values or a norm. What functional attention reads (query, key, value, their norms and
-rotations, a position bias) stays in fp16, because its operands must agree.
+it in fp32 to fp16 first; but for linears that multiply one row for each picture, the timestep's
+embedding, which stay in fp32 as a whole. Writers are found in the captured graph: module outputs
+that reach a sum of two values or a norm. What functional attention reads (query, key, value, their
+norms and rotations, a position bias) stays in fp16, because its operands must agree.
 
 An island can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
 in fp32, and a cast back where it ends.
@@ -44,7 +45,11 @@ _ONE_DTYPE = ("scaled_dot_product_attention", *_NORMS)
 
 
 def find_stream(
-    module: torch.nn.Module, captures: Sequence[Capture], *, attention: bool = False
+    module: torch.nn.Module,
+    captures: Sequence[Capture],
+    *,
+    attention: bool = False,
+    rows: bool = False,
 ) -> ResidualStream:
     """The modules at which a component's residual stream is widened and narrowed.
 
@@ -52,6 +57,8 @@ def find_stream(
         captures: its calls, captured in the dtype that its matrices are to have.
         attention: narrow what modules with functional attention are given as well: some of them
             cast query and key to the dtype of their input.
+        rows: keep linears outside of lists of blocks in fp32 that multiply one row for each picture:
+            embeddings of a timestep. They are next to no work, and every block reads them.
 
     Raises:
         ScalingError: nothing is summed or normalised there that a module writes.
@@ -70,10 +77,13 @@ def find_stream(
         )
     narrow = {name for reader in readers for name in reader.narrow}
     wide = {name for reader in readers for name in reader.beside} - narrow - _first(module)
+    norms = {path for reader in readers for path in reader.norms(wide)}
+    embedding = _find_embedding(module, readers) if rows else set()
+    wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in embedding}
     return ResidualStream(
-        widened=tuple(sorted(writers)),
-        narrowed=tuple(sorted(matrices)),
-        norms=tuple(sorted({path for reader in readers for path in reader.norms(wide)})),
+        widened=tuple(sorted(writers - embedding)),
+        narrowed=tuple(sorted(matrices - embedding)),
+        norms=tuple(sorted(norms | embedding)),
         kept=tuple(sorted(wide)),
         returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
     )
@@ -239,6 +249,21 @@ class _Reader:
         if node in self.interior or any(user in self.weighted for user in node.users):
             return True
         return any(_origin(x) is node for user in self.weighted for x in user.all_input_nodes)
+
+
+def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[str]:
+    """Linears outside of lists of blocks that multiply one row for each picture in every call."""
+    lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
+    single, many = set[str](), set[str]()
+    for reader in readers:
+        shapes = {x: shape_of(x) for x in reader.weighted if operation(x) in ("linear", "addmm")}
+        pictures = min((shape[0] for shape in shapes.values() if len(shape) > 2), default=0)
+        for node, shape in shapes.items():
+            is_row = len(shape) == 2 and shape[0] <= pictures
+            (single if is_row else many).add(module_path(node))
+    single = {x for x in single - many if x and not any(is_inside(x, y) for y in lists)}
+    first = {name.rpartition(".")[0] for name in _first(module)}
+    return single - first - {path for reader in readers for path in reader.inner}
 
 
 def _origin(node: Node) -> Node:
