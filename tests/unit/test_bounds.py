@@ -216,6 +216,45 @@ def test_a_mask_of_whole_numbers_is_bounded() -> None:
         assert 10000 <= bound.largest <= 20200
 
 
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_mean_over_a_mask_is_bounded(signed: bool) -> None:
+    """A mean of masked values is no larger than the largest; with weights of any sign it may be."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            mask = attention_mask[:, :, None].float()
+            mask = mask - 0.5 if signed else mask
+            return ((x * mask).sum(1) / mask.sum(1)).half() * 1
+
+    model = Model()
+    call = {"x": torch.randn(1, 6, 4), "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]])}
+    case = bound_one(model, model, (), call)
+    bound = case.bounds.values[next(n for n in case.bounds.values if n.startswith("div"))]
+    if signed:
+        assert bound is None
+    else:
+        assert bound is not None
+        assert 64 <= bound.largest <= 64.1
+        assert not climb(case, random.Random(0), 5)
+
+
+def test_a_quotient_by_what_is_clamped_is_bounded() -> None:
+    """What is divided by something that is kept above a number is bounded by that number."""
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / x.sum(1, keepdim=True).clamp(min=0.25) * 1
+
+    case = bound_module(Model(), torch.randn(2, 4))
+    bound = case.bounds.values[next(n for n in case.bounds.values if n.startswith("div"))]
+    assert bound is not None
+    assert 256 <= bound.largest <= 257
+    found, rng = [], random.Random(0)
+    for _ in range(10):
+        found += climb(case, rng, 5)
+    assert not found
+
+
 def test_a_norm_needs_no_limit_on_its_input() -> None:
     """What a layer norm gives is bounded by its weight, whatever goes in."""
 

@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from stopdown.scaling.blocks import SPLITS, operation, shape_of
 from stopdown.scaling.bound_rules import bound_written_norm
-from stopdown.scaling.bound_steps import Step, list_names
+from stopdown.scaling.bound_steps import VIEWS, Step, list_names
 from stopdown.scaling.bound_values import Bound, largest_over
 from stopdown.scaling.exact_values import WEIGHT_FLOOR, Exact
 
@@ -39,7 +39,6 @@ NORM_ROUNDING = 2.0**-10
 _KEEP = list_names(
     "dropout contiguous clone alias detach to _to_copy float type_as feature_dropout"
 )
-_VIEWS = list_names("view reshape flatten unflatten unsqueeze squeeze expand _unsafe_view view_as")
 _NORMS = list_names("layer_norm rms_norm _fused_rms_norm")
 
 
@@ -108,7 +107,7 @@ def follow(
     before = shape_of(source)
     if name == "getitem" and operation(source) in SPLITS and operation(source) != "unbind":
         before = shape_of(source.args[0])
-    elif name not in _KEEP | _VIEWS | {"slice", "narrow"}:
+    elif name not in _KEEP | VIEWS | {"slice", "narrow"}:
         return ()
     return known.get(source, ()) if before[-1:] == step.shape[-1:] else ()
 

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.scaling.blocks import arguments, operation, shape_of
-from stopdown.scaling.bound_steps import Rule, Step, list_names, strip_casts
+from stopdown.scaling.bound_steps import VIEWS, Rule, Step, list_names, strip_casts
 from stopdown.scaling.bound_values import (
     Bound,
     largest_over,
@@ -84,17 +84,28 @@ def _product(step: Step, first: Bound, other: Bound) -> Bound:
 
 
 def divide(step: Step) -> Bound | None:
-    """By a number; by the norm of the same row; by anything else there is no bound."""
+    """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
     other = step.given["other"]
+    divisor = other
     if isinstance(other, Node):
-        return bound_written_norm(step)
+        found = bound_written_norm(step) or _bound_masked_mean(step)
+        divisor = _find_least(other)
+        if found is not None or divisor is None:
+            return found
     bound = step.spread(step.given["self"])
-    if bound is None or step.given.get("rounding_mode") is not None or not other:
+    if bound is None or step.given.get("rounding_mode") is not None or not divisor:
         return None
-    factor = 1 / abs(float(other))
+    factor = 1 / abs(float(divisor))
     return replace(
         bound, peak=bound.peak * factor, norm=bound.norm * factor, typical=bound.typical * factor
     )
+
+
+def _find_least(node: Node) -> float | None:
+    """The number that a clamp keeps a value from falling below; None without one that fp16 can hold."""
+    node = strip_casts(node)
+    least = arguments(node).get("min") if operation(node) in ("clamp", "clamp_min") else None
+    return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
 def bound_written_norm(step: Step) -> Bound | None:
@@ -153,6 +164,36 @@ def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
         return None
     rank = len(shape_of(source))
     return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
+
+
+def _bound_masked_mean(step: Step) -> Bound | None:
+    """`sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values."""
+    top, below = strip_casts(step.given["self"]), strip_casts(step.given["other"])
+    if operation(top) != "sum" or operation(below) != "sum":
+        return None
+    product, mask, given = strip_casts(top.args[0]), below.args[0], arguments(top)
+    rank, before = len(shape_of(product)), shape_of(product)
+    alike = all(given.get(key) == arguments(below).get(key) for key in ("dim", "keepdim"))
+    if operation(product) != "mul" or mask not in product.args or not given.get("dim") or not alike:
+        return None
+    value = product.args[1 if product.args[0] is mask else 0]
+    bound = step.bound(value)
+    if bound is None or not _is_mask(step, mask) or shape_of(value) != before:
+        return None
+    dims = [int(d) % rank for d in given["dim"]]
+    kept = tuple(1 if d in dims else size for d, size in enumerate(before))
+    peak = largest_over(bound.peak, dims) * (1 + math.prod(before[d] for d in dims) * 2.0**-22)
+    summed = reshape(make_bound(peak, kept, typical=bound.typical), kept, shape_of(top))
+    return summed if shape_of(top) == step.shape else None
+
+
+def _is_mask(step: Step, node: Node) -> bool:
+    """True for truth values, and for whole numbers that are bounded: those are masks."""
+    while operation(node) in VIEWS or operation(node) in ("to", "_to_copy"):
+        node = node.args[0]  # type: ignore[assignment]
+    held = node.meta.get("val")
+    floating = not isinstance(held, torch.Tensor) or held.is_floating_point()
+    return not floating and step.bound(node) is not None
 
 
 def shrink(limit: float = math.inf) -> Rule:

@@ -28,7 +28,7 @@ from stopdown.scaling.blocks import SPLITS, Blocks, arguments, is_float, operati
 from stopdown.scaling.bound_modulation import Ellipses, by_channel, follow, rounded
 from stopdown.scaling.bound_products import PRODUCTS, bound_exact_parts, bound_scores
 from stopdown.scaling.bound_rules import MOVING, RULES
-from stopdown.scaling.bound_steps import Step, list_names
+from stopdown.scaling.bound_steps import VIEWS, Step, list_names
 from stopdown.scaling.bound_values import Bound, inflate, join, make_bound, uniform
 from stopdown.scaling.exact_values import (
     FLOOR,
@@ -160,12 +160,20 @@ class _Walk:
             return bound_exact(held, shape_of(value))
         if value.name in self.capture.parameters:
             return self._bound_parameter(value)
-        if value.name in self.limits.largest:  # a mask of whole numbers
-            return uniform(self.limits.largest[value.name], shape_of(value))
-        tensor = value.meta.get("val")
+        return None if is_float(value) else self._bound_whole(value)
+
+    def _bound_whole(self, node: Node) -> Bound | None:
+        """The bound of whole numbers and truth values: of a mask, also of a view of it."""
+        tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bool:
-            return uniform(1.0, shape_of(value))
-        return None
+            return uniform(1.0, shape_of(node))
+        if node.name in self.limits.largest:
+            return uniform(self.limits.largest[node.name], shape_of(node))
+        moves = operation(node) in VIEWS or operation(node) in ("to", "slice", "repeat")
+        if not moves or not isinstance(node.args[0], Node):
+            return None
+        source = self.bound(node.args[0])
+        return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
         name = self.capture.parameters.get(node.name)
