@@ -297,3 +297,44 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
     opened = plans._open(pipe, None, plans.Request(), None, None)
     assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
     assert opened.stored == {"transformer": {"bf16": 40}}
+
+
+def _plan_linear(module: nn.Module) -> ComponentPlan:
+    """The entry of a component that one call was recorded of."""
+    door = Door("transformer", module, "forward", "denoise")
+    call = RecordedCall(door, (torch.ones(1, 2),), {})
+    opened: Any = SimpleNamespace(stored={"transformer": {"fp32": 8}}, device=None)
+    return plans._plan_component(
+        opened, "transformer", module, [call], "fp16", "native", "measured"
+    )
+
+
+def test_a_quantised_component_is_left_alone_and_named() -> None:
+    """The plan says which weights are packed and how, and loads them as they are."""
+    module = nn.Linear(2, 2).requires_grad_(False)
+    module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
+    entry = _plan_linear(module)
+    assert (entry.precision, entry.exponents) == ("as loaded", {})
+    assert entry.reasons == ("Its weights are quantised (int8: weight); they are left alone.",)
+
+
+def test_a_component_with_nan_on_disk_is_named_tensor_by_tensor() -> None:
+    """It gets no exponents; the plan names each tensor with its count, and says what to do."""
+    module = nn.Linear(2, 2).requires_grad_(False)
+    module.weight[0, 1], module.bias[:] = float("nan"), float("inf")
+    entry = _plan_linear(module)
+    assert (entry.precision, entry.exponents) == ("fp32", {})
+    assert entry.reasons[0] == ("2 of its tensors hold NaN or Inf: weight (1 of 4), bias (2 of 2).")
+
+
+def test_a_component_that_cannot_be_captured_says_which_line() -> None:
+    """Values leave PyTorch and no hook helps: fp32, and the plan quotes the line."""
+
+    class Leaving(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(x.numpy() * 2)
+
+    entry = _plan_linear(Leaving(2, 2).requires_grad_(False))
+    assert entry.precision == "fp32"
+    assert "x.numpy() * 2" in entry.reasons[0]
+    assert "test_plans.py" in entry.reasons[0]

@@ -434,3 +434,43 @@ def test_a_clamp_that_belongs_to_the_model_may_be_hit() -> None:
     right = module.out(module.embed(x.half()).clip(-65504, 65504) / 65504)
     assert torch.equal(module(x.half()), right)
     assert bool(right.isfinite().all())
+
+
+def test_weights_and_inputs_that_are_zero_are_left_alone() -> None:
+    """A range of zero asks for nothing: a last linear that begins at zero, an input of zeros."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**18)
+    for parameter in module[2].parameters():
+        parameter.zero_()
+    rescaling = rescale_(module, (torch.randn(3, 4),))
+    assert rescaling.exponents["0.weight"] < 0
+    assert not any(name.startswith("2.") for name in rescaling.exponents)
+    cast_(module, torch.float16, rescaling)
+    assert torch.equal(module(torch.randn(3, 4).half()), torch.zeros(3, 4).half())
+    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
+    module[0].weight.zero_(), module[0].bias.zero_()
+    assert rescale_(module, (torch.zeros(3, 4),)).exponents == {}
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_an_input_without_a_range_is_refused(value: float) -> None:
+    """NaN and Inf in what the call is given are named, and nothing was changed."""
+    module = nn.Sequential(nn.Linear(4, 4)).eval().requires_grad_(False)
+    before, x = module[0].weight.clone(), torch.zeros(2, 4)
+    x[1, 2] = value
+    with pytest.raises(
+        ScalingError, match=r"The input \w+ holds 1 values that are NaN or Inf in fp32"
+    ):
+        rescale_(module, (x,))
+    assert torch.equal(module[0].weight, before)
+
+
+def test_an_output_without_a_range_is_refused() -> None:
+    """A model that overflows fp32 itself has no exponents; the error says where and what to check."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval().requires_grad_(False)
+    module[0].weight.fill_(1e30), module[1].weight.fill_(1e30)
+    with pytest.raises(
+        ScalingError, match=r"Sequential:1 \(linear\) holds .* Check the weights on d"
+    ):
+        rescale_(module, (torch.ones(2, 4),))

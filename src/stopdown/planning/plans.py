@@ -341,7 +341,7 @@ def _list_reasons(entry: ComponentPlan) -> list[str]:
         count = len(entry.stream.widened)
         reasons.append(
             f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
-            "multiplies matrices runs in fp16."
+            "multiplies many rows by matrices runs in fp16."
         )
     if entry.pinned:
         reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(entry.pinned))}.")
