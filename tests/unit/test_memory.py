@@ -20,8 +20,10 @@ from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
 from stopdown.memory import placing, tracking
+from stopdown.memory.checkpointing import IDLE
 from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.packing import CODES, pack
+from stopdown.memory.placing import put_variant
 from stopdown.memory.rehearsing import Rehearsal, Rehearser
 from stopdown.memory.room import Room
 from stopdown.memory.speed import Speed, find_speed, measure_speed
@@ -38,6 +40,8 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_doors
 from stopdown.pipelines.doors import put_door
 from stopdown.pipelines.layerwise import find_storable
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.requests import read_frames
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import find_profile
@@ -396,6 +400,60 @@ def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
     assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
 
 
+def run_tiny(pipe: Any, arguments: dict[str, Any]) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return read_frames(pipe(**arguments, output_type="np", generator=generator))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sd", "cogview3plus"])
+def test_out_of_memory_in_every_component_at_every_strategy(name: str, tmp_path: Path) -> None:
+    """Wherever memory ends, the run completes with something smaller, or says what would do."""
+    pipe = make_pipeline(name)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {"prompt": "a", "num_inference_steps": 1, "height": 32, "width": 32}
+    arguments |= {"max_sequence_length": 16} if name == "cogview3plus" else {}
+    fit = predict_all(copy_stand_in(pipe), {**arguments, "output_type": "np"}, steps=1)
+    least = min(one.peak_bytes for one in fit.predictions)
+    called = ("text_encoder", "vae.decode", "unet" if name == "sd" else "transformer")
+    for taken in fit.predictions:
+        if taken.strategy.storage == "int8" and find_spec("torchao") is None:
+            continue
+        for component in called:
+            room = Room(pipe, taken, fit.predictions, fit.strays, store=tmp_path)
+            with assert_untouched(pipe), Patches() as patches:
+                raise_at(pipe, component, 1, patches)
+                if taken.peak_bytes == least:
+                    with room, pytest.raises(StopdownError, match="with the smallest strategy"):
+                        run_tiny(pipe, arguments)
+                    continue
+                with room:
+                    assert np.isfinite(run_tiny(pipe, arguments)).all()
+            before, after = taken.peak_bytes, room.taken.peak_bytes
+            assert after < before, (taken.strategy.name, component)
+            assert [one.component for one in room.steps_down] == [component]
+
+
+@torch.no_grad()
+def test_tiles_change_a_picture_a_little() -> None:
+    """Tiled and untiled decoding of a trained autoencoder agree to a tenth in the same size; with its
+    own overlap, which is no whole latents, the size would be another."""
+    pipe = load_pipeline(resolve_source("shapes"), torch_dtypes=torch.float32)
+    colours = torch.rand(1, 3, 1, 4, 4, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    picture = torch.nn.functional.interpolate(colours, (1, 64, 64), mode="trilinear")
+    latents = pipe.vae.encode(picture).latent_dist.mode()
+    expected = pipe.vae.decode(latents).sample
+    with Patches() as patches:
+        put_variant(pipe, Strategy(tiling=True), patches)
+        found = pipe.vae.decode(latents).sample
+    error = (found - expected).norm() / expected.norm()
+    assert 0 < error < 0.1
+    assert torch.equal(pipe.vae.decode(latents).sample, expected)
+    pipe.vae.enable_tiling()
+    assert pipe.vae.decode(latents).sample.shape != expected.shape
+
+
 def test_without_anything_smaller_it_says_what_would_do(
     rehearsed_sd: Rehearsal, tmp_path: Path
 ) -> None:
@@ -502,6 +560,7 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     [
         (("fp4",), "8GiB", "--allow fp4 is unknown. Known: fp8"),
         (("fp8",), None, "--allow fp8 was given without --memory"),
+        (("checkpointing",), "8GiB", "--allow checkpointing would save nothing. Gradient"),
     ],
 )
 def test_what_may_not_change_the_picture(
@@ -512,6 +571,27 @@ def test_what_may_not_change_the_picture(
         read_allowed(allow, memory)
     assert text in str(caught.value)
     assert "--allow fp8" in str(caught.value)
+
+
+def test_gradient_checkpointing_is_said_to_do_nothing(
+    rehearsed_sd: Rehearsal, tmp_path: Path
+) -> None:
+    """A component that has it on is named once, with why it saves nothing; without it nothing is said."""
+    pipe, said = make_pipeline("sd"), list[str]()
+    room = Room(
+        pipe,
+        predict(rehearsed_sd, Strategy(), steps=2),
+        (),
+        {},
+        announce=said.append,
+        store=tmp_path,
+    )
+    with room:
+        assert said == []
+    pipe.unet.enable_gradient_checkpointing()
+    with room:
+        assert said == [f"unet: {IDLE}"]
+    assert IDLE.endswith("it does nothing.")
 
 
 def test_generate_says_what_would_fit(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from stopdown.errors import StopdownError
 from stopdown.formats import format_bytes
+from stopdown.memory.checkpointing import IDLE, find_checkpointing
 from stopdown.memory.fitting import (
     HEADROOM,
     Fit,
@@ -82,6 +83,8 @@ class Room:
         self._doors, self._on = Patches(), Patches()
 
     def __enter__(self) -> Room:
+        if names := find_checkpointing(self.pipe):
+            self._announce(f"{', '.join(names)}: {IDLE}")
         try:
             for door in find_doors(self.pipe):
                 put_door(door, functools.partial(self._stand, door), self._doors)

@@ -1,0 +1,18 @@
+"""What gradient checkpointing does for a run: nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stopdown.pipelines.components import find_components
+
+IDLE = (
+    "Gradient checkpointing makes training take less memory by computing again what a backward pass "
+    "needs; a run that only generates has no backward pass, and it does nothing."
+)
+
+
+def find_checkpointing(pipe: Any) -> tuple[str, ...]:
+    """Components that have gradient checkpointing on."""
+    found = find_components(pipe).items()
+    return tuple(n for n, part in found if getattr(part, "is_gradient_checkpointing", False))
