@@ -15,7 +15,7 @@ from torch import nn
 
 from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from rescaling_models import EXAMPLES
-from stopdown.scaling import bound_products, bound_spectral
+from stopdown.scaling import bound_products, bound_spectral, exact_values
 from stopdown.scaling import bounds as bounds_module
 from stopdown.scaling.bound_modulation import Ellipse
 from stopdown.scaling.bound_values import (
@@ -28,6 +28,7 @@ from stopdown.scaling.bound_values import (
     reshape,
     take,
 )
+from stopdown.scaling.exact_values import Exact, evaluate
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
 EVALUATIONS = 10_000
@@ -505,15 +506,55 @@ def test_a_gram_matrix_gives_the_largest_singular_value(
     for size in (1e-30, 1.0, 1e30):
         weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
         exact = float(torch.linalg.matrix_norm(weight.double(), 2))
-        assert exact <= bound_spectral.measure_sigma(weight)[0] <= 1.01 * exact
+        assert exact <= bound_spectral.measure_sigma(weight) <= 1.01 * exact
 
 
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a bound that a row exceeds."""
     right = bound_products.measure_sigma
-    monkeypatch.setattr(bound_products, "measure_sigma", lambda x: (0.9 * right(x)[0], 0.0))
+    monkeypatch.setattr(bound_products, "measure_sigma", lambda x: 0.9 * right(x))
     bound, found = search_length()
     assert found > bound
+
+
+def apply_linear(weight: torch.Tensor, value: Exact) -> Exact:
+    """A linear on a value that is known but for an error."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    node = graph.call_function(torch.ops.aten.linear.default, (x, w))
+    node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0])
+    made = evaluate(node, {x: value}.get, lambda n: weight if n is w else None)
+    assert isinstance(made, Exact)
+    return made
+
+
+def aim_error(linears: list[torch.Tensor]) -> tuple[Exact, torch.Tensor]:
+    """What is stated of an error of length 1 behind linears, and the longest that it can become."""
+    width = linears[0].shape[1]
+    value = Exact(torch.zeros(3, 1, width).double(), torch.ones(1, width).double(), True,
+                  length=torch.ones(1, 1).double())  # fmt: skip
+    product = linears[0]
+    for number, weight in enumerate(linears):
+        value = apply_linear(weight, value)
+        product = weight @ product if number else product
+    return value, product @ torch.linalg.svd(product).Vh[0]
+
+
+def test_an_error_is_followed_by_its_length() -> None:
+    """An error that is aimed stays within its stated length and radius, which do not grow with width."""
+    turn = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)))[0]
+    stated, found = aim_error([turn.double(), turn.T.double(), turn.double()])
+    assert found.norm() <= float(stated.strayed) < 2 * found.norm()  # the rest is rounding
+    assert bool((found.abs() <= stated.radius[0]).all())
+    assert float(stated.radius.max()) < 2  # element by element: 130
+
+
+def test_a_wrong_length_of_an_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A singular value that is stated a tenth too small gives a length that an error exceeds."""
+    right = exact_values.measure_sigma
+    monkeypatch.setattr(exact_values, "measure_sigma", lambda x: 0.9 * right(x))
+    stated, found = aim_error([2 * torch.eye(8).double()])
+    assert found.norm() > float(stated.strayed)
 
 
 def test_rounding_is_given_room() -> None:

@@ -16,7 +16,13 @@ from torch.fx import Node
 
 from stopdown.scaling.blocks import arguments, operation, shape_of
 from stopdown.scaling.bound_modulation import Ellipse, bound_image
-from stopdown.scaling.bound_spectral import DECOMPOSED, MOST_WORK, count_work, measure_sigma
+from stopdown.scaling.bound_spectral import (
+    DECOMPOSED,
+    MOST_WORK,
+    count_work,
+    measure_sigma,
+    sum_squares,
+)
 from stopdown.scaling.bound_steps import Rule, Step, strip_casts
 from stopdown.scaling.bound_values import (
     Bound,
@@ -125,7 +131,7 @@ def _bound_length(
     step: Step, weight: torch.Tensor, norm: torch.Tensor, strayed: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
-    longest = sum(measure_sigma(weight)) * norm
+    longest = (measure_sigma(weight) + _bound_rounding(weight)) * norm
     found = step.known.ellipses(step.given["input"])
     if found and count_work(weight) <= DECOMPOSED:
         wide = weight.double()
@@ -135,10 +141,16 @@ def _bound_length(
     return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * strayed
 
 
+def _bound_rounding(weight: torch.Tensor) -> float:
+    """How much rounding a weight to fp16 adds to any of its singular values."""
+    slack = WEIGHT_FLOOR * float(weight.abs().max()) * math.sqrt(weight.numel())
+    return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) * (1 + 1e-9) + slack
+
+
 def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
     """The same behind a norm: of gain and shift together, not of the largest of either."""
-    sigma, rounded = measure_sigma(weight)
-    gained, _ = measure_sigma(weight * row.gain)
+    sigma, rounded = measure_sigma(weight), _bound_rounding(weight)
+    gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
     shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())
     shifted += rounded * float(row.table.square().sum(-1).sqrt().max())

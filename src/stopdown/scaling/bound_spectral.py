@@ -10,8 +10,6 @@ import math
 
 import torch
 
-from stopdown.scaling.exact_values import WEIGHT_FLOOR, WEIGHT_ROUNDING
-
 DECOMPOSED = 1 << 27
 """Matrices with `out * in * min(out, in)` up to this are decomposed."""
 
@@ -30,24 +28,22 @@ def count_work(weight: torch.Tensor) -> int:
     return math.prod(weight.shape) * min(weight.shape)
 
 
-def measure_sigma(weight: torch.Tensor) -> tuple[float, float]:
-    """The largest singular value of `[out, in]`, no smaller than it is, and what fp16 adds to any.
+def measure_sigma(weight: torch.Tensor) -> float:
+    """The largest singular value of `[out, in]`, no smaller than it is.
 
     Cost: a decomposition in float64; or `count_work` in fp32 and one of `min(out, in)` squared.
     """
-    largest, squares = float(weight.abs().max()), _sum_squares(weight)
-    added = WEIGHT_ROUNDING * math.sqrt(squares) * MARGIN
-    added += WEIGHT_FLOOR * largest * math.sqrt(weight.numel())
     if count_work(weight) <= DECOMPOSED:
-        return float(torch.linalg.matrix_norm(weight.double(), 2)) * MARGIN, added
-    return math.sqrt(_bound_gram(weight, largest, squares)) * MARGIN, added
+        return float(torch.linalg.matrix_norm(weight.double(), 2)) * MARGIN
+    return math.sqrt(_bound_gram(weight)) * MARGIN
 
 
-def _sum_squares(weight: torch.Tensor) -> float:
+def sum_squares(weight: torch.Tensor) -> float:
+    """The squared Frobenius norm, in float64 and in parts."""
     return sum(float(part.double().square().sum()) for part in weight.split(GRAM_ROWS))
 
 
-def _bound_gram(weight: torch.Tensor, largest: float, squares: float) -> float:
+def _bound_gram(weight: torch.Tensor) -> float:
     """The largest eigenvalue of `W^T W`, with the errors of its sums.
 
     A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the sum of magnitudes (u is
@@ -55,12 +51,12 @@ def _bound_gram(weight: torch.Tensor, largest: float, squares: float) -> float:
     below the least normal number is lost.
     """
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
-    exponent = math.frexp(largest)[1] if largest else 0
+    exponent = math.frexp(float(weight.abs().max()))[1]
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64)
     for part in tall.split(GRAM_ROWS):
         scaled = torch.ldexp(part.float(), torch.tensor(-exponent))  # its squares stay in range
         gram += scaled.T @ scaled
-    scaled_squares = math.ldexp(squares, -2 * exponent)
+    scaled_squares = math.ldexp(sum_squares(weight), -2 * exponent)
     error = 2 * GRAM_ROWS * 2.0**-24 * scaled_squares + weight.numel() * 2.0**-126
     top = float(torch.linalg.eigvalsh(gram)[-1])
     return math.ldexp(max(top, 0.0) + error, 2 * exponent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.numerics import CACHED_VALUES
 from stopdown.scaling.blocks import arguments, operation
+from stopdown.scaling.bound_spectral import count_work, measure_sigma
 from stopdown.scaling.bound_values import Bound, Shape, make_bound
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
@@ -33,6 +34,9 @@ WEIGHT_FLOOR = 2.0**-10
 """Room for what is subnormal of a weight, relative to its largest magnitude."""
 
 MOST_ELEMENTS = 1 << 24
+
+MOST_LENGTH_WORK = 1 << 35
+"""The length of an error is followed through matrices whose Gram matrix takes no more work."""
 
 MOVERS = frozenset(
     [
@@ -109,11 +113,20 @@ class Exact:
         center: in float64 where it is floating; with a first dimension of timesteps when `batched`.
         radius: float64, without that dimension.
         batched: whether the value depends on the timestep.
+        length: `[..., 1]`, how far a whole row can be away in the 2-norm; None where no more is
+            known than the radius says.
     """
 
     center: torch.Tensor
     radius: torch.Tensor
     batched: bool = False
+    length: torch.Tensor | None = None
+
+    @property
+    def strayed(self) -> torch.Tensor:
+        """How far a whole row can be away in the 2-norm, `[..., 1]`."""
+        found = _measure_rows(self.radius)
+        return found if self.length is None else torch.minimum(found, self.length)
 
     @property
     def largest(self) -> torch.Tensor:
@@ -156,8 +169,13 @@ def bound_exact(value: Exact, shape: Shape) -> Bound:
         norm = squares.sum(-1, keepdim=True).sqrt() if shape else squares
     if not shape:
         return make_bound(peak, shape, typical=typical)
-    norm = norm + value.radius.square().sum(-1, keepdim=True).sqrt()
-    return make_bound(peak, shape, typical=typical, norm=norm, rows=(len(shape) - 1,))
+    return make_bound(
+        peak, shape, typical=typical, norm=norm + value.strayed, rows=(len(shape) - 1,)
+    )
+
+
+def _measure_rows(values: torch.Tensor) -> torch.Tensor:
+    return values.square().sum(-1, keepdim=True).sqrt() if values.dim() else values.abs()
 
 
 def _drop_repeated(center: torch.Tensor) -> torch.Tensor:
@@ -295,14 +313,16 @@ def _round(node: Node, value: Exact) -> Exact:
     relative = ROUNDING.get(held.dtype, 0.0)
     peak = value.largest + value.radius
     floor = float(peak.max()) * FLOOR if held.dtype == torch.float16 and peak.numel() else 0.0
-    return Exact(value.center, value.radius + relative * peak + floor, value.batched)
+    more = relative * peak + floor
+    length = None if value.length is None else value.length + _measure_rows(more)
+    return Exact(value.center, value.radius + more, value.batched, length)
 
 
 def _cast(node: Node, values: Mapping[Node, Exact]) -> Any:
     (value,) = values.values()
     held = node.meta["val"]
     if held.is_floating_point():
-        made = Exact(value.center.double(), value.radius, value.batched)
+        made = Exact(value.center.double(), value.radius, value.batched, value.length)
         return made if _is_held(made, held.dtype) else _round(node, made)
     if value.center.is_floating_point() and bool(value.radius.any()):
         return None
@@ -317,8 +337,10 @@ def _is_held(value: Exact, dtype: torch.dtype) -> bool:
 
 def _apply_smooth(node: Node, values: Mapping[Node, Exact]) -> Any:
     (value,) = values.values()
-    radius = _LIPSCHITZ[operation(node).rstrip("_")] * value.radius
-    return _round(node, Exact(_run(node, values).double(), radius, value.batched))
+    slope = _LIPSCHITZ[operation(node).rstrip("_")]
+    length = None if value.length is None else slope * value.length
+    center = _run(node, values).double()
+    return _round(node, Exact(center, slope * value.radius, value.batched, length))
 
 
 def _apply_exp(node: Node, values: Mapping[Node, Exact]) -> Any:
@@ -341,26 +363,30 @@ def _apply_sum(node: Node, values: Mapping[Node, Exact]) -> Any:
     if arguments(node).get("alpha", 1) not in (1, -1):
         return None
     first, other = _operands(node, values)
-    return _finish(node, values, first.radius + other.radius)
+    made = _finish(node, values, first.radius + other.radius)
+    if first.radius.shape == other.radius.shape and first.radius.dim():
+        made = replace(made, length=first.strayed + other.strayed)
+    return _round(node, made)
 
 
-def _finish(node: Node, values: Mapping[Node, Exact], radius: torch.Tensor) -> Any:
-    center = _run(node, values)
-    shape = center.shape[1:] if any(x.batched for x in values.values()) else center.shape
-    return _round(node, _wrap(node, values, center, radius.expand(shape)))
+def _finish(node: Node, values: Mapping[Node, Exact], radius: torch.Tensor) -> Exact:
+    """The result with the errors of its operands; its own rounding is not in it."""
+    center = _run(node, values).double()
+    batched = any(x.batched for x in values.values())
+    return Exact(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
 
 
 def _apply_product(node: Node, values: Mapping[Node, Exact]) -> Any:
     first, other = _operands(node, values)
     radius = first.largest * other.radius + other.largest * first.radius
-    return _finish(node, values, radius + first.radius * other.radius)
+    return _round(node, _finish(node, values, radius + first.radius * other.radius))
 
 
 def _apply_quotient(node: Node, values: Mapping[Node, Exact]) -> Any:
     first, other = _operands(node, values)
     if bool(other.radius.any()) or other.batched or arguments(node).get("rounding_mode"):
         return None
-    return _finish(node, values, first.radius / other.center.abs())
+    return _round(node, _finish(node, values, first.radius / other.center.abs()))
 
 
 _RULES: dict[str, Rule] = {
@@ -382,12 +408,23 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     center = torch.nn.functional.linear(flat, weight, bias).reshape(*few.shape[:-1], -1)
     center = center.expand(*value.center.shape[:-1], -1)
+    strayed = _bound_own_error(node, value, weight, bias)
+    carried = torch.minimum(
+        torch.nn.functional.linear(value.radius, weight.abs()),
+        weight.square().sum(1).sqrt() * value.strayed,
+    )
+    length = None
+    if count_work(weight) <= MOST_LENGTH_WORK and weight.shape[0] <= 4 * weight.shape[1]:
+        length = measure_sigma(weight) * value.strayed + _measure_rows(strayed)
+    return _round(node, Exact(center, carried + strayed, value.batched, length))
+
+
+def _bound_own_error(
+    node: Node, value: Exact, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """What a linear adds by rounding its weights, its bias and its sums, for each element."""
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
-    count, sizes = weight.shape[1], weight.abs()
-    largest = value.largest + value.radius
-    floor = WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
-    strayed = torch.nn.functional.linear(value.radius, sizes)
-    strayed = strayed + (rounding + count * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
-    if bias is not None:
-        strayed = strayed + rounding * bias.abs()
-    return _round(node, Exact(center, strayed + floor, value.batched))
+    sizes, largest = weight.abs(), value.largest + value.radius
+    strayed = (rounding + weight.shape[1] * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
+    strayed = strayed + WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
+    return strayed if bias is None else strayed + rounding * bias.abs()
