@@ -232,6 +232,8 @@ def format_errors(rows: list[dict[str, Any]]) -> Iterator[str]:
     ratios = [row["rmse"] / row["rmse_planned"] for row in mended]
     yield "RMSE of the pixels to those of fp32, repaired and planned in advance, of faults of range that"
     yield f"stay. Median of repaired : planned {statistics.median(ratios):.2f}, largest {max(ratios):.2f}."
+    yield "A plan is in force from the first step on. Where the fault begins later, the steps before it are"
+    yield "plain fp16 in the repaired run, whose rounding differs."
     yield ""
     yield "| pipeline | component | kind | moment | action | repaired | planned | ratio | seconds |"
     yield "|---|---|---|---|---|--:|--:|--:|--:|"
