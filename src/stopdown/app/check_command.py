@@ -150,8 +150,10 @@ def print_check(record: CheckRecord, console: Console) -> None:
     """Print the findings, worst first, and the prices of the remedies."""
     from rich.text import Text
 
+    from stopdown.app.displays import print_prose
+
     def show(*parts: Any) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)
+        print_prose(console, Text.assemble(*parts))
 
     chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
     show((record.source, "bold"), f" on {record.device}{': ' if chosen else ''}{chosen}")

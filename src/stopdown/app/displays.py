@@ -1,8 +1,9 @@
-"""One progress display over downloading, loading, encoding, denoising and decoding."""
+"""One progress display over downloading, loading, encoding, denoising and decoding; prose in a terminal."""
 
 from __future__ import annotations
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     Progress,
@@ -12,6 +13,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 _LABELS = {
     "download": "Downloading",
@@ -24,6 +26,29 @@ _LABELS = {
     "decode": "Decoding",
     "write": "Writing",
 }
+
+
+def print_prose(console: Console, text: str | Text, style: str = "") -> None:
+    """Print a paragraph: in a terminal in lines of whole words below its indent, elsewhere in one line."""
+    said = Text(text, style) if isinstance(text, str) else text
+    if not console.is_terminal:
+        console.print(said, soft_wrap=True)
+        return
+    for line in said.split("\n", allow_blank=True):
+        indent = len(line.plain) - len(line.plain.lstrip(" "))
+        hanging = indent + 2 * line.plain[indent:].startswith(("- ", "→ "))
+        if hanging > indent:
+            _print_item(console, line, indent, hanging)
+        else:
+            console.print(Padding(line[indent:], (0, 0, 0, indent)))
+
+
+def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None:
+    """An entry of a list, its further lines below its first word."""
+    lines = line[hanging:].wrap(console, max(console.width - hanging, 20))
+    for number, part in enumerate(lines):
+        mark = line[indent:hanging] if number == 0 else Text(" " * (hanging - indent))
+        console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
 
 
 class Bars:
@@ -60,8 +85,7 @@ class Bars:
 
     def announce(self, text: str) -> None:
         """Above the bars, whole; also where nobody looks at bars."""
-        console = self._progress.console
-        console.print(text, style="yellow", soft_wrap=not console.is_terminal, highlight=False)
+        print_prose(self._progress.console, text, "yellow")
 
     def __enter__(self) -> Bars:
         self._progress.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stopdown.app.displays import print_prose
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth
 
@@ -59,9 +60,9 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     for entry in device.formats:
         ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
         console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())
-        console.print(f"        {entry.reason}", soft_wrap=True)
+        print_prose(console, f"        {entry.reason}")
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
-    console.print(f"  attention kernels: {kernels or 'none known'}", soft_wrap=True)
+    print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known faults of this device", device.faults, console)
     _print_outlook(device, console)
 
@@ -79,13 +80,13 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
             console.print(f"  {name}")
             model = name
         console.print(f"    {', '.join(components)}: {precision}")
-        console.print(f"      {reason}", soft_wrap=True)
+        print_prose(console, f"      {reason}")
 
 
 def _print_switches(health: MachineHealth, console: Console) -> None:
     console.print("\nSwitches of accumulation", style="bold")
     for switch in health.switches:
-        console.print(f"  {switch.name} = {switch.value}: {switch.meaning}", soft_wrap=True)
+        print_prose(console, f"  {switch.name} = {switch.value}: {switch.meaning}")
     if not health.switches:
         console.print("  none on these devices")
 
@@ -94,4 +95,4 @@ def _print_list(title: str, entries: tuple[str, ...], console: Console) -> None:
     if entries:
         console.print(f"\n{title}", style="bold")
     for entry in entries:
-        console.print(f"  - {entry}", soft_wrap=True)
+        print_prose(console, f"  - {entry}")

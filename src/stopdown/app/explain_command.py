@@ -60,8 +60,10 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what it is, the lines that show it, and what to type."""
     from rich.text import Text
 
+    from stopdown.app.displays import print_prose
+
     def show(*parts: object) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)  # type: ignore[arg-type]
+        print_prose(console, Text.assemble(*parts))  # type: ignore[arg-type]
 
     show((diagnosis.fault, "bold"), f": {diagnosis.title}")
     show(f"\n{diagnosis.why}")

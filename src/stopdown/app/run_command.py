@@ -239,8 +239,10 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
 
 def print_script(record: ScriptRecord, console: Console) -> None:
     """Print what its pipelines did, what was repaired, and what was found."""
+    from stopdown.app.displays import print_prose
+
     if not record.runs:
-        console.print(f"stopdown: {record.script} called no Diffusers pipeline.", soft_wrap=True)
+        print_prose(console, f"stopdown: {record.script} called no Diffusers pipeline.")
     for number, run in enumerate(record.runs, 1):
         counts = ", ".join(
             f"{call.component} {call.calls}x {'+'.join(call.precisions)}" for call in run.calls
@@ -250,7 +252,7 @@ def print_script(record: ScriptRecord, console: Console) -> None:
             said += f" {repair.site}: {repair.action}, {repair.replays} call run again."
         if run.taken_over:
             said += f" From an earlier run: {', '.join(run.taken_over)}."
-        console.print(said, soft_wrap=True, highlight=False)
+        print_prose(console, said)
     for finding in record.findings:
         text = f"stopdown: {finding.kind} in {finding.site}: {finding.evidence} {finding.remedy}"
-        console.print(text, style="yellow", soft_wrap=True, highlight=False)
+        print_prose(console, text, "yellow")
