@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("stopdown.comparison.matrix.compare", interrupt)
     Path("p.txt").write_text("a red circle\n")
     code, _, err = run("compare", "shapes", "--prompts", "p.txt")
-    assert code == 1
+    assert code == 130
     assert "What is done is kept in .report.html.cells: the same command goes on from there." in err
     assert find_cells(Path("report.html")).is_dir()
     assert not Path("report.html").exists()
