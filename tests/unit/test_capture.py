@@ -109,6 +109,28 @@ def test_buffers_outside_the_checkpoint_keep_their_dtype() -> None:
     assert node.meta["val"].dtype == torch.float32
 
 
+class Table(nn.Module):
+    """Multiplies by a table that is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4, 4), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.table
+
+
+def test_a_buffer_that_a_product_reads_is_cast_with_the_weights() -> None:
+    """Kept in fp32 it would meet fp16: tracing takes that, and a real run does not."""
+    module = Table()
+    assert find_kept_buffers(module) == {"table"}
+    capture = capture_call(module, (torch.randn(2, 4),), dtype=torch.float16)
+    assert capture.kept_buffers == frozenset()
+    floats = [n.meta["val"].dtype for n in capture.graph.graph.nodes if "val" in n.meta]
+    assert set(floats) == {torch.float16}
+
+
 def test_bound_methods_are_calls() -> None:
     """A method of a module is captured like its forward."""
     capture = capture_call(Attention().encode, (torch.randn(3, 4),), dtype=torch.float16)

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from stopdown.capture import capture_call
 from stopdown.errors import OptionError, ScalingError
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale_
 from stopdown.scaling import rescaling as scaling_rescaling
-from stopdown.scaling.residual import open_islands
+from stopdown.scaling.residual import demand_agreement, open_islands
 from stopdown.testing import compare_snapshot, take_snapshot
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
@@ -163,3 +165,35 @@ def test_an_unknown_residual_is_refused() -> None:
     """The message says what there is."""
     with pytest.raises(OptionError, match="residual='fp32'"):
         rescale_(torch.nn.Linear(2, 2), (torch.ones(1, 2),), residual="fp64")
+
+
+class Mixing(torch.nn.Module):
+    """What a stream that was put wrongly does: it gives a product or a norm fp32 beside fp16."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "linear":
+            return functional.linear(x.float(), self.inner.weight).to(x.dtype)
+        if self.kind == "layer_norm":
+            return functional.layer_norm(x.float(), (4,), self.inner.bias).to(x.dtype)
+        return self.inner(x).float() if self.kind == "output" else self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("linear", r"Mixing: \(linear\) would be given fp32 and fp16 together"),
+        ("layer_norm", r"Mixing: \(layer_norm\) would be given fp32 and fp16 together"),
+        ("output", r"Mixing would return another dtype than without it"),
+    ],
+)
+def test_a_stream_that_does_not_fit_is_refused(kind: str, said: str) -> None:
+    """Tracing takes operands of two dtypes; a real run does not."""
+    x = (torch.randn(2, 4),)
+    plain, streamed = (capture_call(Mixing(k), x, dtype=torch.float16) for k in ("", kind))
+    demand_agreement(plain, plain)
+    with pytest.raises(ScalingError, match=said):
+        demand_agreement(plain, streamed)

@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, rescale_
+from stopdown.scaling import cast_, rescale_, rules
+from stopdown.testing import compare_snapshot, take_snapshot
 
 WIDTH = 16
 
@@ -474,3 +475,21 @@ def test_an_output_without_a_range_is_refused() -> None:
         ScalingError, match=r"Sequential:1 \(linear\) holds .* Check the weights on d"
     ):
         rescale_(module, (torch.ones(2, 4),))
+
+
+def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gelu that is said to scale with its input changes bits: refused, and every bit is restored."""
+    torch.manual_seed(0)
+    monkeypatch.setitem(rules.RULES, "gelu", rules.keep_first)
+    module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**18)
+    module[0].bias.zero_()
+    before, x = take_snapshot(module), torch.randn(3, 4)
+    x[0] *= 2.0**-18  # where a gelu bends
+    with pytest.raises(
+        ScalingError, match=r"not bit for bit what it was\. .* a rule of an operation"
+    ):
+        rescale_(module, (x,))
+    assert compare_snapshot(before, module) == []
+    assert rescale_(module, (x,), verify=False).exponents
