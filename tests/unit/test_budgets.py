@@ -167,4 +167,4 @@ def test_the_table_says_what_to_type(made: MemoryPlan) -> None:
     assert "fp16 rescaled: 11 significant bits, error not measured." in text
     assert "fp32: 24 significant bits, error not measured." in text
     assert "not measured  " in text
-    assert f"Use it: stopdown generate {made.source} PROMPT --memory 1MiB" in text
+    assert f"Use it: stopdown generate {made.source} PROMPT --memory 1024KiB" in text

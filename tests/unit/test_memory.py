@@ -290,9 +290,22 @@ def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: Rehearsal) -> 
         predict(rehearsed_sd, Strategy(storage="fp8"), steps=2),
         predict(rehearsed_sd, Strategy("block"), steps=2),
     )
-    fit = Fit(pairs, (1.0, 1.0), {})
-    assert choose(fit, 10**9, ("fp8",)) is pairs[0]
-    assert choose(fit, 10**9) is pairs[1]
+    slower = Fit(pairs, (1.0, 1.0), {}, times=(1.0, 1.3))
+    assert choose(slower, 10**9, ("fp8",)) is pairs[0]
+    assert choose(slower, 10**9) is pairs[1]
+
+
+def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: Rehearsal) -> None:
+    """fp8 is passed over where blocks take about as long, or all weights fit; else it is taken."""
+    fp8, block, whole = (
+        predict(rehearsed_sd, one, steps=2)
+        for one in (Strategy(storage="fp8"), Strategy("block"), Strategy())
+    )
+    assert choose(Fit((fp8, block), (1.0, 1.0), {}, times=(1.0, 1.2)), 10**9, ("fp8",)) is block
+    assert choose(Fit((fp8, block), (1.0, 1.0), {}, times=(1.0, 1.3)), 10**9, ("fp8",)) is fp8
+    roomy = Fit((fp8, whole), (1.0, 1.0), {}, times=(1.0, 9.0))
+    assert choose(roomy, 10**9, ("fp8",)) is whole
+    assert choose(roomy, int(fp8.peak_bytes / 0.95) + 1, ("fp8",)) is fp8
 
 
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])

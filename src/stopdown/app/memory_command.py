@@ -34,6 +34,8 @@ ROUNDED = {
 }
 """What formats of 8 bits do."""
 
+_MARGIN = "; what changes the picture has to save a fifth of it, and no component may fit as it is"
+
 _PROMPT = "a red circle moving left on a grey background"
 
 
@@ -200,8 +202,8 @@ def _explain_choice(
         way, prediction = chosen
         return (
             f"{way.name} with {prediction.strategy.name} is predicted to take "
-            f"{format_bytes(prediction.peak_bytes)}, and is the first in the order of time that stays "
-            f"within {usable}."
+            f"{format_bytes(prediction.peak_bytes)}, and takes the least time of what stays within "
+            f"{usable}{_MARGIN if allowed else ''}."
         )
     smallest = [(one.way, find_smallest(one.fit, allowed)) for one in tried]
     way, least = min(smallest, key=lambda pair: pair[1].peak_bytes)
@@ -330,7 +332,8 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryPlan, console: Console) -
 
 def _print_command(plan: MemoryPlan, console: Console) -> None:
     """What to type for the run that was chosen."""
-    limit = f"{math.ceil(plan.limit_bytes / 2**20)}MiB"
+    size, unit = (2**20, "MiB") if plan.limit_bytes >= 2**24 else (2**10, "KiB")
+    limit = f"{math.ceil(plan.limit_bytes / size)}{unit}"
     allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
     if plan.reduced is not None:
         allow += "".join(

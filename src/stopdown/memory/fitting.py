@@ -17,7 +17,14 @@ from stopdown.errors import OptionError
 from stopdown.memory.placing import put_variant
 from stopdown.memory.rehearsing import Rehearsal, Rehearser, Seen
 from stopdown.memory.speed import Speed
-from stopdown.memory.strategies import Prediction, Storage, Strategy, list_strategies, predict
+from stopdown.memory.strategies import (
+    PACKED_PLACEMENTS,
+    Prediction,
+    Storage,
+    Strategy,
+    list_strategies,
+    predict,
+)
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, is_autoencoder
 from stopdown.pipelines.layerwise import find_storable
@@ -25,6 +32,9 @@ from stopdown.records import MemoryRow
 
 HEADROOM = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
+
+WORTH = 1.25
+"""What changes the picture is taken when everything else that fits takes this much longer."""
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
@@ -38,12 +48,14 @@ class Fit:
         flops: of the whole run, by prediction.
         strays: as in `Rehearsal`.
         sides: height and width of what was decoded; None where nothing was.
+        times: estimated seconds, by prediction; empty where no speed is known.
     """
 
     predictions: tuple[Prediction, ...]
     flops: tuple[float, ...]
     strays: Mapping[str, Mapping[str, frozenset[str]]]
     sides: tuple[int, int] | None = None
+    times: tuple[float, ...] = ()
 
 
 def predict_all(
@@ -114,7 +126,8 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     pairs = list(zip(fit.predictions, fit.flops, strict=True))
     pairs.sort(key=lambda pair: round(estimate_time(pair[0], pair[1], speed), 9))
     predictions, flops = zip(*pairs, strict=True)
-    return dataclasses.replace(fit, predictions=tuple(predictions), flops=tuple(flops))
+    times = tuple(estimate_time(*pair, speed) for pair in pairs)
+    return dataclasses.replace(fit, predictions=predictions, flops=flops, times=times)
 
 
 def list_storages(device: str) -> tuple[Storage, ...]:
@@ -140,6 +153,8 @@ def choose(
 ) -> Prediction | None:
     """The prediction that costs the least time among those that fit; None when none does.
 
+    One that changes the picture has to save time by `WORTH`.
+
     Args:
         allowed: as in `list_allowed`.
         failed: names of strategies that ran out of memory before: only smaller ones are taken.
@@ -147,7 +162,34 @@ def choose(
     usable = limit_bytes * HEADROOM
     known = [one.peak_bytes - 1 for one in fit.predictions if one.strategy.name in failed]
     most = min([usable, *known])
-    return next((one for one in list_allowed(fit, allowed) if one.peak_bytes <= most), None)
+    times = fit.times or (0.0,) * len(fit.predictions)
+    usable_ones = set(map(id, list_allowed(fit, allowed)))
+    return pick(
+        [
+            (one, seconds)
+            for one, seconds in zip(fit.predictions, times, strict=True)
+            if one.peak_bytes <= most and id(one) in usable_ones
+        ]
+    )
+
+
+def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
+    """The first of what fits; of those that change the picture only one that saves time by `WORTH`.
+
+    Where a component fits as it is, 8 bits save its first loading at most: then they are not taken.
+
+    Args:
+        timed: predictions with their seconds, those that take the least time first.
+    """
+    if not timed:
+        return None
+    first, least_s = timed[0]
+    exact = [(one, taken_s) for one, taken_s in timed if one.strategy.storage == "native"]
+    whole = [pair for pair in exact if pair[0].strategy.placement in PACKED_PLACEMENTS]
+    if whole and first.strategy.storage != "native":
+        return whole[0][0]
+    found, found_s = exact[0] if exact else (first, least_s)
+    return found if found_s <= WORTH * least_s else first
 
 
 def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:

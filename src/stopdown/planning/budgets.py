@@ -18,7 +18,14 @@ from typing import Any
 
 from stopdown.environment import Support
 from stopdown.formats import FORMATS
-from stopdown.memory.fitting import HEADROOM, Fit, estimate_time, list_allowed, make_rows
+from stopdown.memory.fitting import (
+    HEADROOM,
+    Fit,
+    estimate_time,
+    list_allowed,
+    make_rows,
+    pick,
+)
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.patches import Patches
@@ -175,10 +182,12 @@ def choose_way(
     ]
     if not fitting:
         return None
-    if any(one.speed is None for one in found):
-        return fitting[0][:2]
-    way, prediction, _ = min(fitting, key=lambda one: (round(one[2], 9), -one[0].bits))
-    return way, prediction
+    if all(one.speed is not None for one in found):
+        fitting.sort(key=lambda one: (round(one[2], 9), -one[0].bits))
+    else:
+        fitting = [(way, prediction, 0.0) for way, prediction, _ in fitting]
+    taken = pick([(prediction, seconds) for _, prediction, seconds in fitting])
+    return next((way, prediction) for way, prediction, _ in fitting if prediction is taken)
 
 
 def list_rows(found: Sequence[Budgeted]) -> tuple[MemoryRow, ...]:
