@@ -19,7 +19,7 @@ from stopdown.app.request_options import read_allowed
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
-from stopdown.memory import placing, tracking
+from stopdown.memory import placing, speed, tracking
 from stopdown.memory.checkpointing import IDLE
 from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.packing import CODES, pack
@@ -584,6 +584,21 @@ def test_what_may_not_change_the_picture(
         read_allowed(allow, memory)
     assert text in str(caught.value)
     assert "--allow fp8" in str(caught.value)
+
+
+def test_generate_keeps_weights_in_8_bits_when_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind a slow link fp8 is taken where it is allowed, blocks where it is not; the record says it."""
+    slow = Speed(1e12, 1e5, "Slow.", widened_bytes_per_s=1e12)
+    monkeypatch.setattr(speed, "measure_speed", lambda *_: slow)
+    folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
+    plain = generate_sd(folder, tmp_path / "plain.png", "1000KiB")
+    small = generate_sd(folder, tmp_path / "fp8.png", "1000KiB", ("fp8",))
+    assert "fp8" not in plain.strategy
+    assert "+fp8" in small.strategy
+    assert small.request["allow"] == ("fp8",)
+    assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
 
 
 def test_gradient_checkpointing_is_said_to_do_nothing(
