@@ -421,8 +421,15 @@ def _write(options: GenerateOptions, frames: Any, stages: dict[str, float]) -> t
 
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
-    plain = {name: value for name, value in asdict(options).items() if value is not None}
-    return {name: str(v) if isinstance(v, Path) else v for name, v in plain.items()}
+    """What was asked for, as JSON has it: paths as text, lists, and nothing that was left away."""
+    given = {name: x for name, x in asdict(options).items() if x is not None and x != ()}
+    return {name: _make_plain(x) for name, x in given.items()}
+
+
+def _make_plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def find_record_path(output: str | Path) -> Path:
