@@ -100,10 +100,10 @@ def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
 
 
 def test_auto_passes_over_bounds_that_cost_bits() -> None:
-    """`auto` takes the first fold that costs a weight no bits, or none; `bound` takes the first."""
-    assert choose_among([-12, -10, -8, -6], free=True) == (-8, True)
-    assert choose_among([-12, -10, -8, -6], free=False) == (-12, True)
-    assert choose_among([-12, -10], free=True) == (0, False)
+    """`auto` takes the first fold that costs a weight no bits, `bound` the first that costs few."""
+    assert choose_among([-12, -9, -8, -6], free=True) == (-8, True)
+    assert choose_among([-12, -10, -8, -6], free=False) == (-8, True)
+    assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
 
 
 def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

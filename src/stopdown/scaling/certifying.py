@@ -56,6 +56,9 @@ MORE_STRAIN_BITS = 0.05
 """What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
 the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
 
+MOST_STRAIN_BITS = 0.5
+"""The same where bounds are asked for: beyond it fp16 falls behind bf16."""
+
 MORE_MULTIPLIES = 1
 """What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
 
@@ -242,7 +245,7 @@ def _find_most(
             found = find(module, mixed)
         except ScalingError:
             continue
-        if _is_free(found, best, plain) if free else _is_as_narrow(found, best):
+        if _is_free(found, best, plain) if free else _is_visible(found, best, plain):
             return found, True
     return best, False
 
@@ -250,6 +253,12 @@ def _find_most(
 def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
     few = len(found.islands) <= len(best.islands)
     return few and found.island_flops <= best.island_flops
+
+
+def _is_visible(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+    """No more in fp32, and weights keep most of their bits."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
 
 
 def _is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
