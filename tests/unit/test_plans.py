@@ -20,7 +20,7 @@ from stopdown.pipelines.sources import Source
 from stopdown.planning import applying, choosing, expressing, measuring, plan_files, plans
 from stopdown.planning.precision import ComponentFacts, explain_plan
 from stopdown.planning.recording import MOST_CALLS, RecordedCall, _thin_out, sign_call
-from stopdown.records import ComponentPlan, Plan, ResidualStream
+from stopdown.records import ComponentPlan, Plan, ResidualStream, to_json
 from stopdown.scaling import Scaling
 
 ENTRY = ComponentPlan(
@@ -94,6 +94,18 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
         plan_files.read_plan(path)
+
+
+def test_a_plan_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
+    """A file that was sealed without a field of today keeps its seal, and the field its default."""
+    path = tmp_path / "plan.json"
+    content = json.loads(to_json(PLAN))
+    assert content.pop("lessons") == []
+    content["seal"] = plan_files._compute_seal(json.dumps(content))
+    path.write_text(json.dumps(content))
+    assert dataclasses.replace(plan_files.read_plan(path), seal="") == dataclasses.replace(
+        PLAN, seal=""
+    )
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:

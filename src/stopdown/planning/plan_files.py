@@ -12,6 +12,8 @@ import dataclasses
 import hashlib
 from pathlib import Path
 
+import msgspec
+
 from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
 from stopdown.media import written_beside
@@ -28,14 +30,14 @@ def read_class_versions() -> dict[str, str]:
 
 def seal_plan(plan: Plan) -> Plan:
     """The plan as it will be read, with the seal that its content gives."""
-    plan = from_json(to_json(plan), Plan)
-    return dataclasses.replace(plan, seal=_compute_seal(plan))
+    plan = from_json(to_json(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
+    return dataclasses.replace(plan, seal=_compute_seal(to_json(plan)))
 
 
-def _compute_seal(plan: Plan) -> str:
-    bare = dataclasses.replace(plan, seal="")
-    bare = from_json(to_json(bare), Plan)  # so that 0 and 0.0 are one, as they are when read
-    return hashlib.sha256(to_json(bare).encode()).hexdigest()
+def _compute_seal(text: str | bytes) -> str:
+    """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
+    content = {**msgspec.json.decode(text), "seal": ""}
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
 
 
 def write_plan(plan: Plan, path: str | Path) -> None:
@@ -69,7 +71,7 @@ def read_plan(path: str | Path) -> Plan:
             expected=error.expected,
             remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         ) from error
-    if plan.kind != "plan" or plan.seal != _compute_seal(plan):
+    if plan.kind != "plan" or plan.seal != _compute_seal(text):
         raise PlanError(
             f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
             expected="A plan is used as it was made, because each exponent rests on all others.",
