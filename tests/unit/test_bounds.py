@@ -509,6 +509,17 @@ def test_a_gram_matrix_gives_the_largest_singular_value(
         assert exact <= bound_spectral.measure_sigma(weight) <= 1.01 * exact
 
 
+def test_a_matrix_that_is_taken_apart_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of columns are bounded together: above the singular value, below the root of their number."""
+    monkeypatch.setattr(bound_spectral, "DECOMPOSED", 0)
+    monkeypatch.setattr(bound_spectral, "MOST_COLUMNS", 12)
+    weight = torch.randn((96, 24), generator=torch.Generator().manual_seed(1))
+    exact = float(torch.linalg.matrix_norm(weight.double(), 2))
+    assert exact < bound_spectral.measure_sigma(weight) < 2**0.5 * exact
+    aligned = torch.ones((96, 24))  # nothing is lost where both parts point the same way
+    assert 48.0 <= bound_spectral.measure_sigma(aligned) < 48.1
+
+
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a bound that a row exceeds."""
     right = bound_products.measure_sigma

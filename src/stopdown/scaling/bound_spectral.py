@@ -19,6 +19,9 @@ MOST_WORK = 1 << 38
 GRAM_ROWS = 256
 """Products that are summed in fp32 at a time."""
 
+MOST_COLUMNS = 1536
+"""Larger matrices are taken apart: two halves of 3072 columns take half the time, for 0.3 bits."""
+
 MARGIN = 1 + 1e-9
 """Of a decomposition in float64."""
 
@@ -31,11 +34,15 @@ def count_work(weight: torch.Tensor) -> int:
 def measure_sigma(weight: torch.Tensor) -> float:
     """The largest singular value of `[out, in]`, no smaller than it is.
 
-    Cost: a decomposition in float64; or `count_work` in fp32 and one of `min(out, in)` squared.
+    Of columns `A` and `B` side by side the square is at most the sum of the squares of each.
+    Cost: a decomposition in float64; or at most `count_work` in fp32, and decompositions of squares of
+    `MOST_COLUMNS`.
     """
     if count_work(weight) <= DECOMPOSED:
         return float(torch.linalg.matrix_norm(weight.double(), 2)) * MARGIN
-    return math.sqrt(_bound_gram(weight)) * MARGIN
+    tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
+    count = math.ceil(tall.shape[1] / MOST_COLUMNS)
+    return math.sqrt(sum(_bound_gram(part) for part in tall.chunk(count, dim=1))) * MARGIN
 
 
 def sum_squares(weight: torch.Tensor) -> float:
@@ -50,10 +57,9 @@ def _bound_gram(weight: torch.Tensor) -> float:
     2**-24), so the error of all parts has no larger 2-norm than that times the squares of `W`; and what is
     below the least normal number is lost.
     """
-    tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     exponent = math.frexp(float(weight.abs().max()))[1]
-    gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64)
-    for part in tall.split(GRAM_ROWS):
+    gram = torch.zeros(weight.shape[1], weight.shape[1], dtype=torch.float64)
+    for part in weight.split(GRAM_ROWS):
         scaled = torch.ldexp(part.float(), torch.tensor(-exponent))  # its squares stay in range
         gram += scaled.T @ scaled
     scaled_squares = math.ldexp(sum_squares(weight), -2 * exponent)
