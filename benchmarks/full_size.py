@@ -266,7 +266,7 @@ def write_results(rows: list[dict[str, Any]], command: str) -> None:
         f"|---|{'--:|' * 10}",
         *map(format_row, rows),
         "",
-        f"`{command}` on {machine['cpu']}, {machine['cores']} cores that other work shared; torch",
+        f"`{command}` on {machine['cpu']}, {machine['cores']} cores; torch",
         f"{machine['versions']['torch']}, diffusers {machine['versions']['diffusers']}, transformers"
         f" {machine['versions']['transformers']}. Each class in a process",
         "of its own; seconds are the processor's, those on the wall also count waiting for it. Magnitudes",
