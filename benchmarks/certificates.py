@@ -349,11 +349,11 @@ def _format_tightness(key: str, rows: list[dict[str, Any]]) -> str:
 
 
 def plot_tightness(groups: dict[str, list[dict[str, Any]]]) -> None:
-    """One line of dots a class: bound over ascent, on a logarithmic axis from 1 to 10,000."""
+    """One line of dots a class: bound over ascent, on a logarithmic axis from 1 to 100,000."""
     from PIL import Image, ImageDraw, ImageFont
 
     scale, left, line, decades = 2, 210, 22, 5
-    width, height = 900 * scale, (line * len(groups) + 70) * scale
+    width, height = 910 * scale, (line * len(groups) + 70) * scale
     picture = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(picture)
     font = ImageFont.load_default(size=13 * scale)
@@ -366,7 +366,8 @@ def plot_tightness(groups: dict[str, list[dict[str, Any]]]) -> None:
     for decade in range(decades + 1):
         x = across(10.0**decade)
         draw.line([(x, 30 * scale), (x, bottom)], fill="#dddddd", width=scale)
-        draw.text((x - 12 * scale, bottom + 2 * scale), f"{10**decade:g}", fill="black", font=font)
+        place, text = (x, bottom + 2 * scale), f"{10**decade:,}"
+        draw.text(place, text, fill="black", font=font, anchor="ma")
     title = "bound : largest found by ascent, every fp16 value (line: median)"
     draw.text((10 * scale, 6 * scale), title, fill="black", font=font)
     for number, (name, rows) in enumerate(sorted(groups.items())):
