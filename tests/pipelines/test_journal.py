@@ -387,10 +387,12 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
         else:
             least = chance.randrange(33)
             kill_when(command, lambda j=journal, n=least: len(find_calls(j)) >= n)  # type: ignore[misc]
-        record = finish(command, out)
-        assert record.journal is not None
-        answered.append(record.journal.answered)
+        if not out.exists():  # else it was done: frames are there whole or not at all
+            record = finish(command, out)
+            assert record.journal is not None
+            answered.append(record.journal.answered)
         assert read_frames(out) == expected, number
+    assert len(answered) >= 15
     assert sum(count > 0 for count in answered) >= 8, answered
 
 
