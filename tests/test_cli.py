@@ -38,17 +38,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """A command in this process: its exit code, and what it wrote to stdout and stderr."""
-
-    def run_cli(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()  # what making the model wrote
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run_cli
+def run(here: Path, run: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+    """A command in the folder of the test: its exit code, and what it wrote to stdout and stderr."""
+    return run
 
 
 @pytest.fixture

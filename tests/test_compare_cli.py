@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from comparisons import make_comparison
-from stopdown.app import cli
 from stopdown.app.compare_command import CompareOptions, describe_command, find_cells
 from stopdown.comparison.records import Comparison
 from stopdown.records import from_json, to_json
@@ -20,19 +19,11 @@ SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--
 
 @pytest.fixture
 def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., tuple[int, str, str]]
 ) -> Callable[..., tuple[int, str, str]]:
     """A command in an empty folder: its exit code, and what it wrote to stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-
-    def run_cli(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()  # what making the model wrote
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run_cli
+    return run
 
 
 def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path) -> None:

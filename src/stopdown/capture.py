@@ -38,7 +38,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.errors import CaptureError
+from stopdown.errors import CaptureError, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 
@@ -534,8 +534,7 @@ def _picks_from_region(node: Node, env: dict[Node, Any]) -> bool:
 
 def describe_failure(error: Exception, module: torch.nn.Module) -> CaptureError:
     """Why a module's code did not run on fake tensors, with the line that stopped it."""
-    first = str(error).strip().splitlines()
-    reason = first[0] if first else type(error).__name__
+    reason = take_first_line(error)
     return CaptureError(
         f"{type(module).__name__} cannot be captured as a graph: {reason} ({_blame(error)}).",
         expected="A capture needs code whose path does not depend on the values of tensors.",

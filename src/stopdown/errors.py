@@ -83,3 +83,9 @@ class PlanError(InputError):
 
 class StopdownWarning(UserWarning):
     """Something was decided or repaired that the user should know."""
+
+
+def take_first_line(error: Exception) -> str:
+    """The first line of what an exception says; its class when it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -16,25 +16,10 @@ from hub_server import HubServer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from stopdown.app import cli
 from stopdown.records import CheckRecord, from_json
 from stopdown.testing import save_pipeline
 
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Run:
-    """A command in this process: its exit code, and what it wrote to stdout and stderr."""
-
-    def run_cli(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run_cli
 
 
 def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:

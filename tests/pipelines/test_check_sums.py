@@ -12,7 +12,6 @@ import torch
 
 from stopdown import testing
 from stopdown.accumulation import Sum
-from stopdown.app import cli
 from stopdown.consistency.checking import check
 from stopdown.records import Finding
 
@@ -80,20 +79,6 @@ def test_what_is_not_to_run_in_fp16_is_not_judged(scored: Any) -> None:
     """In fp32 the same sums are harmless."""
     found = check(scored, precision="unet=fp32", device="a100", arguments=SMALL, sums=True)
     assert not [finding for finding in found if "overflow" in finding.kind]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """A command in this process: its exit code, and what it wrote."""
-
-    def run_cli(*arguments: object) -> tuple[int, str, str]:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(argument) for argument in arguments])
-        captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
-
-    return run_cli
 
 
 def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Path]) -> None:

@@ -7,9 +7,11 @@ products reach a part of these rates, and element-wise operations are left out.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -75,12 +77,7 @@ def _time_product(device: Device, name: str) -> float:
     dtype, side = FORMATS[name].torch_dtype, 64
     while True:
         given = torch.ones(side, side, dtype=dtype, device=device.torch_name)
-        given @ given
-        _wait(device)
-        begun = time.perf_counter()
-        given @ given
-        _wait(device)
-        elapsed = max(time.perf_counter() - begun, 1e-9)
+        elapsed = _time_second(device, functools.partial(torch.matmul, given, given))
         if side >= _SIDE or elapsed > _LONG_S:
             return 2.0 * side**3 / elapsed
         side *= 2
@@ -89,12 +86,7 @@ def _time_product(device: Device, name: str) -> float:
 def _time_copy(device: Device) -> float:
     source = torch.ones(_COPIED_BYTES // 4)
     target = torch.empty_like(source, device=device.torch_name)
-    target.copy_(source)
-    _wait(device)
-    begun = time.perf_counter()
-    target.copy_(source)
-    _wait(device)
-    return _COPIED_BYTES / max(time.perf_counter() - begun, 1e-9)
+    return _COPIED_BYTES / _time_second(device, functools.partial(target.copy_, source))
 
 
 def _time_widening(device: Device, name: str) -> float | None:
@@ -104,12 +96,17 @@ def _time_widening(device: Device, name: str) -> float | None:
     weight = torch.ones(_SIDE, _SIDE, dtype=FORMATS[name].torch_dtype)
     packed = pack(weight).to(torch.device(device.torch_name))
     target = torch.empty_like(weight, device=device.torch_name)
-    packed.fill(target)
+    return weight.nbytes / _time_second(device, functools.partial(packed.fill, target))
+
+
+def _time_second(device: Device, work: Callable[[], Any]) -> float:
+    """Seconds of some work when it is done again: the first time sets things up."""
+    work()
     _wait(device)
     begun = time.perf_counter()
-    packed.fill(target)
+    work()
     _wait(device)
-    return weight.nbytes / max(time.perf_counter() - begun, 1e-9)
+    return max(time.perf_counter() - begun, 1e-9)
 
 
 def _wait(device: Device) -> None:

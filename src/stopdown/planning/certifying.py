@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.capture import Capture, capture_call, find_mode, name_parameters
 from stopdown.environment import choose_device
-from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
+from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError, take_first_line
 from stopdown.formats import parse_precision
 from stopdown.pipelines.components import Door
 from stopdown.pipelines.doors import Call, map_tensors
@@ -190,8 +190,8 @@ def _rehearse(stand_in: Any) -> tuple[dict[str, list[_Seen]], str]:
     try:
         rehearse(stand_in, answer)
     except Exception as error:  # whatever a pipeline's own code raises: what was seen before counts
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return seen, f"The pipeline could not be rehearsed to its end: {lines[0][:200]}"
+        why = take_first_line(error)[:200]
+        return seen, f"The pipeline could not be rehearsed to its end: {why}"
     return seen, ""
 
 

@@ -33,6 +33,7 @@ from stopdown.errors import (
     ScalingError,
     StopdownError,
     StopdownWarning,
+    take_first_line,
 )
 from stopdown.numerics import bound_values, iterate_tensors
 from stopdown.patches import Patches
@@ -52,7 +53,7 @@ from stopdown.runtime.randomness import Restore, save_random
 from stopdown.runtime.repairs import Applied, Patient
 from stopdown.runtime.sensors import find_compiled, is_compiled
 from stopdown.runtime.watch import Fault, Observer, Watch
-from stopdown.runtime.wording import describe_repair, name_action, take_first_line
+from stopdown.runtime.wording import describe_repair, name_action
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""

@@ -24,9 +24,3 @@ def name_action(remedy: Remedy) -> str:
     """What a record calls a remedy that was put on."""
     names = {"replay": "replayed", "rescale": "rescaled", "island": "island"}
     return names.get(remedy.action, remedy.precision)
-
-
-def take_first_line(error: Exception) -> str:
-    """The first line of what an exception says; its class when it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
