@@ -19,6 +19,7 @@ from pathlib import Path
 from library_messages import PACKAGES, find_messages
 
 from stopdown.diagnosis import UNKNOWN, explain, read_knowledge
+from stopdown.environment import describe_machine
 
 CASES = Path(__file__).parent / "cases"
 
@@ -160,7 +161,10 @@ def print_unrelated() -> None:
 
 def main() -> None:
     """Print all tables as Markdown."""
-    print("# What `stopdown explain` answers\n\n`python benchmarks/explain.py`\n")
+    machine = describe_machine()
+    print("# What `stopdown explain` answers\n")
+    print(f"`python benchmarks/explain.py` on {machine['cpu']}, Python {machine['python']}, stopdown "
+          f"{machine['versions']['stopdown']}\n")  # fmt: skip
     print(
         "*hit*: the answer is the class of the report (of one of them, where several reports show one"
     )
