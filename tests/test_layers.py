@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "json_files"),
     ("formats", "records"),
     ("environment", "numerics", "patches", "media"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
@@ -35,6 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 
 LIGHT = (
     "errors",
+    "json_files",
     "formats",
     "records",
     "backends",
@@ -51,6 +52,7 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "
 
 TENSORLESS = (
     "errors",
+    "json_files",
     "records",
     "report",
     "runtime.policy",

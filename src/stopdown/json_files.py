@@ -1,0 +1,144 @@
+"""Files that come from elsewhere, read with limits: how large, how deep, how long a number.
+
+Every JSON file that Stopdown did not just write itself is read here, and so is what other decoders get:
+`read_small_file` gives them bytes. The short fact that an `UnreadableError` holds goes into the sentence
+of the caller, who knows what the file should have been.
+
+**Catches** named pipes, devices, folders and links that go round, files over a size, text that is not
+JSON, NaN (and Infinity, unless it is wanted), integers of more than 20 digits, nesting over 64, and
+halves of surrogate pairs.
+**Does not catch** a file that another process changes while it is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+MOST_BYTES = 64 * 2**20
+"""The largest JSON file of a model is a tokenizer's, of 35 MB (Gemma)."""
+
+MOST_DEPTH = 64
+"""The deepest configuration has tables in tables to a depth below 10."""
+
+MOST_DIGITS = 20
+"""2**64 has 20; Python takes time that is quadratic in the digits, and refuses 4300."""
+
+
+class UnreadableError(ValueError):
+    """A file that is not read; the message says what it is, after `it`."""
+
+
+def read_json_table(
+    path: Path, *, most_bytes: int = MOST_BYTES, allows_infinity: bool = False
+) -> dict[str, Any]:
+    """The table that a JSON file holds.
+
+    Raises:
+        UnreadableError: it is not there, not a regular file, over a limit, or not a table in JSON.
+    """
+    content = parse_json(
+        read_small_file(path, most_bytes=most_bytes), allows_infinity=allows_infinity
+    )
+    if not isinstance(content, dict):
+        raise UnreadableError(f"it holds a {type(content).__name__} and not a table")
+    return content
+
+
+def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
+    """The content of a regular file; nothing else is waited for.
+
+    Raises:
+        UnreadableError: it is not there, not a regular file, larger, or the system refuses.
+    """
+    try:
+        # Without O_NONBLOCK opening a named pipe waits for somebody who writes into it.
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UnreadableError("it is not a regular file")
+            if status.st_size > most_bytes:
+                raise UnreadableError(
+                    f"it has {status.st_size} bytes, and at most {most_bytes} are read"
+                )
+            return file.read(most_bytes)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnreadableError):
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnreadableError(f"it cannot be opened: {reason}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
+    """What a text in JSON says, within the limits of this module.
+
+    Args:
+        content: UTF-8.
+        allows_infinity: also read `Infinity`, which Diffusers writes for bounds of schedulers.
+
+    Raises:
+        UnreadableError: it is not JSON, or over a limit.
+    """
+
+    def refuse_constant(text: str) -> float:
+        if allows_infinity and text != "NaN":
+            return float(text)
+        raise UnreadableError(f"it holds the number {text}")
+
+    try:
+        found = json.loads(
+            content.decode("utf-8-sig"), parse_constant=refuse_constant, parse_int=_parse_integer
+        )
+    except RecursionError:
+        _refuse_depth()
+    except UnicodeDecodeError as error:
+        raise UnreadableError(f"it is not UTF-8 at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise UnreadableError(f"it is not JSON at {where}: {error.msg}") from error
+    _check_depth(found)
+    _check_characters(content, found)
+    return found
+
+
+def _parse_integer(text: str) -> int:
+    if len(text) > MOST_DIGITS + 1:
+        raise UnreadableError(f"it holds an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_depth(content: Any) -> None:
+    layer = [content] if isinstance(content, (dict, list)) else []
+    for _ in range(MOST_DEPTH):
+        layer = [
+            inner
+            for outer in layer
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+    if layer:
+        _refuse_depth()
+
+
+def _check_characters(content: bytes, found: Any) -> None:
+    """Half of a surrogate pair is text that cannot be printed or written."""
+    if _SURROGATE.search(content):
+        try:
+            json.dumps(found, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise UnreadableError("it holds half of a surrogate pair") from error
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def _refuse_depth() -> NoReturn:
+    raise UnreadableError(f"it is nested deeper than {MOST_DEPTH}")
