@@ -20,7 +20,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("environment", "numerics", "patches", "media"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
-    ("accumulation", "backends", "capture", "diagnosis", "profiles"),
+    ("accumulation", "arguments", "backends", "capture", "diagnosis", "profiles"),
     ("pipelines", "scaling"),
     ("memory",),  # rehearses whole pipelines; planning and the guard ask it what fits
     ("consistency", "calibration", "planning"),

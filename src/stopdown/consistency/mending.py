@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.arguments import hook_arguments
 from stopdown.consistency.checking import check
 from stopdown.consistency.parameters import find_islands
 from stopdown.consistency.wording import generalise
@@ -162,17 +163,10 @@ def _cast_at_module(pipe: Any, name: str, path: str, patches: Patches) -> str:
     ]
     for part in own:
         dtype = next(part.parameters(recurse=False)).dtype
-        handle = part.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
-        patches.defer(handle.remove)
+        hook_arguments(part, partial(cast_floats, dtype=dtype), patches)
     if not own:
         return ""
     return f"{name}: {path} and {len(own) - 1} of its kind cast their input to their own dtype."
-
-
-def _cast_inputs(
-    dtype: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
 
 def _stop_autocast(pipe: Any, name: str, path: str, patches: Patches) -> str:

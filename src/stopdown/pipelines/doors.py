@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.arguments import put_back, replace_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door
 
@@ -159,7 +160,12 @@ def call_cast(
     """One call of a door with its floating arguments in `dtype`, its outputs as they came."""
     names = find_argument_names(door)
     came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
-    output = call(*_cast_positional(names, args, dtype), **cast_arguments(kwargs, dtype))
+    cast = functools.partial(cast_floats, dtype=dtype)
+    args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=_is_kept)
+    try:
+        output = call(*args, **kwargs)
+    finally:
+        put_back(replaced)
     is_last = came_as is None or door.stage == "decode"
     return output if is_last else cast_floats(output, came_as)
 
@@ -188,14 +194,6 @@ def cast_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, A
         name: value if _is_kept(name) else cast_floats(value, dtype)
         for name, value in arguments.items()
     }
-
-
-def _cast_positional(
-    names: tuple[str, ...], args: tuple[Any, ...], dtype: torch.dtype
-) -> tuple[Any, ...]:
-    padded = [*names, *[""] * len(args)]
-    pairs = zip(padded, args, strict=False)
-    return tuple(value if _is_kept(name) else cast_floats(value, dtype) for name, value in pairs)
 
 
 def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.arguments import hook_arguments
 from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import ScalingError
 from stopdown.numerics import iterate_tensors
@@ -292,28 +293,17 @@ def _hook_island(
 def _hook_inputs(
     module: torch.nn.Module, source: torch.dtype, target: torch.dtype, patches: Patches
 ) -> None:
-    hook = partial(_cast_inputs, source, target)
-    patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-
-def _cast_inputs(
-    source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
-    cast: tuple[Any, Any] = _cast_tree((args, kwargs), source, target)
-    return cast
+    hook_arguments(module, partial(_cast, source, target), patches)
 
 
 def _cast_output(
     source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
-    return _cast_tree(output, source, target)
+    return pytree.tree_map_only(torch.Tensor, partial(_cast, source, target), output)
 
 
-def _cast_tree(tree: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(target) if value.dtype == source else value
-
-    return pytree.tree_map_only(torch.Tensor, cast, tree)
+def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(target) if value.dtype == source else value
 
 
 def _replace_data(
