@@ -14,7 +14,7 @@ from torch.nn import functional
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_, rules
-from stopdown.testing import compare_snapshot, take_snapshot
+from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
 
 WIDTH = 16
 
@@ -184,6 +184,70 @@ def test_an_operation_without_a_rule_is_pinned_and_named() -> None:
     rescaling = rescale_(Unknown().eval(), (torch.randn(2, 4),))
     assert rescaling.pinned == {"special_bessel_j0": ("Unknown:",)}
     assert rescaling.exponents == {}
+
+
+def test_sizes_and_shapes_are_not_operations_without_a_rule() -> None:
+    """What tells no value needs no rule; transposes, diagonals and QR have one, and are exact."""
+
+    class Shapes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            y = y.as_strided(y.shape, y.stride(), y.storage_offset())
+            _, upper = torch.linalg.qr(torch.diag_embed(y).sum(0).T.mT)
+            return functional.layer_norm(self.last(upper), (4,))
+
+    module, x = Shapes().eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        module.first.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.pinned == {}
+    assert rescaling.islands == ()
+    assert torch.equal(module(x), reference)
+
+
+@pytest.mark.parametrize("name", ["sym_storage_offset", "sym_size", "is_contiguous"])
+def test_what_returns_no_value_needs_no_rule(name: str) -> None:
+    """Sizes, strides and offsets are what they are in every format."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.ones(2)
+    packet = getattr(torch.ops.aten, name)
+    node = graph.call_function(getattr(packet, packet.overloads()[0]), (source,))
+    assert rules.find_rule(node) == (rules.free, False)
+
+
+@pytest.mark.parametrize("name", ["item", "equal"])
+def test_what_reads_values_wants_a_rule(name: str) -> None:
+    """A number that depends on values is not passed over."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    source.meta["val"] = torch.ones(2)
+    node = graph.call_function(getattr(torch.ops.aten, name).default, (source,) * 2)
+    assert rules.find_rule(node) == (None, False)
+
+
+def test_the_autoencoder_of_wan_needs_nothing_in_fp32() -> None:
+    """Its upsampling (`nearest-exact`) has a rule: values beyond fp16 are scaled through it."""
+    vae = make_pipeline("wan").vae
+    with torch.no_grad():
+        vae.decoder.conv_in.weight.mul_(2.0**22)
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vae = vae
+
+        def forward(self, latents: torch.Tensor) -> torch.Tensor:
+            return self.vae.decode(latents, return_dict=False)[0]
+
+    module, latents = Decoder().eval(), torch.randn(1, 4, 1, 4, 4)
+    rescaling = rescale_(module, (latents,))
+    assert (rescaling.pinned, rescaling.islands) == ({}, ())
 
 
 class Feed(nn.Module):

@@ -36,9 +36,7 @@ BASIS = 16
 NORM_ROUNDING = 2.0**-10
 """Relative error of what a norm gives, before its result is rounded."""
 
-_KEEP = list_names(
-    "dropout contiguous clone alias detach to _to_copy float type_as feature_dropout"
-)
+_KEEP = list_names("dropout contiguous clone alias detach to _to_copy type_as feature_dropout")
 _NORMS = list_names("layer_norm rms_norm _fused_rms_norm")
 
 

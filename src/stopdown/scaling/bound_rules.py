@@ -320,14 +320,15 @@ MOVING = list_names(
     "swapaxes swapdims expand expand_as broadcast_to slice narrow select getitem cat concat stack "
     "dropout contiguous clone alias detach lift_fresh_copy index roll flip repeat repeat_interleave "
     "tile pad constant_pad_nd neg abs relu zeros ones zeros_like ones_like empty_like chunk split "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d where masked_fill copy embedding "
+    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
+    "_upsample_nearest_exact2d _upsample_nearest_exact3d where masked_fill copy embedding "
     "view_as_real clamp clip gather index_select"
 )
 """Operations that round nothing: each element of the result is one of an input, or a number."""
 
 RULES: dict[str, Rule] = {
-    **_table(keep, "dropout contiguous clone alias detach lift_fresh_copy type_as to _to_copy float "
-                   "half neg abs positive feature_dropout conj"),
+    **_table(keep, "dropout contiguous clone alias detach lift_fresh_copy type_as to _to_copy "
+                   "neg abs positive feature_dropout conj"),
     **_table(view, "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as ravel"),
     **_table(swap, "permute transpose t numpy_T mT movedim swapaxes swapdims"),
     **_table(expand, "expand expand_as broadcast_to"),
@@ -336,7 +337,8 @@ RULES: dict[str, Rule] = {
     **_table(loosen, "roll flip gather amax amin max_pool2d pad_sequence"),
     **_table(loosen_tokens, "index index_select"),
     **_table(loosen_spatially, "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-             "upsample_nearest_exact2d upsample_bilinear2d upsample_linear1d upsample_trilinear3d "
+             "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
+             "upsample_bilinear2d upsample_linear1d upsample_trilinear3d "
              "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"),
     **_table(repeat, "repeat repeat_interleave tile"),
     **_table(add, "add sub"),

@@ -69,7 +69,7 @@ Rule = Callable[[Step], Bound | None]
 
 def strip_casts(node: Any) -> Any:
     """The value behind casts and operations that leave it as it is."""
-    while operation(node) in ("to", "_to_copy", "float", "dropout", "contiguous", "alias", "clone"):
+    while operation(node) in ("to", "_to_copy", "dropout", "contiguous", "alias", "clone"):
         node = node.args[0]
     return node
 

@@ -347,8 +347,10 @@ def pick(site: Site) -> None:
         site.system.equate(site.out, *(site.of(x) for x in sources))
     elif name == "var_mean" and site.node.args[1] == 0:
         site.system.relate((site.out, -1), (site.of(sources[0]), 2))
-    elif name in ("var_mean", "std_mean"):
+    elif name in ("var_mean", "std_mean") or (name == "linalg_qr" and site.node.args[1] == 1):
         site.system.equate(site.out, site.of(sources[0]))
+    elif name == "linalg_qr":
+        site.system.pin(site.out)  # orthonormal columns, whatever the length of the input's
     else:
         site.system.pin(site.out, *(site.of(x) for x in sources))
 
@@ -380,11 +382,11 @@ _LIKE_SELF = _words("""
     repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape roll
     select slice squeeze std sum swapaxes t take_along_dim tile transpose tril triu
     unflatten unfold unsqueeze upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_nearest_exact2d
-    upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
-    upsample_nearest_exact1d upsample_nearest_exact3d view view_as view_as_complex
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_trilinear3d
+    _upsample_bilinear2d_aa _upsample_bicubic2d_aa view view_as view_as_complex
     view_as_real _unsafe_view resolve_conj type_as leaky_relu swapdims moveaxis squeeze_
-    channel_shuffle rot90 positive trace ravel
+    channel_shuffle rot90 positive trace ravel numpy_T matrix_H mT mH adjoint diag diag_embed
 """)
 
 _ALIKE = _words("""
@@ -397,7 +399,7 @@ _PINNED = _words("""
     erf softplus mish hardswish hardsigmoid hardtanh elu selu celu log_softmax logsumexp
     floor ceil round trunc frac fmod remainder sign sgn sinc atan2 asin acos atan sinh cosh
     asinh acosh atanh floor_divide bucketize nan_to_num logit glu log_sigmoid prelu cumprod
-    prod bernoulli relu6 sign_ angle silu_ gelu_ multinomial digitize histc erfinv
+    prod bernoulli relu6 sign_ angle silu_ gelu_ multinomial histc erfinv
 """)
 
 _FREE = _words("""
@@ -427,7 +429,7 @@ def _rule_table() -> dict[str, Rule]:
     )
     table |= dict.fromkeys(("layer_norm", "group_norm", "rms_norm", "_fused_rms_norm"), norm)
     table |= dict.fromkeys(("gt", "lt", "ge", "le", "eq", "ne"), compare)
-    table |= dict.fromkeys(("to", "_to_copy", "type", "float", "half", "bfloat16"), cast)
+    table |= dict.fromkeys(("to", "_to_copy"), cast)
     table |= dict.fromkeys(("where", "masked_fill", "masked_scatter"), choose)
     table |= dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max"), clamp)
     table |= dict.fromkeys(("pad", "constant_pad_nd", "_pad_enum"), pad)
@@ -490,8 +492,7 @@ _SPECIAL: dict[str, Rule] = {
     "std_mean": free,
     "polar": polar,
     "complex": keep_all,
-    "fold": keep_first,
-    "getitem": pick,
+    "linalg_qr": free,
 }
 
 RULES = _rule_table()
@@ -502,8 +503,11 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
     name = operation(node)
     if node.target is operator.getitem:
         return pick, False
-    if not hasattr(node.target, "_schema"):
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
         return (None if is_float(node) else free), False
+    if _tells_no_value(node.target):
+        return free, False
     if name in RULES:
         return RULES[name], name.endswith("_") and not name.startswith("__")
     if name.endswith("_") and name.rstrip("_") in RULES:
@@ -511,6 +515,13 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
     if not is_float(node) and not any(is_float(x) for x in node.all_input_nodes):
         return free, False
     return None, False
+
+
+def _tells_no_value(target: Any) -> bool:
+    """True when an operation returns sizes, strides and the like: numbers that no value decides."""
+    returns = target._schema.returns
+    is_number = all(str(entry.type) in ("int", "bool", "List[int]") for entry in returns)
+    return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags
 
 
 def state_equations(site: Site) -> bool:

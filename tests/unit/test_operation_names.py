@@ -1,0 +1,90 @@
+"""Names of operations: each name in a table of them exists in torch.
+
+The tables are found in the source: every collection of strings, and every text of several words, of
+which seven in ten are operations of ATen. A name that torch does not have stands for a rule that is never
+applied, without a word.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import stopdown
+from stopdown.scaling import rules
+from stopdown.scaling.blocks import SPLITS
+
+SOURCE = Path(stopdown.__file__).parent
+NO_OPERATIONS = {"cpu", "cuda", "mps"}
+"""Words of tables that are not about operations, although ATen has two of them."""
+
+
+@functools.cache
+def is_aten(name: str) -> bool:
+    """Whether a captured graph can have an operation of this name."""
+    return hasattr(torch.ops.aten, name) or name == "getitem"
+
+
+def is_torch(name: str) -> bool:
+    """Whether code can call a function or method of this name, or give a tensor to it."""
+    places = (torch, torch.Tensor, torch.nn.functional)
+    return is_aten(name) or any(hasattr(place, name) for place in places) or name.startswith("__")
+
+
+def read_words(node: ast.AST) -> list[str]:
+    """The names that a literal holds: of a collection, of a dictionary's keys, of a text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        words = node.value.split()
+        return words if all(word.isidentifier() for word in words) else []
+    entries: list[ast.expr | None] = []
+    if isinstance(node, ast.Dict):
+        entries = node.keys
+    elif isinstance(node, (ast.Set, ast.List, ast.Tuple)):
+        entries = list(node.elts)
+    values = [x.value for x in entries if isinstance(x, ast.Constant)]
+    return [x for x in values if isinstance(x, str) and x.isidentifier()]
+
+
+def read_compared(node: ast.AST) -> list[str]:
+    """The name that a node's operation is compared with."""
+    if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Call):
+        return []
+    called = getattr(node.left.func, "id", "")
+    found = [x.value for x in node.comparators if isinstance(x, ast.Constant)]
+    return [x for x in found if isinstance(x, str)] if called == "operation" else []
+
+
+def find_tables(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and names of each table of operations in a file of Python."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        words = read_words(node)
+        known = [word for word in words if is_aten(word)]
+        if len(known) >= max(2, 0.7 * len(words)) and not set(known) <= NO_OPERATIONS:
+            yield node.lineno, words  # type: ignore[attr-defined]
+        if words := read_compared(node):
+            yield node.lineno, words  # type: ignore[attr-defined]
+
+
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if any(find_tables(path))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_each_name_of_an_operation_exists_in_torch(path: Path) -> None:
+    """Rules of graphs name operations of ATen; those of calls name functions and methods as well."""
+    exists = is_aten if path.parent.name == "scaling" else is_torch
+    unknown = [f"{line}: {x}" for line, words in find_tables(path) for x in words if not exists(x)]
+    assert unknown == []
+
+
+def test_the_tables_are_found() -> None:
+    """The rules' own names are among those that are looked at, and a wrong one would be found."""
+    found = {word for _, words in find_tables(SOURCE / "scaling" / "rules.py") for word in words}
+    assert set(rules.RULES) - {*found, *SPLITS} == set()
+    assert len(FILES) > 12
+    assert not is_aten("upsample_nearest_exact2d")
+    assert not is_torch("upsample_nearest_exact2d")
