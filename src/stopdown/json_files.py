@@ -5,7 +5,7 @@ Every JSON file that Stopdown did not just write itself is read here, and so is 
 of the caller, who knows what the file should have been.
 
 **Catches** named pipes, devices, folders and links that go round, files over a size, text that is not
-JSON, NaN (and Infinity, unless it is wanted), integers of more than 20 digits, nesting over 64, and
+JSON, NaN (and Infinity, unless it is wanted), integers of more than 40 digits, nesting over 64, and
 halves of surrogate pairs.
 **Does not catch** a file that another process changes while it is read.
 """
@@ -25,8 +25,8 @@ MOST_BYTES = 64 * 2**20
 MOST_DEPTH = 64
 """The deepest configuration has tables in tables to a depth below 10."""
 
-MOST_DIGITS = 20
-"""2**64 has 20; Python takes time that is quadratic in the digits, and refuses 4300."""
+MOST_DIGITS = 40
+"""Tokenizers write 31 for "no limit"; Python takes time that is quadratic in the digits."""
 
 
 class UnreadableError(ValueError):

@@ -68,6 +68,11 @@ def test_what_is_not_read_is_said(content: bytes, said: str) -> None:
     assert str(caught.value).startswith(said)
 
 
+def test_the_length_that_tokenizers_call_none_is_read() -> None:
+    """`model_max_length` is often int(1e30), written out."""
+    assert parse_json(b"[1000000000000000019884624838656]") == [int(1e30)]
+
+
 def test_nesting_to_the_limit_is_read() -> None:
     """64 lists in one another pass, and one more does not."""
     parse_json(b"[" * MOST_DEPTH + b"]" * MOST_DEPTH)
