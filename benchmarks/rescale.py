@@ -38,6 +38,7 @@ from rescaling_models import (  # noqa: E402 (the path is set above)
 )
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
+from stopdown.graph.ranges import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.records import ResidualStream  # noqa: E402
 from stopdown.scaling import (  # noqa: E402
@@ -51,7 +52,6 @@ from stopdown.scaling import (  # noqa: E402
     scale_calls,
 )
 from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
-from stopdown.scaling.ranges import run_capture  # noqa: E402
 from stopdown.scaling.rescaling import plan_stream  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
 

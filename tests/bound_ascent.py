@@ -17,13 +17,12 @@ import torch
 from torch.fx import Node
 
 from rescaling_models import make_example, scale_weights
+from stopdown.bounds.input_limits import name_inputs, state_limits
+from stopdown.bounds.propagation import Bounds, InputLimits, bound_call
 from stopdown.capture import Capture, capture_call, module_path, name_parameters
-from stopdown.scaling.blocks import is_float, operation, shape_of
-from stopdown.scaling.bounds import Bounds, Limits, bound_call
-from stopdown.scaling.limits import name_inputs, state_limits
+from stopdown.graph.nodes import is_float, is_range_clamp, operation, shape_of
+from stopdown.graph.ranges import find_masked
 from stopdown.scaling.problem import split_values
-from stopdown.scaling.ranges import find_masked
-from stopdown.scaling.rules import is_range_clamp
 
 SLACK = 1e-9
 """Of a comparison in float64."""
@@ -37,7 +36,7 @@ class Bounded:
 
     capture: Capture
     bounds: Bounds
-    limits: Limits
+    limits: InputLimits
     tensors: Mapping[str, torch.Tensor]
     names: Mapping[str, str]
     inputs: Mapping[str, torch.Tensor]
@@ -215,14 +214,14 @@ def climb(
         and name not in bounded.limits.fixed and name not in bounded.limits.timesteps
     ]  # fmt: skip
     found: list[str] = []
-    for step in range(steps):
+    for op in range(steps):
         leaves = {name: inputs[name].double().requires_grad_() for name in moved}
         run = GraphRun(bounded, {**inputs, **leaves}, torch.float64)
-        with torch.set_grad_enabled(bool(moved) and step < steps - 1):
+        with torch.set_grad_enabled(bool(moved) and op < steps - 1):
             run.run()
         found += list_excesses(bounded, run.seen, sites)
         _note(best, run.seen, sites)
-        if not moved or step == steps - 1:
+        if not moved or op == steps - 1:
             inputs = draw_inputs(bounded, rng)
             continue
         inputs.update(_push(bounded, run.seen[target], target, leaves, rng))
@@ -250,8 +249,8 @@ def _push(
     pushed = {}
     for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
         limit = bounded.limits.largest[name]
-        step = limit * rng.choice([0.02, 0.2, 1.0, 2.0])
-        up = torch.zeros_like(leaf) if slope is None else slope.nan_to_num().sign() * step
+        op = limit * rng.choice([0.02, 0.2, 1.0, 2.0])
+        up = torch.zeros_like(leaf) if slope is None else slope.nan_to_num().sign() * op
         pushed[name] = (leaf.detach() + up).clamp(-limit, limit)
     return pushed
 

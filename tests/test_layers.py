@@ -21,7 +21,9 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
     ("accumulation", "arguments", "backends", "capture", "diagnosis", "profiles"),
-    ("pipelines", "scaling"),
+    ("graph",),  # reads what `capture` gives
+    ("bounds", "pipelines"),
+    ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # rehearses whole pipelines; planning and the guard ask it what fits
     ("consistency", "calibration", "planning"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from stopdown.graph.ranges import Range
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_, rescaling
 from stopdown.scaling.alike import find_used, keep_multiplies, merge_alike, name_likenesses
 from stopdown.scaling.problem import Limit, Problem
-from stopdown.scaling.ranges import Range
 from stopdown.scaling.solver import solve_problem
 
 

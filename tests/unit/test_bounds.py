@@ -15,10 +15,11 @@ from torch import nn
 
 from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from rescaling_models import EXAMPLES
-from stopdown.scaling import bound_products, bound_spectral, exact_values
-from stopdown.scaling import bounds as bounds_module
-from stopdown.scaling.bound_modulation import Ellipse
-from stopdown.scaling.bound_values import (
+from stopdown.bounds import intervals, product_rules, singular_values
+from stopdown.bounds import propagation as bounds_module
+from stopdown.bounds.affine_rows import AffineRow
+from stopdown.bounds.intervals import Interval, evaluate
+from stopdown.bounds.values import (
     Bound,
     concatenate,
     inflate,
@@ -28,7 +29,6 @@ from stopdown.scaling.bound_values import (
     reshape,
     take,
 )
-from stopdown.scaling.exact_values import Exact, evaluate
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
 EVALUATIONS = 10_000
@@ -133,8 +133,8 @@ def test_a_wrong_rule_is_caught(operation: str, monkeypatch: pytest.MonkeyPatch)
     table = bounds_module.PRODUCTS if operation in bounds_module.PRODUCTS else bounds_module.RULES
     right = table[operation]
 
-    def wrong(step: object) -> Bound | None:
-        bound = right(step)  # type: ignore[arg-type]
+    def wrong(op: object) -> Bound | None:
+        bound = right(op)  # type: ignore[arg-type]
         if bound is None:
             return None
         return Bound(bound.peak * 0.8, bound.norm * 0.8, bound.rows, bound.typical)
@@ -398,13 +398,13 @@ def test_a_wrong_gain_or_shift_is_caught(
     part: str, shifted: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
-    right = bound_products.bound_image
+    right = product_rules.bound_image
 
-    def wrong(weight: torch.Tensor, rows: list[Ellipse], entries: int) -> Any:
+    def wrong(weight: torch.Tensor, rows: list[AffineRow], entries: int) -> Any:
         halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
         return right(weight, halved, entries)
 
-    monkeypatch.setattr(bound_products, "bound_image", wrong)
+    monkeypatch.setattr(product_rules, "bound_image", wrong)
     bound, found = search_modulated(shifted)
     assert found > bound
 
@@ -502,47 +502,47 @@ def test_a_gram_matrix_gives_the_largest_singular_value(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound for large matrices is above the singular value, by less than 1 %, at any size of values."""
-    monkeypatch.setattr(bound_spectral, "DECOMPOSED", 0)
+    monkeypatch.setattr(singular_values, "DECOMPOSED", 0)
     for size in (1e-30, 1.0, 1e30):
         weight = size * torch.randn(shape, generator=torch.Generator().manual_seed(1))
         exact = float(torch.linalg.matrix_norm(weight.double(), 2))
-        assert exact <= bound_spectral.measure_sigma(weight) <= 1.01 * exact
+        assert exact <= singular_values.measure_sigma(weight) <= 1.01 * exact
 
 
 def test_a_matrix_that_is_taken_apart_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of columns are bounded together: above the singular value, below the root of their number."""
-    monkeypatch.setattr(bound_spectral, "DECOMPOSED", 0)
-    monkeypatch.setattr(bound_spectral, "MOST_COLUMNS", 12)
+    monkeypatch.setattr(singular_values, "DECOMPOSED", 0)
+    monkeypatch.setattr(singular_values, "MOST_COLUMNS", 12)
     weight = torch.randn((96, 24), generator=torch.Generator().manual_seed(1))
     exact = float(torch.linalg.matrix_norm(weight.double(), 2))
-    assert exact < bound_spectral.measure_sigma(weight) < 2**0.5 * exact
+    assert exact < singular_values.measure_sigma(weight) < 2**0.5 * exact
     aligned = torch.ones((96, 24))  # nothing is lost where both parts point the same way
-    assert 48.0 <= bound_spectral.measure_sigma(aligned) < 48.1
+    assert 48.0 <= singular_values.measure_sigma(aligned) < 48.1
 
 
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a bound that a row exceeds."""
-    right = bound_products.measure_sigma
-    monkeypatch.setattr(bound_products, "measure_sigma", lambda x: 0.9 * right(x))
+    right = product_rules.measure_sigma
+    monkeypatch.setattr(product_rules, "measure_sigma", lambda x: 0.9 * right(x))
     bound, found = search_length()
     assert found > bound
 
 
-def apply_linear(weight: torch.Tensor, value: Exact) -> Exact:
+def apply_linear(weight: torch.Tensor, value: Interval) -> Interval:
     """A linear on a value that is known but for an error."""
     graph = torch.fx.Graph()
     x, w = graph.placeholder("x"), graph.placeholder("w")
     node = graph.call_function(torch.ops.aten.linear.default, (x, w))
     node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0])
     made = evaluate(node, {x: value}.get, lambda n: weight if n is w else None)
-    assert isinstance(made, Exact)
+    assert isinstance(made, Interval)
     return made
 
 
-def aim_error(linears: list[torch.Tensor]) -> tuple[Exact, torch.Tensor]:
+def aim_error(linears: list[torch.Tensor]) -> tuple[Interval, torch.Tensor]:
     """What is stated of an error of length 1 behind linears, and the longest that it can become."""
     width = linears[0].shape[1]
-    value = Exact(torch.zeros(3, 1, width).double(), torch.ones(1, width).double(), True,
+    value = Interval(torch.zeros(3, 1, width).double(), torch.ones(1, width).double(), True,
                   length=torch.ones(1, 1).double())  # fmt: skip
     product = linears[0]
     for number, weight in enumerate(linears):
@@ -555,17 +555,17 @@ def test_an_error_is_followed_by_its_length() -> None:
     """An error that is aimed stays within its stated length and radius, which do not grow with width."""
     turn = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(2)))[0]
     stated, found = aim_error([turn.double(), turn.T.double(), turn.double()])
-    assert found.norm() <= float(stated.strayed) < 2 * found.norm()  # the rest is rounding
+    assert found.norm() <= float(stated.row_error) < 2 * found.norm()  # the rest is rounding
     assert bool((found.abs() <= stated.radius[0]).all())
     assert float(stated.radius.max()) < 2  # element by element: 130
 
 
 def test_a_wrong_length_of_an_error_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A singular value that is stated a tenth too small gives a length that an error exceeds."""
-    right = exact_values.measure_sigma
-    monkeypatch.setattr(exact_values, "measure_sigma", lambda x: 0.9 * right(x))
+    right = intervals.measure_sigma
+    monkeypatch.setattr(intervals, "measure_sigma", lambda x: 0.9 * right(x))
     stated, found = aim_error([2 * torch.eye(8).double()])
-    assert found.norm() > float(stated.strayed)
+    assert found.norm() > float(stated.row_error)
 
 
 def test_rounding_is_given_room() -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
 from rescaling_models import EXAMPLES
-from stopdown.scaling import bounds as bounds_module
-from stopdown.scaling.bound_values import Bound
+from stopdown.bounds import propagation as bounds_module
+from stopdown.bounds.values import Bound
 
 SAMPLE = ("T5 gated", "CogVideoX sinusoidal", "CogView3-Plus")
 FREE = 1e4
@@ -115,8 +115,8 @@ def test_draws_find_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that promises nine tenths of its bound is found out by a draw."""
     right = bounds_module.RULES["add"]
 
-    def wrong(step: Any) -> Bound | None:
-        bound = right(step)
+    def wrong(op: Any) -> Bound | None:
+        bound = right(op)
         return bound and Bound(bound.peak * 0.9, bound.norm * 0.9, bound.rows, bound.typical)
 
     @given(data=st.data())

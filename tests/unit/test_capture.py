@@ -18,7 +18,7 @@ from stopdown.capture import (
     module_path,
 )
 from stopdown.errors import CaptureError
-from stopdown.scaling.blocks import operation
+from stopdown.graph.nodes import operation
 
 
 class Attention(nn.Module):

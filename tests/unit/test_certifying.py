@@ -11,9 +11,10 @@ from torch import nn
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown import cast_, rescale_
 from stopdown.errors import OptionError, ScalingError
+from stopdown.graph.ranges import Range
 from stopdown.numerics import relative_l2
-from stopdown.scaling import certifying, find_scaling, measure_call
-from stopdown.scaling.certifying import (
+from stopdown.scaling import certificate, find_scaling, measure_call
+from stopdown.scaling.certificate import (
     VANISHING_BITS,
     Kind,
     _find_most,
@@ -26,7 +27,6 @@ from stopdown.scaling.certifying import (
 )
 from stopdown.scaling.folding import Scaling
 from stopdown.scaling.problem import Limit, Measured, Problem
-from stopdown.scaling.ranges import Range
 
 
 def test_a_model_that_overflows_is_certified() -> None:
@@ -108,7 +108,7 @@ def test_auto_passes_over_bounds_that_cost_bits() -> None:
 
 def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each bound would cost something, the result claims none and no headroom over measured."""
-    monkeypatch.setattr(certifying, "_is_free", lambda *_: False)
+    monkeypatch.setattr(certificate, "_is_free", lambda *_: False)
     module, calls = make_example("T5")
     rescaling = rescale_(module, calls=calls, ranges="auto")
     assert not rescaling.certified

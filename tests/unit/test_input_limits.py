@@ -11,11 +11,11 @@ from torch import nn
 
 from pipeline_calls import call_pipeline
 from stopdown import guard, rescale_, testing
+from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
 from stopdown.planning.plan_files import read_class_versions
 from stopdown.planning.plans import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.watch import Watch
-from stopdown.scaling.limits import EMBEDDINGS, LATENTS
 
 make_pipeline = functools.cache(testing.make_pipeline)
 

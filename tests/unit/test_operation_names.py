@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import stopdown
+from stopdown.graph.nodes import SPLITS
 from stopdown.scaling import rules
-from stopdown.scaling.blocks import SPLITS
 
 SOURCE = Path(stopdown.__file__).parent
 NO_OPERATIONS = {"cpu", "cuda", "mps"}
@@ -76,7 +76,7 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if any(find_tables(path))
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_each_name_of_an_operation_exists_in_torch(path: Path) -> None:
     """Rules of graphs name operations of ATen; those of calls name functions and methods as well."""
-    exists = is_aten if path.parent.name == "scaling" else is_torch
+    exists = is_aten if path.parent.name in ("bounds", "graph", "scaling") else is_torch
     unknown = [f"{line}: {x}" for line, words in find_tables(path) for x in words if not exists(x)]
     assert unknown == []
 

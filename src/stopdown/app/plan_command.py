@@ -69,7 +69,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     """
     from stopdown.media import written_beside
     from stopdown.scaling import check_residual
-    from stopdown.scaling.certifying import check_ranges
+    from stopdown.scaling.certificate import check_ranges
 
     check_residual(options.residual)
     check_ranges(options.ranges)

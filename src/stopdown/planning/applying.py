@@ -31,7 +31,7 @@ from stopdown.planning.plans import count_folds, sample_weights
 from stopdown.planning.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
-from stopdown.scaling.certifying import describe_share
+from stopdown.scaling.certificate import describe_share
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 

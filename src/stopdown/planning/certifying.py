@@ -4,7 +4,7 @@ The pipeline is built without weights and its own code is rehearsed once, so eac
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
 
-**Catches** what `stopdown.scaling.bounds` does: every prompt, seed and timestep.
+**Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
 **Does not catch** resolutions beyond the pipeline's default in models with group norms, single files,
 and components that the pipeline does not call.
 """
@@ -48,7 +48,7 @@ from stopdown.planning.precision import ComponentFacts
 from stopdown.planning.recording import Progress
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import find_scaling
-from stopdown.scaling.certifying import scale_unmeasured
+from stopdown.scaling.certificate import scale_unmeasured
 
 
 @dataclass

@@ -44,7 +44,7 @@ from stopdown.planning.precision import ComponentFacts, choose_precision
 from stopdown.planning.recording import PROMPTS, Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
-from stopdown.scaling.certifying import check_ranges
+from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.weights import find_quantised
 
 SAMPLES = 16

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from stopdown.bounds.input_limits import name_inputs
 from stopdown.errors import NonFiniteError
 from stopdown.formats import find_format, name_dtype
 from stopdown.numerics import bound_values, count_non_finite, iterate_tensors, measure_amax
@@ -36,7 +37,6 @@ from stopdown.records import BlockMaximum, CallSummary, Decision
 from stopdown.runtime.clamps import CLAMPED_FROM
 from stopdown.runtime.places import describe_place, name_axes
 from stopdown.runtime.sensors import Notes, find_compiled, is_compiled, put_sensors
-from stopdown.scaling.limits import name_inputs
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""

@@ -16,19 +16,19 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown.capture import Capture, call_key, module_classes, module_path
-from stopdown.scaling.blocks import (
+from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
+from stopdown.graph.nodes import (
+    LARGEST_TAME,
     SPLITS,
-    Blocks,
     arguments,
-    find_blocks,
     is_float,
+    is_range_clamp,
     operation,
     shape_of,
-    split_bounds,
 )
+from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
 from stopdown.scaling.equations import ZERO, System
-from stopdown.scaling.ranges import Range, Ranges, find_saturating, log2_of
-from stopdown.scaling.rules import LARGEST_TAME, Site, is_range_clamp, state_equations
+from stopdown.scaling.rules import Site, state_equations
 
 CLAMPS_KEPT = ("Sana",)
 """Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""

@@ -17,10 +17,11 @@ import torch
 
 from stopdown.capture import Answers, Capture, capture_call, note_answers, owner_of
 from stopdown.errors import CaptureError, OptionError, ScalingError
+from stopdown.graph.ranges import measure_ranges, merge_ranges
 from stopdown.numerics import headroom_bits, iterate_tensors
 from stopdown.records import ResidualStream
 from stopdown.scaling.alike import find_used, keep_multiplies, merge_alike, name_likenesses
-from stopdown.scaling.certifying import Kind, check_ranges, find_uncertain, scale_by_bounds
+from stopdown.scaling.certificate import Kind, check_ranges, find_uncertain, scale_by_bounds
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
 from stopdown.scaling.hooked import scale_by_hooks
@@ -32,7 +33,6 @@ from stopdown.scaling.problem import (
     split_values,
     state_problem,
 )
-from stopdown.scaling.ranges import measure_ranges, merge_ranges
 from stopdown.scaling.residual import (
     demand_agreement,
     find_stream,

@@ -27,9 +27,9 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.errors import ScalingError
+from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
-from stopdown.scaling.blocks import arguments, is_float, operation, shape_of
 from stopdown.scaling.folding import put_stream
 from stopdown.scaling.problem import count_flops, is_inside
 from stopdown.scaling.rules import RULES, pin

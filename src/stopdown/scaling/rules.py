@@ -21,11 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from stopdown.scaling.blocks import SPLITS, arguments, is_float, operation
+from stopdown.graph.nodes import SPLITS, arguments, is_float, is_range_clamp, operation
 from stopdown.scaling.equations import ZERO, System
-
-LARGEST_TAME = 6e4
-"""A bound or mask of at least this magnitude stands for the end of fp16's range."""
 
 
 class Surroundings(Protocol):
@@ -277,31 +274,6 @@ def _clamp_below(site: Site, source: Node, bound: float) -> None:
 
 def _equate_with(site: Site, source: Node) -> None:
     site.system.equate(site.out, site.of(source))
-
-
-def is_range_clamp(node: Node) -> bool:
-    """True for a clamp whose bounds stand for the end of fp16's range."""
-    if operation(node).rstrip("_") not in ("clamp", "clip"):
-        return False
-    given = arguments(node)
-    sizes = [smallest_constant(given.get(name)) for name in ("min", "max")]
-    return all(LARGEST_TAME <= size <= 65504 for size in sizes)
-
-
-def smallest_constant(value: Any) -> float:
-    """Smallest magnitude among the numbers that a value is made of; 0 when it depends on data."""
-    if isinstance(value, (int, float)):
-        return abs(float(value))
-    if not isinstance(value, Node):
-        return 0.0
-    given = arguments(value)
-    if operation(value) == "where":
-        return min(smallest_constant(given["self"]), smallest_constant(given["other"]))
-    if operation(value) in ("neg", "to", "alias", "clone", "detach_", "lift_fresh_copy", "expand"):
-        return smallest_constant(given["self"])
-    if operation(value) in ("full", "scalar_tensor"):
-        return smallest_constant(given.get("fill_value", given.get("s")))
-    return 0.0
 
 
 def pad(site: Site) -> None:

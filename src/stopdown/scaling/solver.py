@@ -21,9 +21,9 @@ from scipy.sparse import csr_array
 
 from stopdown.errors import ScalingError
 from stopdown.formats import find_format
+from stopdown.graph.ranges import log2_of
 from stopdown.scaling.equations import ZERO
 from stopdown.scaling.problem import Limit, Problem
-from stopdown.scaling.ranges import log2_of
 
 WIDEST = 48
 """No exponent of a parameter, value or multiply goes beyond this many bits."""

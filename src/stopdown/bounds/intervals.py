@@ -16,10 +16,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from stopdown.bounds.singular_values import count_work, measure_sigma
+from stopdown.bounds.values import Bound, Shape, make_bound
+from stopdown.graph.nodes import arguments, operation
 from stopdown.numerics import CACHED_VALUES
-from stopdown.scaling.blocks import arguments, operation
-from stopdown.scaling.bound_spectral import count_work, measure_sigma
-from stopdown.scaling.bound_values import Bound, Shape, make_bound
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
 """Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
@@ -106,7 +106,7 @@ _SOURCES = frozenset(
 
 
 @dataclass(frozen=True)
-class Exact:
+class Interval:
     """A value, for one or for every timestep.
 
     Attributes:
@@ -123,7 +123,7 @@ class Exact:
     length: torch.Tensor | None = None
 
     @property
-    def strayed(self) -> torch.Tensor:
+    def row_error(self) -> torch.Tensor:
         """How far a whole row can be away in the 2-norm, `[..., 1]`."""
         found = _measure_rows(self.radius)
         return found if self.length is None else torch.minimum(found, self.length)
@@ -150,15 +150,15 @@ class Exact:
         return peak.expand(shape), norm.sqrt().expand((*shape[:-1], *norm.shape[-1:])), typical
 
 
-def make_exact(center: torch.Tensor, *, batched: bool = False) -> Exact:
+def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
     """A value that is known without error."""
     center = center.double() if center.is_floating_point() else center
-    return Exact(
+    return Interval(
         center, torch.zeros(center.shape[1:] if batched else center.shape).double(), batched
     )
 
 
-def bound_exact(value: Exact, shape: Shape) -> Bound:
+def bound_interval(value: Interval, shape: Shape) -> Bound:
     """The bound that holds at every timestep."""
     peak = value.largest.double() + value.radius
     if value.batched:
@@ -170,7 +170,7 @@ def bound_exact(value: Exact, shape: Shape) -> Bound:
     if not shape:
         return make_bound(peak, shape, typical=typical)
     return make_bound(
-        peak, shape, typical=typical, norm=norm + value.strayed, rows=(len(shape) - 1,)
+        peak, shape, typical=typical, norm=norm + value.row_error, rows=(len(shape) - 1,)
     )
 
 
@@ -209,11 +209,11 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
     """What a node gives when all its inputs are exact; None when it does not stay so.
 
     Args:
-        held: node to its exact value, or a list of them, or something else.
+        held: node to its interval, or a list of them, or something else.
         load: node to a parameter's values in float64, None when it is no parameter.
     """
     name = operation(node).rstrip("_")
-    sources = [x for x in node.all_input_nodes if isinstance(held(x), (Exact, list))]
+    sources = [x for x in node.all_input_nodes if isinstance(held(x), (Interval, list))]
     values = [held(x) for x in sources]
     if name == "getitem":
         number: Any = node.args[1]
@@ -226,10 +226,10 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
     return None if rule is None else rule(node, dict(zip(sources, values, strict=True)))
 
 
-Rule = Callable[[Node, Mapping[Node, Exact]], Any]
+Rule = Callable[[Node, Mapping[Node, Interval]], Any]
 
 
-def _choose_rule(name: str, node: Node, values: list[Exact]) -> Rule | None:
+def _choose_rule(name: str, node: Node, values: list[Interval]) -> Rule | None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and (value.numel() > MOST_ELEMENTS or value.is_complex()):
         return None
@@ -247,7 +247,7 @@ def _choose_rule(name: str, node: Node, values: list[Exact]) -> Rule | None:
     return None
 
 
-def _run(node: Node, values: Mapping[Node, Exact], part: str = "center") -> Any:
+def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
     """The operation on centers or radii, for all timesteps at once, in float64."""
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]
@@ -270,42 +270,42 @@ def _widen(value: Any) -> Any:
     return value
 
 
-def _wrap(node: Node, values: Mapping[Node, Exact], center: Any, radius: Any) -> Any:
+def _wrap(node: Node, values: Mapping[Node, Interval], center: Any, radius: Any) -> Any:
     batched = any(x.batched for x in values.values())
     if isinstance(center, (tuple, list)):
-        return [Exact(c, r, batched) for c, r in zip(center, radius, strict=True)]
+        return [Interval(c, r, batched) for c, r in zip(center, radius, strict=True)]
     if center.is_floating_point():
         center = center.double()
-    return Exact(center, radius, batched)
+    return Interval(center, radius, batched)
 
 
-def _move(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _move(node: Node, values: Mapping[Node, Interval]) -> Any:
     floats = {n: x for n, x in values.items() if x.center.is_floating_point()}
     center = _run(node, values)
     if len(floats) < len(values):  # indices, masks: exact themselves
         if any(bool(x.radius.any()) for x in floats.values()):
             return None
         return _known(node, values, center)
-    radius = _run(node, {n: Exact(x.center, x.radius) for n, x in values.items()}, "radius")
+    radius = _run(node, {n: Interval(x.center, x.radius) for n, x in values.items()}, "radius")
     if isinstance(radius, torch.Tensor):
         radius = radius.abs()
     return _wrap(node, values, center, radius)
 
 
-def _known(node: Node, values: Mapping[Node, Exact], center: Any) -> Any:
+def _known(node: Node, values: Mapping[Node, Interval], center: Any) -> Any:
     batched = any(x.batched for x in values.values())
     if isinstance(center, torch.Tensor):
-        return _round(node, make_exact(center, batched=batched))
+        return _round(node, make_interval(center, batched=batched))
     if isinstance(center, (tuple, list)):
-        return [make_exact(x, batched=batched) for x in center]
+        return [make_interval(x, batched=batched) for x in center]
     return None
 
 
-def _compute_known(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _compute_known(node: Node, values: Mapping[Node, Interval]) -> Any:
     return _known(node, values, _run(node, values))
 
 
-def _round(node: Node, value: Exact) -> Exact:
+def _round(node: Node, value: Interval) -> Interval:
     """With the radius that rounding the result to the node's dtype adds."""
     held = node.meta.get("val")
     if not isinstance(held, torch.Tensor) or not value.center.is_floating_point():
@@ -315,74 +315,74 @@ def _round(node: Node, value: Exact) -> Exact:
     floor = float(peak.max()) * FLOOR if held.dtype == torch.float16 and peak.numel() else 0.0
     more = relative * peak + floor
     length = None if value.length is None else value.length + _measure_rows(more)
-    return Exact(value.center, value.radius + more, value.batched, length)
+    return Interval(value.center, value.radius + more, value.batched, length)
 
 
-def _cast(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
     (value,) = values.values()
     held = node.meta["val"]
     if held.is_floating_point():
-        made = Exact(value.center.double(), value.radius, value.batched, value.length)
+        made = Interval(value.center.double(), value.radius, value.batched, value.length)
         return made if _is_held(made, held.dtype) else _round(node, made)
     if value.center.is_floating_point() and bool(value.radius.any()):
         return None
-    return Exact(value.center.to(held.dtype), value.radius, value.batched)
+    return Interval(value.center.to(held.dtype), value.radius, value.batched)
 
 
-def _is_held(value: Exact, dtype: torch.dtype) -> bool:
+def _is_held(value: Interval, dtype: torch.dtype) -> bool:
     """True when the value is known without error and a dtype has a number for it."""
     there = value.center.to(dtype).double()
     return not bool(value.radius.any()) and bool((there == value.center).all())
 
 
-def _apply_smooth(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _apply_smooth(node: Node, values: Mapping[Node, Interval]) -> Any:
     (value,) = values.values()
     slope = _LIPSCHITZ[operation(node).rstrip("_")]
     length = None if value.length is None else slope * value.length
     center = _run(node, values).double()
-    return _round(node, Exact(center, slope * value.radius, value.batched, length))
+    return _round(node, Interval(center, slope * value.radius, value.batched, length))
 
 
-def _apply_exp(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _apply_exp(node: Node, values: Mapping[Node, Interval]) -> Any:
     (value,) = values.values()
     center = _run(node, values).double()
-    made = Exact(center, torch.zeros_like(value.radius), value.batched)
-    return _round(node, Exact(center, made.largest * torch.expm1(value.radius), value.batched))
+    made = Interval(center, torch.zeros_like(value.radius), value.batched)
+    return _round(node, Interval(center, made.largest * torch.expm1(value.radius), value.batched))
 
 
-def _operands(node: Node, values: Mapping[Node, Exact]) -> list[Exact]:
+def _operands(node: Node, values: Mapping[Node, Interval]) -> list[Interval]:
     given = arguments(node)
     made = []
     for name in ("self", "other"):
         held = given[name]
-        made.append(values[held] if isinstance(held, Node) else make_exact(torch.tensor(held)))
+        made.append(values[held] if isinstance(held, Node) else make_interval(torch.tensor(held)))
     return made
 
 
-def _apply_sum(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
     if arguments(node).get("alpha", 1) not in (1, -1):
         return None
     first, other = _operands(node, values)
     made = _finish(node, values, first.radius + other.radius)
     if first.radius.shape == other.radius.shape and first.radius.dim():
-        made = replace(made, length=first.strayed + other.strayed)
+        made = replace(made, length=first.row_error + other.row_error)
     return _round(node, made)
 
 
-def _finish(node: Node, values: Mapping[Node, Exact], radius: torch.Tensor) -> Exact:
+def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
     """The result with the errors of its operands; its own rounding is not in it."""
     center = _run(node, values).double()
     batched = any(x.batched for x in values.values())
-    return Exact(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
+    return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
 
 
-def _apply_product(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _apply_product(node: Node, values: Mapping[Node, Interval]) -> Any:
     first, other = _operands(node, values)
     radius = first.largest * other.radius + other.largest * first.radius
     return _round(node, _finish(node, values, radius + first.radius * other.radius))
 
 
-def _apply_quotient(node: Node, values: Mapping[Node, Exact]) -> Any:
+def _apply_quotient(node: Node, values: Mapping[Node, Interval]) -> Any:
     first, other = _operands(node, values)
     if bool(other.radius.any()) or other.batched or arguments(node).get("rounding_mode"):
         return None
@@ -401,30 +401,30 @@ _RULES: dict[str, Rule] = {
 def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | None]) -> Any:
     given = arguments(node)
     weight = load(given["weight"]) if isinstance(given["weight"], Node) else None
-    if not isinstance(value, Exact) or weight is None or not isinstance(given["input"], Node):
+    if not isinstance(value, Interval) or weight is None or not isinstance(given["input"], Node):
         return None
     bias = load(given["bias"]) if isinstance(given.get("bias"), Node) else None
     few = _find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     center = torch.nn.functional.linear(flat, weight, bias).reshape(*few.shape[:-1], -1)
     center = center.expand(*value.center.shape[:-1], -1)
-    strayed = _bound_own_error(node, value, weight, bias)
+    error = _bound_own_error(node, value, weight, bias)
     carried = torch.minimum(
         torch.nn.functional.linear(value.radius, weight.abs()),
-        weight.square().sum(1).sqrt() * value.strayed,
+        weight.square().sum(1).sqrt() * value.row_error,
     )
     length = None
     if count_work(weight) <= MOST_LENGTH_WORK and weight.shape[0] <= 4 * weight.shape[1]:
-        length = measure_sigma(weight) * value.strayed + _measure_rows(strayed)
-    return _round(node, Exact(center, carried + strayed, value.batched, length))
+        length = measure_sigma(weight) * value.row_error + _measure_rows(error)
+    return _round(node, Interval(center, carried + error, value.batched, length))
 
 
 def _bound_own_error(
-    node: Node, value: Exact, weight: torch.Tensor, bias: torch.Tensor | None
+    node: Node, value: Interval, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """What a linear adds by rounding its weights, its bias and its sums, for each element."""
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
     sizes, largest = weight.abs(), value.largest + value.radius
-    strayed = (rounding + weight.shape[1] * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
-    strayed = strayed + WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
-    return strayed if bias is None else strayed + rounding * bias.abs()
+    error = (rounding + weight.shape[1] * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
+    error = error + WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
+    return error if bias is None else error + rounding * bias.abs()

@@ -21,8 +21,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from stopdown.bounds.propagation import InputLimits, Timesteps
 from stopdown.capture import Capture
-from stopdown.scaling.bounds import Limits, Steps
 
 LATENTS = 64.0
 """No element of a latent, noise or picture is larger: unit noise stays under 6, and those of
@@ -52,7 +52,7 @@ def state_limits(
     names: Sequence[str] = (),
     largest: Mapping[str, float] | None = None,
     measured: Mapping[str, float] | None = None,
-) -> Limits:
+) -> InputLimits:
     """The limits of a call's inputs.
 
     Args:
@@ -63,30 +63,30 @@ def state_limits(
     """
     given, seen = dict(largest or {}), dict(measured or {})
     found: dict[str, float] = {}
-    steps: dict[str, Steps] = {}
+    steps: dict[str, Timesteps] = {}
     fixed: dict[str, torch.Tensor] = {}
     named = name_inputs(args, kwargs, names)
     for placeholder, (name, tensor) in zip(capture.inputs, named, strict=True):
         if any(word in name for word in _FIXED) and _has_values(tensor):
             fixed[placeholder] = tensor
         elif _is_timestep(name, tensor):
-            steps[placeholder] = _list_steps(tensor)
+            steps[placeholder] = _list_timesteps(tensor)
         elif tensor.is_floating_point() or "mask" in name:
             limit = given.get(name, state_limit(name))
             found[placeholder] = max(limit, 2 * seen.get(placeholder, 0.0))
-    return Limits(found, steps, fixed)
+    return InputLimits(found, steps, fixed)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _list_steps(tensor: torch.Tensor) -> Steps:
+def _list_timesteps(tensor: torch.Tensor) -> Timesteps:
     """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more."""
     if not tensor.is_floating_point():
-        return Steps(torch.arange(TIMESTEPS + 1))
+        return Timesteps(torch.arange(TIMESTEPS + 1))
     last = 1.0 if _has_values(tensor) and float(tensor.abs().max()) <= 1 else float(TIMESTEPS)
-    return Steps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
+    return Timesteps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
 
 
 def read_names(module: torch.nn.Module, method: str) -> tuple[str, ...]:
@@ -122,7 +122,7 @@ class Stated:
 
     method: str
     inputs: tuple[tuple[str, str], ...]
-    limits: Limits
+    limits: InputLimits
 
     def find_size(self, placeholder: str) -> float:
         """The magnitude that an input must not exceed; inf for none."""
@@ -192,7 +192,7 @@ def note_limits(stated: Sequence[Stated]) -> str:
 
 
 def _word_input(
-    placeholder: str, name: str, stated: Limits, largest: dict[str, float]
+    placeholder: str, name: str, stated: InputLimits, largest: dict[str, float]
 ) -> list[str]:
     if placeholder in stated.timesteps:
         return [f"every {name} from 0 to {float(stated.timesteps[placeholder].values[-1]):g}"]

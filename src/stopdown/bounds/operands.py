@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
-from stopdown.scaling.blocks import arguments, operation, shape_of
-from stopdown.scaling.bound_values import Bound, Shape, broadcast, make_bound, uniform
-from stopdown.scaling.rules import LARGEST_TAME
-
-if TYPE_CHECKING:
-    from stopdown.scaling.bound_modulation import Ellipse
+from stopdown.bounds.values import AffineRow, Bound, Shape, broadcast, make_bound, uniform
+from stopdown.graph.nodes import LARGEST_TAME, arguments, shape_of
 
 
 class Known(Protocol):
@@ -26,12 +22,12 @@ class Known(Protocol):
     def load(self, node: Node) -> torch.Tensor | None:
         """A parameter's values as they are stored; None when the node is no parameter."""
 
-    def ellipses(self, node: Node) -> Sequence[Ellipse]:
+    def affine_rows(self, node: Node) -> Sequence[AffineRow]:
         """What is known of the rows of a value behind a norm; empty for nothing."""
 
 
 @dataclass
-class Step:
+class Operands:
     """One operation whose result is to be bounded.
 
     Attributes:
@@ -64,14 +60,7 @@ class Step:
         return make_bound(peak, self.shape, typical=typical, **more)
 
 
-Rule = Callable[[Step], Bound | None]
-
-
-def strip_casts(node: Any) -> Any:
-    """The value behind casts and operations that leave it as it is."""
-    while operation(node) in ("to", "_to_copy", "dropout", "contiguous", "alias", "clone"):
-        node = node.args[0]
-    return node
+Rule = Callable[[Operands], Bound | None]
 
 
 def list_names(text: str) -> frozenset[str]:

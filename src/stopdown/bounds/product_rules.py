@@ -14,24 +14,24 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from stopdown.scaling.blocks import arguments, operation, shape_of
-from stopdown.scaling.bound_modulation import Ellipse, bound_image
-from stopdown.scaling.bound_spectral import (
+from stopdown.bounds.affine_rows import AffineRow, bound_image
+from stopdown.bounds.intervals import WEIGHT_FLOOR, WEIGHT_ROUNDING, Interval
+from stopdown.bounds.operands import Operands, Rule
+from stopdown.bounds.singular_values import (
     DECOMPOSED,
     MOST_WORK,
     count_work,
     measure_sigma,
     sum_squares,
 )
-from stopdown.scaling.bound_steps import Rule, Step, strip_casts
-from stopdown.scaling.bound_values import (
+from stopdown.bounds.values import (
     Bound,
     Shape,
     largest_over,
     norm_over,
     uniform,
 )
-from stopdown.scaling.exact_values import WEIGHT_FLOOR, WEIGHT_ROUNDING, Exact
+from stopdown.graph.nodes import arguments, operation, shape_of, strip_casts
 
 ROW_ENTRIES = 1 << 18
 """Weights are widened to float64 in parts of at most this many values."""
@@ -78,44 +78,44 @@ def _split_rows(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(weight.split(max(1, ROW_ENTRIES // max(weight.shape[1], 1))))
 
 
-def _bias(step: Step) -> torch.Tensor:
-    bias = step.given.get("bias")
-    found = step.known.load(bias) if isinstance(bias, Node) else None
+def _bias(op: Operands) -> torch.Tensor:
+    bias = op.given.get("bias")
+    found = op.known.load(bias) if isinstance(bias, Node) else None
     if found is None:
         return torch.zeros(1).double()
     size = found.double().abs()
     return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
 
 
-def linear(step: Step) -> Bound | None:
+def linear(op: Operands) -> Bound | None:
     """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
-    source, weight = step.given["input"], step.given["weight"]
-    bound = step.bound(source)
-    values = step.known.load(weight) if isinstance(weight, Node) else None
+    source, weight = op.given["input"], op.given["weight"]
+    bound = op.bound(source)
+    values = op.known.load(weight) if isinstance(weight, Node) else None
     if bound is None or values is None or values.dim() != 2:
         return None
-    last = len(step.shape) - 1
+    last = len(op.shape) - 1
     peak = largest_over(bound.peak, range(last)).reshape(-1)
     rows = measure_rows(values, peak)
     norm = norm_over(bound, shape_of(source), (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
     by_norm = rows.euclidean.reshape(spread) * norm
-    strayed = values.shape[1] * SUM_ROUNDING * absolute
+    error = values.shape[1] * SUM_ROUNDING * absolute
     size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
-    if (composed := _compose_heads(step, values)) is not None:
+    if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
-    if found := step.known.ellipses(source):
+    if found := op.known.affine_rows(source):
         image, image_parts = bound_image(values, found, ROW_ENTRIES)
         size = torch.minimum(size, image.reshape(spread))
         parts = torch.minimum(parts, image_parts.reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
-    more = strayed + _bias(step).reshape(spread)
-    peak, step.parts = size + more, parts + more
+    more = error + _bias(op).reshape(spread)
+    peak, op.parts = size + more, parts + more
     if not _is_worth_its_length(values):
-        return step.made(peak, typical)
-    longest = _bound_length(step, values, norm, largest_over(strayed, (last,)))
-    return step.made(peak, typical, norm=longest, rows=(last,))
+        return op.made(peak, typical)
+    longest = _bound_length(op, values, norm, largest_over(error, (last,)))
+    return op.made(peak, typical, norm=longest, rows=(last,))
 
 
 def _is_worth_its_length(weight: torch.Tensor) -> bool:
@@ -128,17 +128,17 @@ def _is_worth_its_length(weight: torch.Tensor) -> bool:
 
 
 def _bound_length(
-    step: Step, weight: torch.Tensor, norm: torch.Tensor, strayed: torch.Tensor
+    op: Operands, weight: torch.Tensor, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
     longest = (measure_sigma(weight) + _bound_rounding(weight)) * norm
-    found = step.known.ellipses(step.given["input"])
+    found = op.known.affine_rows(op.given["input"])
     if found and count_work(weight) <= DECOMPOSED:
         wide = weight.double()
-        longest = longest.clamp(max=max(_bound_ellipse_length(wide, x) for x in found))
-    bias = _bias(step)
+        longest = longest.clamp(max=max(_bound_affine_length(wide, x) for x in found))
+    bias = _bias(op)
     moved = bias.square().sum() * (weight.shape[0] if bias.numel() == 1 else 1)
-    return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * strayed
+    return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * error
 
 
 def _bound_rounding(weight: torch.Tensor) -> float:
@@ -147,7 +147,7 @@ def _bound_rounding(weight: torch.Tensor) -> float:
     return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) * (1 + 1e-9) + slack
 
 
-def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
+def _bound_affine_length(weight: torch.Tensor, row: AffineRow) -> float:
     """The same behind a norm: of gain and shift together, not of the largest of either."""
     sigma, rounded = measure_sigma(weight), _bound_rounding(weight)
     gained = measure_sigma(weight * row.gain)
@@ -157,8 +157,8 @@ def _bound_ellipse_length(weight: torch.Tensor, row: Ellipse) -> float:
     return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
 
 
-def bound_exact_parts(
-    weight: torch.Tensor, bias: torch.Tensor | None, value: Exact
+def bound_interval_parts(
+    weight: torch.Tensor, bias: torch.Tensor | None, value: Interval
 ) -> torch.Tensor:
     """`[out]`: a bound of every part of the sums of a linear whose input is known."""
     largest = (value.largest + value.radius).reshape(-1, weight.shape[1]).amax(0)
@@ -168,20 +168,20 @@ def bound_exact_parts(
     return found if bias is None else found + bias.double().abs() * (1 + 2 * WEIGHT_ROUNDING)
 
 
-def _compose_heads(step: Step, outer: torch.Tensor) -> torch.Tensor | None:
+def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
     """A linear after attention: values and output as one map for each head.
 
     Attention gives `sum_j p_j (V x_j + b)` with weights `p` that are not negative and sum to one, so
     the output is `sum_h sum_j p_hj (O_h V_h) x_j + O b`: no larger than the row norms of `O_h V_h`
     times the norm of one input row. What rounding adds passes through `|O|`.
     """
-    found = _find_values(step.node)
+    found = _find_values(op.node)
     if found is None:
         return None
     attention, inner = found
     given = arguments(inner)
-    bound, values = step.bound(given["input"]), step.known.load(given["weight"])
-    value = step.bound(attention.args[2])
+    bound, values = op.bound(given["input"]), op.known.load(given["weight"])
+    value = op.bound(attention.args[2])
     if bound is None or values is None or value is None or values.numel() > 1 << 26:
         return None
     heads, width = shape_of(attention)[1], shape_of(attention)[-1]
@@ -190,7 +190,7 @@ def _compose_heads(step: Step, outer: torch.Tensor) -> torch.Tensor | None:
     before = shape_of(given["input"])
     norm = float(norm_over(bound, before, (len(before) - 1,)).max())
     peak = largest_over(value.peak, (0, 2)).expand(1, heads, 1, width).reshape(-1)
-    bias = step.known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    bias = op.known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
     return _sum_heads(outer, values, bias, norm, peak, heads)
 
 
@@ -206,20 +206,20 @@ def _sum_heads(
     # of both weights, the values, their mean, and the sums that gave the values
     roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
     total = torch.zeros(outer.shape[0]).double()
-    strayed = torch.zeros_like(total)
+    error = torch.zeros_like(total)
     for head in range(heads):
         columns = slice(head * width, (head + 1) * width)
         value = inner[columns].double()
         gram, out = value @ value.T, outer[:, columns].double()
         total += ((out @ gram) * out).sum(1).clamp(min=0).sqrt() * norm
         sizes = out.abs()
-        strayed += sizes @ (peak[columns] * roundings)
-        strayed += WEIGHT_FLOOR * float(sizes.max()) * float(peak[columns].sum()) * 2
-        strayed += float(value.abs().max()) * WEIGHT_FLOOR * norm * sizes.sum(1) * math.sqrt(
+        error += sizes @ (peak[columns] * roundings)
+        error += WEIGHT_FLOOR * float(sizes.max()) * float(peak[columns].sum()) * 2
+        error += float(value.abs().max()) * WEIGHT_FLOOR * norm * sizes.sum(1) * math.sqrt(
             inner.shape[1])  # fmt: skip
     if bias is not None:
         total += (outer.double() @ bias.double()).abs()
-    return total + strayed
+    return total + error
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:
@@ -266,14 +266,14 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
     )
 
 
-def convolve(step: Step) -> Bound | None:
+def convolve(op: Operands) -> Bound | None:
     """As `linear`, over the channels and places that the kernel covers."""
-    source, weight = step.given["input"], step.given["weight"]
-    bound = step.bound(source)
-    values = step.known.load(weight) if isinstance(weight, Node) else None
+    source, weight = op.given["input"], op.given["weight"]
+    bound = op.bound(source)
+    values = op.known.load(weight) if isinstance(weight, Node) else None
     if bound is None or values is None:
         return None
-    before, groups = shape_of(source), int(step.given.get("groups", 1))
+    before, groups = shape_of(source), int(op.given.get("groups", 1))
     channel = len(before) - (values.dim() - 1)
     flat = values.reshape(values.shape[0], -1)
     places = math.prod(values.shape[2:])
@@ -285,11 +285,11 @@ def convolve(step: Step) -> Bound | None:
     absolute = torch.cat([x.absolute for x in rows])
     euclidean = torch.cat([x.euclidean for x in rows])
     size = torch.minimum(absolute, euclidean * _norm_of_patch(bound, before, channel, places))
-    size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(step)
-    ones = [1] * len(step.shape)
+    size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(op)
+    ones = [1] * len(op.shape)
     ones[channel] = -1
     typical = bound.typical * float(euclidean.square().mean().sqrt())
-    return step.made(size.reshape(ones), typical)
+    return op.made(size.reshape(ones), typical)
 
 
 def _spread_channels(
@@ -309,39 +309,39 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
     return min(whole, single)
 
 
-def transposed(step: Step) -> Bound | None:
+def transposed(op: Operands) -> Bound | None:
     """As `convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
-    source, weight = step.given["input"], step.given["weight"]
-    bound = step.bound(source)
-    values = step.known.load(weight) if isinstance(weight, Node) else None
-    if bound is None or values is None or int(step.given.get("groups", 1)) != 1:
+    source, weight = op.given["input"], op.given["weight"]
+    bound = op.bound(source)
+    values = op.known.load(weight) if isinstance(weight, Node) else None
+    if bound is None or values is None or int(op.given.get("groups", 1)) != 1:
         return None
     channel = len(shape_of(source)) - (values.dim() - 1)
     flat = values.transpose(0, 1).reshape(values.shape[1], -1)
     rows = measure_rows(flat, torch.tensor([bound.largest]).double())
-    size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(step)
-    ones = [1] * len(step.shape)
+    size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
+    ones = [1] * len(op.shape)
     ones[channel] = -1
-    return step.made(size.reshape(ones), bound.typical * float(rows.euclidean.mean()))
+    return op.made(size.reshape(ones), bound.typical * float(rows.euclidean.mean()))
 
 
-def matmul(step: Step) -> Bound | None:
+def matmul(op: Operands) -> Bound | None:
     """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
-    first, other = step.given["self"], step.given.get("mat2", step.given.get("other"))
-    a, b = step.bound(first), step.bound(other)
+    first, other = op.given["self"], op.given.get("mat2", op.given.get("other"))
+    a, b = op.bound(first), op.bound(other)
     if b is None or (a is None) or min(len(shape_of(first)), len(shape_of(other))) < 2:
         return None
     rows, columns = len(shape_of(first)) - 1, len(shape_of(other)) - 2
     count = shape_of(first)[-1]
     if operation(strip_casts(first)) in ("softmax", "_softmax") and _is_last(strip_casts(first)):
-        largest = uniform(float(b.peak.max()), step.shape, b.typical)
-        return step.made(largest.peak, b.typical / math.sqrt(max(count, 1)))
+        largest = uniform(float(b.peak.max()), op.shape, b.typical)
+        return op.made(largest.peak, b.typical / math.sqrt(max(count, 1)))
     by_norm = norm_over(a, shape_of(first), (rows,)).amax() * norm_over(
         b, shape_of(other), (columns,)).amax()  # fmt: skip
     by_peak = count * a.peak.amax() * b.peak.amax()
     size = float(torch.minimum(by_norm, by_peak)) * (1 + count * SUM_ROUNDING)
     size += count * SUM_ROUNDING * float(by_peak)
-    return uniform(size, step.shape, a.typical * b.typical * math.sqrt(count))
+    return uniform(size, op.shape, a.typical * b.typical * math.sqrt(count))
 
 
 def _is_last(node: Node) -> bool:
@@ -349,13 +349,13 @@ def _is_last(node: Node) -> bool:
     return int(arguments(node)["dim"]) % rank == rank - 1
 
 
-def einsum(step: Step) -> Bound | None:
+def einsum(op: Operands) -> Bound | None:
     """No result is larger than the product of the largest, times how many are summed."""
-    operands = step.given["tensors"]
-    bounds = [step.bound(x) for x in operands]
+    operands = op.given["tensors"]
+    bounds = [op.bound(x) for x in operands]
     if any(b is None for b in bounds):
         return None
-    letters, _, kept = str(step.given["equation"]).replace(" ", "").partition("->")
+    letters, _, kept = str(op.given["equation"]).replace(" ", "").partition("->")
     if "." in letters:
         return None
     sizes: dict[str, int] = {}
@@ -364,96 +364,96 @@ def einsum(step: Step) -> Bound | None:
     summed = math.prod(size for name, size in sizes.items() if name not in kept)
     size = math.prod(b.largest for b in bounds if b) * summed
     typical = math.prod(b.typical for b in bounds if b) * math.sqrt(summed)
-    return uniform(size * (1 + summed * SUM_ROUNDING), step.shape, typical)
+    return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)
 
 
-def outer(step: Step) -> Bound | None:
-    first, other = step.bound(step.given["self"]), step.bound(step.given["vec2"])
+def outer(op: Operands) -> Bound | None:
+    first, other = op.bound(op.given["self"]), op.bound(op.given["vec2"])
     if first is None or other is None:
         return None
-    return uniform(first.largest * other.largest, step.shape, first.typical * other.typical)
+    return uniform(first.largest * other.largest, op.shape, first.typical * other.typical)
 
 
-def attention(step: Step) -> Bound | None:
+def attention(op: Operands) -> Bound | None:
     """Weights that are not negative and sum to one: a mean of the values, token by token."""
-    value = step.given["value"]
-    bound, before = step.bound(value), shape_of(value)
+    value = op.given["value"]
+    bound, before = op.bound(value), shape_of(value)
     if bound is None:
         return None
     last, heads = len(before) - 1, len(before) - 3
-    cut = [d for d in range(last) if before[d] != step.shape[d] or d == last - 1 or d != heads]
+    cut = [d for d in range(last) if before[d] != op.shape[d] or d == last - 1 or d != heads]
     norm = norm_over(bound, before, (last,))
     tokens = max(before[last - 1], 1)
     typical = bound.typical / math.sqrt(min(tokens, 16))
     peak = largest_over(bound.peak, cut)
-    return step.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
+    return op.made(peak, typical, norm=largest_over(norm, cut), rows=(last,))
 
 
-def bound_scores(step: Step) -> float:
+def bound_scores(op: Operands) -> float:
     """No product of a query and a key is larger, before the softmax; inf when one has no bound.
 
     It holds for every part of the sum, with the scale taken before or after it.
     """
-    query, key = step.given["query"], step.given["key"]
-    a, b = step.bound(query), step.bound(key)
+    query, key = op.given["query"], op.given["key"]
+    a, b = op.bound(query), op.bound(key)
     if a is None or b is None:
         return math.inf
     shapes = shape_of(query), shape_of(key)
     norms = [
         float(norm_over(x, s, (len(s) - 1,)).max()) for x, s in zip((a, b), shapes, strict=True)
     ]
-    scale = step.given.get("scale")
+    scale = op.given.get("scale")
     factor = 1 / math.sqrt(max(shapes[0][-1], 1)) if scale is None else abs(float(scale))
     return norms[0] * norms[1] * max(factor, min(factor, 1.0))
 
 
-def _magnitudes(step: Step, name: str) -> torch.Tensor:
-    given = step.given.get(name)
+def _magnitudes(op: Operands, name: str) -> torch.Tensor:
+    given = op.given.get(name)
     if not isinstance(given, Node):
         return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
-    found = step.known.load(given)
+    found = op.known.load(given)
     if found is None:
-        bound = step.bound(given)
+        bound = op.bound(given)
         return torch.full((1,), math.inf if bound is None else bound.largest).double()
     size = found.double().abs().reshape(-1)
     return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
 
 
-def normalise(step: Step) -> Bound:
+def normalise(op: Operands) -> Bound:
     """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
-    count = math.prod(step.given["normalized_shape"])
-    rank = len(step.given["normalized_shape"])
-    dims = tuple(range(len(step.shape) - rank, len(step.shape)))
-    shape = [1] * (len(step.shape) - rank) + list(step.given["normalized_shape"])
-    return _affine_rows(step, count, dims, shape)
+    count = math.prod(op.given["normalized_shape"])
+    rank = len(op.given["normalized_shape"])
+    dims = tuple(range(len(op.shape) - rank, len(op.shape)))
+    shape = [1] * (len(op.shape) - rank) + list(op.given["normalized_shape"])
+    return _affine_rows(op, count, dims, shape)
 
 
-def _affine_rows(step: Step, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
-    gain, shift = _magnitudes(step, "weight"), _magnitudes(step, "bias")
+def _affine_rows(op: Operands, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
+    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
     gain = gain.reshape(shape) if gain.numel() > 1 else gain.reshape([1] * len(shape))
     shift = shift.reshape(shape) if shift.numel() > 1 else shift.reshape([1] * len(shape))
     moved = shift.square()
     for dim in dims:
-        moved = moved * step.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
+        moved = moved * op.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
     norm = math.sqrt(count) * largest_over(gain, dims) + moved.sqrt()
     typical = float(gain.square().mean().sqrt())
-    return step.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
+    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
 
 
-def normalise_groups(step: Step) -> Bound:
+def normalise_groups(op: Operands) -> Bound:
     """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
-    groups = int(step.given["num_groups"])
-    count = math.prod(step.shape[1:]) // groups
-    shape = [1, step.shape[1]] + [1] * (len(step.shape) - 2)
-    gain, shift = _magnitudes(step, "weight"), _magnitudes(step, "bias")
+    groups = int(op.given["num_groups"])
+    count = math.prod(op.shape[1:]) // groups
+    shape = [1, op.shape[1]] + [1] * (len(op.shape) - 2)
+    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
     gain = gain.reshape(shape if gain.numel() > 1 else [1] * len(shape))
     shift = shift.reshape(shape if shift.numel() > 1 else [1] * len(shape))
-    places, dims = math.prod(step.shape[2:]), tuple(range(1, len(step.shape)))
-    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else step.shape[1])).sqrt()
+    places, dims = math.prod(op.shape[2:]), tuple(range(1, len(op.shape)))
+    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
     norm = math.sqrt(count * groups) * gain.amax() + moved
     peak = math.sqrt(count) * gain + shift
     typical = float(gain.square().mean().sqrt())
-    return step.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
+    return op.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
 
 
 PRODUCTS: dict[str, Rule] = {
@@ -476,4 +476,4 @@ PRODUCTS: dict[str, Rule] = {
     "group_norm": normalise_groups,
 }
 
-__all__ = ["PRODUCTS", "bound_exact_parts", "bound_scores"]
+__all__ = ["PRODUCTS", "bound_interval_parts", "bound_scores"]

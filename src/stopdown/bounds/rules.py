@@ -1,6 +1,6 @@
 """How large the result of each operation can be, given bounds of its inputs: one rule per operation.
 
-A rule gets a `Step` and returns the bound of the exact result on the inputs that the operation
+A rule gets a `Operands` and returns the bound of the exact result on the inputs that the operation
 really gets; rounding is added by `bounds`. None is "no bound". `docs/certificates.md` has a proof of
 two lines for each.
 
@@ -17,9 +17,8 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.scaling.blocks import arguments, operation, shape_of
-from stopdown.scaling.bound_steps import VIEWS, Rule, Step, list_names, strip_casts
-from stopdown.scaling.bound_values import (
+from stopdown.bounds.operands import VIEWS, Operands, Rule, list_names
+from stopdown.bounds.values import (
     Bound,
     largest_over,
     make_bound,
@@ -27,7 +26,7 @@ from stopdown.scaling.bound_values import (
     reshape,
     uniform,
 )
-from stopdown.scaling.bound_views import (
+from stopdown.bounds.view_rules import (
     cat,
     choose,
     embedding,
@@ -47,53 +46,53 @@ from stopdown.scaling.bound_views import (
     to_real,
     view,
 )
-from stopdown.scaling.rules import is_range_clamp
+from stopdown.graph.nodes import arguments, is_range_clamp, operation, shape_of, strip_casts
 
 
-def add(step: Step) -> Bound | None:
+def add(op: Operands) -> Bound | None:
     """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
-    first, other = step.spread(step.given["self"]), step.spread(step.given["other"])
+    first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     if first is None or other is None:
         return None
-    factor = abs(float(step.given.get("alpha", 1) or 1))
+    factor = abs(float(op.given.get("alpha", 1) or 1))
     peak = first.peak + factor * other.peak
     typical = math.hypot(first.typical, factor * other.typical)
-    dims = first.rows if isinstance(step.given["self"], Node) else other.rows
-    norm = norm_over(first, step.shape, dims) + factor * norm_over(other, step.shape, dims)
-    return step.made(peak, typical, norm=norm, rows=dims)
+    dims = first.rows if isinstance(op.given["self"], Node) else other.rows
+    norm = norm_over(first, op.shape, dims) + factor * norm_over(other, op.shape, dims)
+    return op.made(peak, typical, norm=norm, rows=dims)
 
 
-def multiply(step: Step) -> Bound | None:
+def multiply(op: Operands) -> Bound | None:
     """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
-    if (normed := bound_written_norm(step)) is not None:
+    if (normed := bound_written_norm(op)) is not None:
         return normed
-    first, other = step.spread(step.given["self"]), step.spread(step.given["other"])
+    first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
     if first is None or other is None:
         return None
-    return _product(step, first, other)
+    return _product(op, first, other)
 
 
-def _product(step: Step, first: Bound, other: Bound) -> Bound:
+def _product(op: Operands, first: Bound, other: Bound) -> Bound:
     dims = first.rows if len(first.rows) >= len(other.rows) else other.rows
     norm = torch.minimum(
-        norm_over(first, step.shape, dims) * largest_over(other.peak, dims),
-        norm_over(other, step.shape, dims) * largest_over(first.peak, dims),
+        norm_over(first, op.shape, dims) * largest_over(other.peak, dims),
+        norm_over(other, op.shape, dims) * largest_over(first.peak, dims),
     )
     typical = first.typical * other.typical
-    return step.made(first.peak * other.peak, typical, norm=norm, rows=dims)
+    return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
 
 
-def divide(step: Step) -> Bound | None:
+def divide(op: Operands) -> Bound | None:
     """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
-    other = step.given["other"]
+    other = op.given["other"]
     divisor = other
     if isinstance(other, Node):
-        found = bound_written_norm(step) or _bound_masked_mean(step)
+        found = bound_written_norm(op) or _bound_masked_mean(op)
         divisor = _find_least(other)
         if found is not None or divisor is None:
             return found
-    bound = step.spread(step.given["self"])
-    if bound is None or step.given.get("rounding_mode") is not None or not divisor:
+    bound = op.spread(op.given["self"])
+    if bound is None or op.given.get("rounding_mode") is not None or not divisor:
         return None
     factor = 1 / abs(float(divisor))
     return replace(
@@ -108,20 +107,20 @@ def _find_least(node: Node) -> float | None:
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
-def bound_written_norm(step: Step) -> Bound | None:
+def bound_written_norm(op: Operands) -> Bound | None:
     """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
-    first, other = step.given["self"], step.given["other"]
-    inverse = operation(step.node).startswith("div")
+    first, other = op.given["self"], op.given["other"]
+    inverse = operation(op.node).startswith("div")
     pairs = [(first, other)] if inverse else [(first, other), (other, first)]
     for value, factor in pairs:
         found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
         if found is None or not isinstance(value, Node):
             continue
         source, dims, total = found
-        if strip_casts(source) is strip_casts(value) and shape_of(value) == step.shape:
-            count = 1.0 if total else math.prod(step.shape[d] for d in dims)
-            norm = torch.full((1,) * len(step.shape), math.sqrt(count)).double()
-            return step.made(norm, 1.0, norm=norm, rows=dims)
+        if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
+            count = 1.0 if total else math.prod(op.shape[d] for d in dims)
+            norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
+            return op.made(norm, 1.0, norm=norm, rows=dims)
     return None
 
 
@@ -166,9 +165,9 @@ def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
     return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
 
 
-def _bound_masked_mean(step: Step) -> Bound | None:
+def _bound_masked_mean(op: Operands) -> Bound | None:
     """`sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values."""
-    top, below = strip_casts(step.given["self"]), strip_casts(step.given["other"])
+    top, below = strip_casts(op.given["self"]), strip_casts(op.given["other"])
     if operation(top) != "sum" or operation(below) != "sum":
         return None
     product, mask, given = strip_casts(top.args[0]), below.args[0], arguments(top)
@@ -177,32 +176,32 @@ def _bound_masked_mean(step: Step) -> Bound | None:
     if operation(product) != "mul" or mask not in product.args or not given.get("dim") or not alike:
         return None
     value = product.args[1 if product.args[0] is mask else 0]
-    bound = step.bound(value)
-    if bound is None or not _is_mask(step, mask) or shape_of(value) != before:
+    bound = op.bound(value)
+    if bound is None or not _is_mask(op, mask) or shape_of(value) != before:
         return None
     dims = [int(d) % rank for d in given["dim"]]
     kept = tuple(1 if d in dims else size for d, size in enumerate(before))
     peak = largest_over(bound.peak, dims) * (1 + math.prod(before[d] for d in dims) * 2.0**-22)
     summed = reshape(make_bound(peak, kept, typical=bound.typical), kept, shape_of(top))
-    return summed if shape_of(top) == step.shape else None
+    return summed if shape_of(top) == op.shape else None
 
 
-def _is_mask(step: Step, node: Node) -> bool:
+def _is_mask(op: Operands, node: Node) -> bool:
     """True for truth values, and for whole numbers that are bounded: those are masks."""
     while operation(node) in VIEWS or operation(node) in ("to", "_to_copy"):
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
     floating = not isinstance(held, torch.Tensor) or held.is_floating_point()
-    return not floating and step.bound(node) is not None
+    return not floating and op.bound(node) is not None
 
 
 def shrink(limit: float = math.inf) -> Rule:
     """`|f(x)| <= min(|x|, limit)`."""
 
-    def rule(step: Step) -> Bound | None:
-        bound = step.bound(step.node.args[0])
+    def rule(op: Operands) -> Bound | None:
+        bound = op.bound(op.node.args[0])
         if bound is None:
-            return None if math.isinf(limit) else uniform(limit, step.shape, 0.5 * limit)
+            return None if math.isinf(limit) else uniform(limit, op.shape, 0.5 * limit)
         return replace(bound, peak=bound.peak.clamp(max=limit)) if math.isfinite(limit) else bound
 
     return rule
@@ -210,76 +209,76 @@ def shrink(limit: float = math.inf) -> Rule:
 
 def saturate(limit: float) -> Rule:
     """`|f(x)| <= limit` whatever the input."""
-    return lambda step: uniform(limit, step.shape, 0.5 * limit)
+    return lambda op: uniform(limit, op.shape, 0.5 * limit)
 
 
-def softmax(step: Step) -> Bound:
+def softmax(op: Operands) -> Bound:
     """Weights of a mean: none above 1, and neither is their norm."""
-    dim = int(step.given["dim"]) % len(step.shape)
-    one = torch.ones((1,) * len(step.shape)).double()
-    return step.made(one, 1 / max(step.shape[dim], 1), norm=one, rows=(dim,))
+    dim = int(op.given["dim"]) % len(op.shape)
+    one = torch.ones((1,) * len(op.shape)).double()
+    return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
 
 
-def power(step: Step) -> Bound | None:
-    exponent, bound = step.given["exponent"], step.bound(step.given["self"])
+def power(op: Operands) -> Bound | None:
+    exponent, bound = op.given["exponent"], op.bound(op.given["self"])
     if bound is None or not isinstance(exponent, (int, float)) or exponent < 0:
         return None
-    return step.made(bound.peak**exponent, bound.typical**exponent)
+    return op.made(bound.peak**exponent, bound.typical**exponent)
 
 
-def root(step: Step) -> Bound | None:
-    bound = step.bound(step.node.args[0])
-    return None if bound is None else step.made(bound.peak.sqrt(), bound.typical**0.5)
+def root(op: Operands) -> Bound | None:
+    bound = op.bound(op.node.args[0])
+    return None if bound is None else op.made(bound.peak.sqrt(), bound.typical**0.5)
 
 
-def exponential(step: Step) -> Bound | None:
-    bound = step.bound(step.node.args[0])
+def exponential(op: Operands) -> Bound | None:
+    bound = op.bound(op.node.args[0])
     if bound is None or bound.largest > 700:
         return None
-    return step.made(bound.peak.exp(), 1.0)
+    return op.made(bound.peak.exp(), 1.0)
 
 
-def subtract_from(step: Step) -> Bound | None:
-    bound, number = step.bound(step.given["self"]), step.given["other"]
+def subtract_from(op: Operands) -> Bound | None:
+    bound, number = op.bound(op.given["self"]), op.given["other"]
     if bound is None or not isinstance(number, (int, float)):
         return None
-    return step.made(bound.peak + abs(number), math.hypot(bound.typical, number))
+    return op.made(bound.peak + abs(number), math.hypot(bound.typical, number))
 
 
-def clamp(step: Step) -> Bound | None:
+def clamp(op: Operands) -> Bound | None:
     """Between two numbers nothing is larger than the larger one; at the end of fp16 it never bites."""
-    bound = step.bound(step.given["self"])
-    if is_range_clamp(step.node):
+    bound = op.bound(op.given["self"])
+    if is_range_clamp(op.node):
         return bound
-    numbers = [step.given.get(name) for name in ("min", "max")]
+    numbers = [op.given.get(name) for name in ("min", "max")]
     if not all(x is None or isinstance(x, (int, float)) for x in numbers):
         return None
     sizes = [abs(float(x)) for x in numbers if x is not None]
     if len(sizes) == 2 and bound is None:
-        return uniform(max(sizes), step.shape, 0.5 * max(sizes))
+        return uniform(max(sizes), op.shape, 0.5 * max(sizes))
     if bound is None:
         return None
     if len(sizes) == 2:
-        return step.made(bound.peak.clamp(max=max(sizes)), bound.typical)
-    return step.made(bound.peak.clamp(min=max(sizes, default=0.0)), bound.typical)
+        return op.made(bound.peak.clamp(max=max(sizes)), bound.typical)
+    return op.made(bound.peak.clamp(min=max(sizes, default=0.0)), bound.typical)
 
 
-def total(step: Step) -> Bound | None:
+def total(op: Operands) -> Bound | None:
     """A sum over dimensions: of the peaks."""
-    return _reduce(step, mean=False)
+    return _reduce(op, mean=False)
 
 
-def mean(step: Step) -> Bound | None:
+def mean(op: Operands) -> Bound | None:
     """A mean is no larger than the largest of what it is taken of."""
-    return _reduce(step, mean=True)
+    return _reduce(op, mean=True)
 
 
-def _reduce(step: Step, *, mean: bool) -> Bound | None:
-    source = step.given["self"]
-    bound, before = step.bound(source), shape_of(source)
+def _reduce(op: Operands, *, mean: bool) -> Bound | None:
+    source = op.given["self"]
+    bound, before = op.bound(source), shape_of(source)
     if bound is None:
         return None
-    given = step.given.get("dim")
+    given = op.given.get("dim")
     dims = [int(d) % len(before) for d in ([given] if isinstance(given, int) else given or ())]
     dims = dims or list(range(len(before)))
     peak, kept = bound.peak, list(before)
@@ -290,24 +289,24 @@ def _reduce(step: Step, *, mean: bool) -> Bound | None:
         peak = peak / max(count, 1) if mean else peak
     count = math.prod(before[d] for d in dims)
     made = make_bound(peak, tuple(kept), typical=bound.typical * (1.0 if mean else count**0.5))
-    return reshape(made, tuple(kept), step.shape)
+    return reshape(made, tuple(kept), op.shape)
 
 
-def polar(step: Step) -> Bound | None:
-    return step.spread(step.given["abs"])
+def polar(op: Operands) -> Bound | None:
+    return op.spread(op.given["abs"])
 
 
-def zeros(step: Step) -> Bound:
-    return uniform(0.0, step.shape)
+def zeros(op: Operands) -> Bound:
+    return uniform(0.0, op.shape)
 
 
-def fill(step: Step) -> Bound | None:
-    value = step.given.get("fill_value", step.given.get("value", 1.0))
-    return step.spread(value) if isinstance(value, (int, float, Node)) else None
+def fill(op: Operands) -> Bound | None:
+    value = op.given.get("fill_value", op.given.get("value", 1.0))
+    return op.spread(value) if isinstance(value, (int, float, Node)) else None
 
 
-def ones(step: Step) -> Bound:
-    return uniform(1.0, step.shape)
+def ones(op: Operands) -> Bound:
+    return uniform(1.0, op.shape)
 
 
 def _table(rule: Rule, names: str) -> dict[str, Rule]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -17,6 +18,10 @@ Shape = tuple[int, ...]
 
 MOST_ENTRIES = 1 << 19
 """A bound is kept by channel, not by token, where it would have more entries than this."""
+
+
+BASIS = 16
+"""A table over timesteps is taken apart into so many rows and what they leave over."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,43 @@ class Bound:
     def largest(self) -> float:
         """The largest magnitude of any element."""
         return float(self.peak.max()) if self.peak.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class AffineRow:
+    """A row that is `n * gain + table[t] + v`, for one timestep `t` of the table's.
+
+    Attributes:
+        radius: the 2-norm of `n` is at most this.
+        gain: `[d]` float64, not negative.
+        table: `[T, d]` or `[1, d]` float64.
+        rest: `[d]` float64: no element of `v` is larger.
+    """
+
+    radius: float
+    gain: torch.Tensor
+    table: torch.Tensor
+    rest: torch.Tensor
+
+    @cached_property
+    def largest(self) -> torch.Tensor:
+        """`[d]`: the largest magnitude of each channel of the table."""
+        return self.table.abs().amax(0)
+
+    @cached_property
+    def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
+        if len(self.table) <= BASIS:
+            ones = torch.eye(len(self.table), dtype=torch.float64)
+            return ones, self.table, torch.zeros_like(self.rest)
+        picked = torch.linspace(0, len(self.table) - 1, BASIS).round().long()
+        rows = torch.linalg.qr(self.table[picked].T).Q.T
+        coefficients = self.table @ rows.T
+        left = (self.table - coefficients @ rows).abs().amax(0)
+        return coefficients, rows, left
+
+
+AffineRows = tuple[AffineRow, ...]
 
 
 def make_bound(
@@ -240,20 +282,20 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
     )
 
 
-def take(bound: Bound, shape: Shape, target: Shape, dim: int, start: int, stop: int, step: int = 1
+def take(bound: Bound, shape: Shape, target: Shape, dim: int, start: int, stop: int, op: int = 1
          ) -> Bound:  # fmt: skip
     """The bound of a slice along one dimension."""
     peak, norm = bound.peak, bound.norm
     if peak.shape[dim] > 1:
-        peak = _slice(peak, dim, start, stop, step)
+        peak = _slice(peak, dim, start, stop, op)
     if norm.shape[dim] > 1:
-        norm = _slice(norm, dim, start, stop, step)
+        norm = _slice(norm, dim, start, stop, op)
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
 
 
-def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, step: int) -> torch.Tensor:
+def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, op: int) -> torch.Tensor:
     index = [slice(None)] * tensor.dim()
-    index[dim] = slice(start, stop, step)
+    index[dim] = slice(start, stop, op)
     return tensor[tuple(index)]
 
 

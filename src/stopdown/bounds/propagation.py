@@ -2,8 +2,8 @@
 
 Weights are asked for one at a time, where the graph first needs them, so a checkpoint can be read from
 disk as it goes and no model has to be built. What depends on the timestep alone is computed for
-every timestep (`exact_values`); everything else has a largest magnitude by channel and a norm by
-row (`bound_values`), by one rule for each operation (`bound_rules`, `bound_products`). Each result
+every timestep (`intervals`); everything else has a largest magnitude by channel and a norm by
+row (`values`), by one rule for each operation (`rules`, `product_rules`). Each result
 that is rounded gets room for the rounding. `docs/certificates.md` has the argument and its
 assumptions.
 
@@ -22,24 +22,25 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stopdown.capture import Capture, module_path
-from stopdown.numerics import summarise_magnitudes
-from stopdown.scaling.blocks import SPLITS, Blocks, arguments, is_float, operation, shape_of
-from stopdown.scaling.bound_modulation import Ellipses, by_channel, follow, rounded
-from stopdown.scaling.bound_products import PRODUCTS, bound_exact_parts, bound_scores
-from stopdown.scaling.bound_rules import MOVING, RULES
-from stopdown.scaling.bound_steps import VIEWS, Step, list_names
-from stopdown.scaling.bound_values import Bound, inflate, join, make_bound, uniform
-from stopdown.scaling.exact_values import (
+from stopdown.bounds.affine_rows import AffineRows, by_channel, follow, rounded
+from stopdown.bounds.intervals import (
     FLOOR,
     WEIGHT_FLOOR,
-    Exact,
-    bound_exact,
+    Interval,
+    bound_interval,
     evaluate,
-    make_exact,
+    make_interval,
     writes_in_place,
 )
-from stopdown.scaling.ranges import Range
+from stopdown.bounds.operands import VIEWS, Operands, list_names
+from stopdown.bounds.product_rules import PRODUCTS, bound_interval_parts, bound_scores
+from stopdown.bounds.rules import MOVING, RULES
+from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
+from stopdown.capture import Capture, module_path
+from stopdown.graph.blocks import Blocks
+from stopdown.graph.nodes import SPLITS, arguments, is_float, operation, shape_of
+from stopdown.graph.ranges import Range
+from stopdown.numerics import summarise_magnitudes
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}
 """Room for the rounding of one operation, at least four times the unit roundoff."""
@@ -59,7 +60,7 @@ Load = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Steps:
+class Timesteps:
     """The timesteps that a schedule can ask for.
 
     Attributes:
@@ -72,7 +73,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Limits:
+class InputLimits:
     """What the inputs of a call can be, by the name of its placeholder.
 
     Attributes:
@@ -82,7 +83,7 @@ class Limits:
     """
 
     largest: Mapping[str, float] = field(default_factory=dict)
-    timesteps: Mapping[str, Steps] = field(default_factory=dict)
+    timesteps: Mapping[str, Timesteps] = field(default_factory=dict)
     fixed: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -105,7 +106,7 @@ class Bounds:
 
 
 def bound_call(
-    capture: Capture, load: Load, limits: Limits, blocks: Mapping[Node, Blocks]
+    capture: Capture, load: Load, limits: InputLimits, blocks: Mapping[Node, Blocks]
 ) -> Bounds:
     """A bound of every float value of a captured call, from the weights alone.
 
@@ -117,24 +118,24 @@ def bound_call(
 
     Cost: each weight is asked for about once, in the order of the graph, and read a few times.
     """
-    walk = _Walk(capture, load, limits, blocks)
+    walk = _Propagation(capture, load, limits, blocks)
     for node in capture.graph.graph.nodes:
         walk.visit(node)
     walk.load_rest()
     return walk.found
 
 
-class _Walk:
+class _Propagation:
     """Visits the nodes of a graph in order; answers what rules ask."""
 
     def __init__(
-        self, capture: Capture, load: Load, limits: Limits, blocks: Mapping[Node, Blocks]
+        self, capture: Capture, load: Load, limits: InputLimits, blocks: Mapping[Node, Blocks]
     ) -> None:
         self.capture, self.limits, self.blocks = capture, limits, blocks
         self._load = load
         self._last: tuple[str, torch.Tensor] | None = None
         self.held: dict[Node, Any] = {}
-        self.rows: dict[Node, Ellipses] = {}
+        self.rows: dict[Node, AffineRows] = {}
         self.found = Bounds()
         self.placeholders = {n.name: n for n in capture.graph.graph.nodes if n.op == "placeholder"}
         self.aliases = _find_aliases(capture.graph.graph)
@@ -146,7 +147,7 @@ class _Walk:
         elif node.op == "call_function":
             self._visit_operation(node)
         for spent in self.spent.get(node, ()):
-            if isinstance(self.held.get(spent), (Exact, list)):
+            if isinstance(self.held.get(spent), (Interval, list)):
                 del self.held[spent]
             self.rows.pop(spent, None)
 
@@ -156,8 +157,8 @@ class _Walk:
         held = self.held.get(value)
         if isinstance(held, Bound):
             return held
-        if isinstance(held, Exact):
-            return bound_exact(held, shape_of(value))
+        if isinstance(held, Interval):
+            return bound_interval(held, shape_of(value))
         if value.name in self.capture.parameters:
             return self._bound_parameter(value)
         return None if is_float(value) else self._bound_whole(value)
@@ -186,12 +187,12 @@ class _Walk:
             self._measure_parameter(node, self._last[1])
         return self._last[1]
 
-    def ellipses(self, node: Node) -> Ellipses:
+    def affine_rows(self, node: Node) -> AffineRows:
         return self.rows.get(node, ())
 
-    def _exact(self, node: Node) -> Exact | None:
+    def _exact(self, node: Node) -> Interval | None:
         held = self.held.get(node)
-        return held if isinstance(held, Exact) else None
+        return held if isinstance(held, Interval) else None
 
     def _exact_load(self, node: Node) -> torch.Tensor | None:
         if node.name not in self.capture.parameters:
@@ -224,7 +225,7 @@ class _Walk:
         if tensor.is_complex():
             self._keep(node, make_bound(tensor.abs(), shape_of(node), typical=1.0))
             return
-        made = make_exact(tensor)
+        made = make_interval(tensor)
         if is_float(node):  # as it is, or rounded at the door
             there = tensor.to(node.meta["val"].dtype).double()
             made = replace(made, radius=(made.center - there).abs())
@@ -241,7 +242,7 @@ class _Walk:
             self._keep(node, uniform(float(steps.values.abs().max()) + steps.radius, shape))
             return
         wide = steps.values.reshape(-1, *[1] * len(shape)).expand(-1, *shape)
-        made = make_exact(wide, batched=True)
+        made = make_interval(wide, batched=True)
         self.held[node] = replace(made, radius=made.radius + steps.radius)
 
     def _bound_parameter(self, node: Node) -> Bound | None:
@@ -290,8 +291,8 @@ class _Walk:
         made = self._evaluate(node)
         if made is not None:
             self.held[node] = made
-            if isinstance(made, Exact) and is_float(node):
-                self._record(node, bound_exact(made, shape_of(node)), self._find_parts(node))
+            if isinstance(made, Interval) and is_float(node):
+                self._record(node, bound_interval(made, shape_of(node)), self._find_parts(node))
         elif is_float(node):
             self._apply_rule(node)
         if writes_in_place(node):
@@ -306,11 +307,11 @@ class _Walk:
         if value is None or weight is None:
             return None
         bias = self.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
-        return bound_exact_parts(weight, bias, value)
+        return bound_interval_parts(weight, bias, value)
 
     def _evaluate(self, node: Node) -> Any:
         sources = [x for x in node.all_input_nodes if x.name not in self.capture.parameters]
-        if not all(isinstance(self.held.get(x), (Exact, list)) for x in sources):
+        if not all(isinstance(self.held.get(x), (Interval, list)) for x in sources):
             return None
         if not sources and node.all_input_nodes:
             return None
@@ -330,30 +331,30 @@ class _Walk:
         if rule is None:
             self._miss(node, f"{name} has no rule")
             return
-        step = Step(node, self)
-        bound = rule(step)
+        op = Operands(node, self)
+        bound = rule(op)
         if name == "scaled_dot_product_attention":
             place = f"{self.capture.component}:{module_path(node)}"
-            self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(step))
+            self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(op))
         if bound is not None and name not in MOVING:
             bound = self._round(node, bound)
-        self._keep(node, bound, step.parts)
+        self._keep(node, bound, op.parts)
         if bound is not None and not in_place:
-            self._follow(step, bound, name)
+            self._follow(op, bound, name)
 
-    def _follow(self, step: Step, bound: Bound, name: str) -> None:
+    def _follow(self, op: Operands, bound: Bound, name: str) -> None:
         """Keep what is known of the rows of a value behind a norm."""
-        rows = follow(step, self.rows, self._exact)
+        rows = follow(op, self.rows, self._exact)
         if rows and name not in MOVING:
-            dtype = step.node.meta["val"].dtype
-            strayed = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
+            dtype = op.node.meta["val"].dtype
+            error = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
             floor = FLOOR if dtype == torch.float16 else 0.0
-            rows = rounded(rows, strayed + floor * bound.largest)
+            rows = rounded(rows, error + floor * bound.largest)
         if rows:
-            self.rows[step.node] = rows
+            self.rows[op.node] = rows
 
     def _as_seen(self, value: Any, node: Node) -> Bound | None:
-        return Step(node, self).spread(value)
+        return Operands(node, self).spread(value)
 
     def _round(self, node: Node, bound: Bound) -> Bound:
         dtype = node.meta["val"].dtype
@@ -467,4 +468,4 @@ def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
     return spent
 
 
-__all__ = ["Bounds", "Limits", "Steps", "bound_call"]
+__all__ = ["Bounds", "InputLimits", "Timesteps", "bound_call"]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Node
+
+from stopdown.graph.nodes import SPLITS, arguments, is_float, operation, shape_of, whole_size
 
 
 @dataclass(frozen=True)
@@ -40,55 +41,11 @@ class Blocks:
         return range(touched[0], touched[-1] + 1) if touched else range(0)
 
 
-SPLITS = (
-    "chunk",
-    "split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_chunk",
-    "unbind",
-    "tensor_split",
-)
 _KEEPERS = ("to", "_to_copy", "clone", "contiguous", "dropout", "detach", "alias", "type_as", "neg")
 _VIEWS = ("view", "reshape", "unflatten", "flatten", "_unsafe_view", "unsqueeze", "squeeze")
 _SWAPS = ("permute", "transpose")
 _SUMS = ("add", "sub")
 _ROWS = ("linear", "conv1d", "conv2d", "conv3d")
-
-
-def operation(node: Node) -> str:
-    """Name of a node's operation without overload: `linear`, `add_`; "" when it is none of ATen."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None:
-        return str(schema.name).rpartition("::")[2]
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-
-
-def arguments(node: Node) -> dict[str, Any]:
-    """A node's arguments by the names of the operation's schema, defaults included."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {str(i): arg for i, arg in enumerate(node.args)}
-    bound = {arg.name: arg.default_value for arg in schema.arguments if arg.has_default_value()}
-    bound.update(zip((arg.name for arg in schema.arguments), node.args, strict=False))
-    return {**bound, **node.kwargs}
-
-
-def shape_of(node: Any) -> tuple[int, ...]:
-    """Shape of a tensor node, () for anything else; a size that depends on values stands as 0."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    sizes = value.shape if isinstance(value, torch.Tensor) else ()
-    return tuple(map(_whole, sizes))
-
-
-def _whole(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint or 0)
-
-
-def is_float(node: Any) -> bool:
-    """True when a node holds one floating or complex tensor."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
@@ -112,7 +69,7 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
         return dim, (_clip(start, shape[dim]), _clip(stop, shape[dim]))
     sizes = [1] * shape[dim]
     if operation(node) != "unbind":
-        sizes = [_whole(part.shape[dim]) for part in node.meta["val"]]
+        sizes = [whole_size(part.shape[dim]) for part in node.meta["val"]]
     return dim, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
 
 

@@ -21,21 +21,22 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stopdown.capture import Capture, name_parameters
-from stopdown.errors import OptionError, ScalingError
-from stopdown.scaling.blocks import Blocks, is_float
-from stopdown.scaling.bound_rules import MOVING
-from stopdown.scaling.bounds import (
+from stopdown.bounds.input_limits import Stated, list_limits, note_limits, state_calls
+from stopdown.bounds.propagation import (
     LEAST_STORED,
     LEAST_STORED_WEIGHT,
     Bounds,
     Load,
     bound_call,
 )
+from stopdown.bounds.rules import MOVING
+from stopdown.capture import Capture, name_parameters
+from stopdown.errors import OptionError, ScalingError
+from stopdown.graph.blocks import Blocks
+from stopdown.graph.nodes import is_float
+from stopdown.graph.ranges import Range, Ranges, log2_of
 from stopdown.scaling.folding import Scaling
-from stopdown.scaling.limits import Stated, list_limits, note_limits, state_calls
 from stopdown.scaling.problem import Measured, Problem, split_values
-from stopdown.scaling.ranges import Range, Ranges, log2_of
 
 RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""

@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, flatten_call, module_path, name_parameters
 from stopdown.errors import ScalingError
+from stopdown.graph.blocks import Blocks
+from stopdown.graph.nodes import LARGEST_TAME, arguments, is_float, is_range_clamp, operation
 from stopdown.numerics import summarise_magnitudes
-from stopdown.scaling.blocks import Blocks, arguments, is_float, operation
-from stopdown.scaling.rules import LARGEST_TAME, is_range_clamp
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TAME_END = 65504.0

@@ -1,0 +1,1 @@
+"""Bounds of every value of a call that hold for every input, from the weights alone."""

@@ -1,0 +1,242 @@
+"""Rows behind a norm, as far as they are known: `n * gain + table(t) + rest`.
+
+A norm gives a row `n` of known length; a modulated transformer multiplies it by a scale and adds a
+shift that depend on the timestep alone, and the norm's own weight and bias do the same once for all.
+A linear that reads such a row is bounded by its weights times the gain, channel by channel, and by
+what it makes of each shift: several times tighter than from peaks and norms, which keep only the
+largest of the gain and lose the sign of the shift.
+
+**Catches** layer norms and RMS norms (written out too), products and sums behind them, views that
+leave the last dimension as it is.
+**Does not catch** norms over other dimensions, and tensors that are changed in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch.fx import Node
+
+from stopdown.bounds.intervals import WEIGHT_FLOOR, Interval
+from stopdown.bounds.operands import VIEWS, Operands, list_names
+from stopdown.bounds.rules import bound_written_norm
+from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
+from stopdown.graph.nodes import SPLITS, operation, shape_of
+
+MOST_PARTS = 4
+"""Rows of one value that come from more norms than this are not followed."""
+
+NORM_ROUNDING = 2.0**-10
+"""Relative error of what a norm gives, before its result is rounded."""
+
+_KEEP = list_names("dropout contiguous clone alias detach to _to_copy type_as feature_dropout")
+_NORMS = list_names("layer_norm rms_norm _fused_rms_norm")
+
+
+def follow(
+    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
+) -> AffineRows:
+    """The rows of a result, as far as they are known; its rounding is not yet in.
+
+    Args:
+        known: of the values before it.
+        exact: gives what is held for a value that depends on the timestep alone.
+    """
+    name, node = operation(op.node), op.node
+    if not op.shape:
+        return ()
+    if name in _NORMS:
+        return _begin(op)
+    if name in ("mul", "multiply"):
+        return _multiply(op, known, exact) or _begin_written(op)
+    if name in ("div", "true_divide"):
+        return _begin_written(op)
+    if name == "add" and op.given.get("alpha", 1) == 1:
+        return _add(op, known, exact)
+    source = node.args[0] if node.args else None
+    if name in ("cat", "concat"):
+        return _join(op, known)
+    if not isinstance(source, Node):
+        return ()
+    before = shape_of(source)
+    if name == "getitem" and operation(source) in SPLITS and operation(source) != "unbind":
+        before = shape_of(source.args[0])
+    elif name not in _KEEP | VIEWS | {"slice", "narrow"}:
+        return ()
+    return known.get(source, ()) if before[-1:] == op.shape[-1:] else ()
+
+
+def rounded(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
+    """With what rounding may add, by channel: `[d]` or `[1]`."""
+    return tuple(replace(x, rest=x.rest + error) for x in affine_rows)
+
+
+def by_channel(bound: Bound) -> torch.Tensor:
+    """`[d]` or `[1]`: the largest magnitude of each channel."""
+    return largest_over(bound.peak, range(bound.peak.dim() - 1)).reshape(-1)
+
+
+def _begin(op: Operands) -> AffineRows:
+    if len(op.given["normalized_shape"]) != 1:
+        return ()
+    count = op.shape[-1]
+    weight, bias = _load(op, "weight", count), _load(op, "bias", count)
+    if weight is None or bias is None:
+        return ()
+    given = isinstance(op.given.get("weight"), Node)
+    gain, table = weight.abs() if given else torch.ones(count).double(), bias.reshape(1, -1)
+    return (AffineRow(
+        math.sqrt(count) * (1 + NORM_ROUNDING), gain + (_error_of(gain) if given else 0), table,
+        _error_of(bias),
+    ),)  # fmt: skip
+
+
+def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
+    """A norm's weight or bias; zeros without one; None when it is no parameter."""
+    given = op.given.get(name)
+    if not isinstance(given, Node):
+        return torch.zeros(count).double()
+    found = op.known.load(given)
+    return None if found is None or found.numel() != count else found.double().reshape(-1)
+
+
+def _error_of(values: torch.Tensor) -> torch.Tensor:
+    size = values.abs()
+    return size * 2.0**-11 + WEIGHT_FLOOR * size.max()
+
+
+def _begin_written(op: Operands) -> AffineRows:
+    """A norm that is written out has a bound by row and no gain."""
+    bound = bound_written_norm(op)
+    if bound is None or bound.rows != {len(op.shape) - 1}:
+        return ()
+    zeros = torch.zeros(op.shape[-1]).double()
+    radius = float(bound.norm.max()) * (1 + NORM_ROUNDING)
+    return (AffineRow(radius, zeros + 1, zeros.reshape(1, -1), zeros),)
+
+
+def _multiply(
+    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
+) -> AffineRows:
+    for rows, factor in _pairs(op, known):
+        bound = op.bound(factor)
+        if bound is None:
+            return ()
+        size = _spread(by_channel(bound), op.shape[-1])
+        table = _read_table(factor, exact, op.shape[-1])
+        made = []
+        for row in rows:
+            largest = row.largest
+            if table is not None:
+                moved, error = row.table * table[0], largest * table[1]
+            else:
+                moved, error = torch.zeros_like(row.table[:1]), largest * size
+            made.append(AffineRow(row.radius, row.gain * size, moved, row.rest * size + error))
+        return tuple(made)
+    return ()
+
+
+def _add(
+    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
+) -> AffineRows:
+    for rows, other in _pairs(op, known):
+        bound = op.bound(other)
+        if bound is None:
+            return ()
+        table = _read_table(other, exact, op.shape[-1])
+        if table is not None:
+            return tuple(replace(x, table=x.table + table[0], rest=x.rest + table[1]) for x in rows)
+        size = _spread(by_channel(bound), op.shape[-1])
+        return rounded(rows, size)
+    return ()
+
+
+def _pairs(op: Operands, known: Mapping[Node, AffineRows]) -> list[tuple[AffineRows, object]]:
+    """Operands whose rows are known, each with the other one."""
+    first, other = op.given["self"], op.given["other"]
+    if first is other:
+        return []
+    found = [
+        (known.get(a, ()), b)
+        for a, b in ((first, other), (other, first))
+        if isinstance(a, Node) and shape_of(a)[-1:] == op.shape[-1:]
+    ]
+    return [x for x in found if x[0]]
+
+
+def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
+    return size.expand(count) if size.numel() == 1 else size
+
+
+def _read_table(
+    value: object, exact: Callable[[Node], Interval | None], count: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`[T, d]` and the radius `[d]` of what depends on the timestep alone and is alike in all rows."""
+    held = exact(value) if isinstance(value, Node) else None
+    if held is None or not held.center.is_floating_point():
+        return None
+    center = held.center if held.batched else held.center.unsqueeze(0)
+    last = center.shape[-1] if center.dim() > 1 else 1
+    rows = center.reshape(len(center), -1, last)
+    if last not in (1, count) or not bool((rows == rows[:, :1]).all()):
+        return None
+    radius = held.radius.reshape(-1, last).amax(0)
+    return rows[:, 0].expand(-1, count), _spread(radius, count)
+
+
+def _join(op: Operands, known: Mapping[Node, AffineRows]) -> AffineRows:
+    parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
+    if int(op.given.get("dim", 0)) % len(op.shape) == len(op.shape) - 1:
+        return ()
+    found = [known.get(x, ()) for x in parts]
+    joined = tuple(row for rows in found for row in rows)
+    return joined if all(found) and len(joined) <= MOST_PARTS else ()
+
+
+def bound_image(
+    weight: torch.Tensor, affine_rows: Sequence[AffineRow], entries: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
+
+    In a part of a sum the shifts no longer cancel: there their magnitudes count.
+
+    Args:
+        weight: `[out, d]`, as it is before it is rounded.
+        entries: at most so many are widened to float64 at a time.
+
+    Cost: one pass over the weight, a product with `BASIS` columns for each affine_row.
+    """
+    slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
+    gains = torch.stack([x.gain.square() for x in affine_rows], 1)
+    rests = torch.stack([x.rest + x.basis[2] + 2.0**-11 * x.largest for x in affine_rows], 1)
+    rests = torch.cat([rests, torch.stack([x.largest for x in affine_rows], 1)], 1)
+    rows = torch.cat([x.basis[1] for x in affine_rows]).T.contiguous()
+    radius = torch.tensor([x.radius for x in affine_rows]).double()
+    found, parts = [], []
+    for part in weight.split(max(1, entries // max(weight.shape[1], 1))):
+        wide = part.double()
+        moved = _move_most(wide @ rows, affine_rows)
+        error, sizes = ((wide.abs() @ rests) * (1 + 2.0**-11)).chunk(2, dim=1)
+        core = (wide.square_() @ gains).sqrt() * (1 + 2.0**-11) + slack * gains.sum(0).sqrt()
+        core = radius * core + error + slack * _sum_rest(affine_rows)
+        found.append((core + moved).amax(1))
+        parts.append((core + sizes).amax(1))
+    return torch.cat(found), torch.cat(parts)
+
+
+def _move_most(products: torch.Tensor, affine_rows: Sequence[AffineRow]) -> torch.Tensor:
+    """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
+    parts = products.split([len(x.basis[1]) for x in affine_rows], dim=1)
+    return torch.stack(
+        [(y @ x.basis[0].T).abs_().amax(1) for x, y in zip(affine_rows, parts, strict=True)], 1
+    )
+
+
+def _sum_rest(affine_rows: Sequence[AffineRow]) -> torch.Tensor:
+    return torch.stack([(x.largest + x.rest + x.basis[2]).sum() for x in affine_rows])
+
+
+__all__ = ["AffineRow", "AffineRows", "bound_image", "by_channel", "follow", "rounded"]
