@@ -83,7 +83,7 @@ class Writing(nn.Module):
         cache[0] = x * 2
         cache.pop()
         if fail:
-            raise ValueError
+            raise ValueError("as planted")
         return x
 
 
@@ -96,7 +96,7 @@ def test_what_a_module_writes_stays(fail: bool) -> None:
     with patches:
         hook_arguments(module, halve, patches)
         if fail:
-            with pytest.raises(ValueError):
+            with pytest.raises(ValueError, match="as planted"):
                 module(x, cache, count, fail=True)
         else:
             module(x, cache, count)
