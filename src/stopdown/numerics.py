@@ -6,7 +6,7 @@ Nothing here changes its input or synchronises with the host unless its docstrin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,6 +139,48 @@ def headroom_bits(amax: float, dtype: torch.dtype) -> float:
     if amax == 0:
         return math.inf
     return math.log2(found.largest) - math.log2(amax)
+
+
+ATTENTION = "scaled_dot_product_attention"
+_LEFT = ("mat1", "batch1", "mat")
+"""What the left matrix is called where the first tensor is a summand."""
+
+
+def count_flops(
+    name: str,
+    shapes: Mapping[str, Sequence[int]],
+    output: Sequence[int],
+    *,
+    transposed: bool = False,
+) -> float:
+    """Floating-point operations of a product, a convolution or attention, two for each multiply-add.
+
+    As `torch.utils.flop_counter` counts them, but by names: a transposed convolution multiplies once
+    for each value that it is given, any other for each that it returns.
+
+    Args:
+        name: of the operation, as ATen has it: `linear`, `conv_transpose2d`, `addmm`.
+        shapes: of its tensors, by the names of their arguments, in order.
+        output: shape of what it returns.
+        transposed: for `convolution`, whether it is a transposed one.
+    """
+    if name == ATTENTION and {"query", "key"} <= set(shapes):
+        *rows, width = shapes["query"]
+        values = shapes.get("value", shapes["query"])
+        return 2.0 * math.prod(rows) * shapes["key"][-2] * (width + values[-1])
+    if "weight" in shapes:
+        is_transposed = transposed or name.startswith("conv_transpose")
+        count = math.prod(shapes["input"] if is_transposed else output)
+        return 2.0 * count * math.prod(shapes["weight"][1:] or shapes["weight"])
+    left = next((shapes[key] for key in _LEFT if key in shapes), next(iter(shapes.values()), ()))
+    return 2.0 * math.prod(output) * (left[-1] if left else 1)
+
+
+def count_attention_on_cpu(
+    query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """As `count_flops`, for torch's counter, which has no formula for the CPU's attention."""
+    return int(count_flops(ATTENTION, {"query": query, "key": key, "value": value}, ()))
 
 
 def relative_l2(value: torch.Tensor, reference: torch.Tensor) -> float:

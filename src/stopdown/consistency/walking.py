@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stopdown import numerics
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 
@@ -492,15 +493,6 @@ def _heal(output: Any, step: Step, main: torch.dtype | None) -> Any:
 
 def count_flops(step: Step, output: torch.Tensor) -> float:
     """Floating-point operations of a matrix product or convolution, two for each multiply-add."""
-    arguments = step.arguments
-    if step.name == "scaled_dot_product_attention":
-        query, key = arguments.get("query"), arguments.get("key")
-        if query is None or key is None:
-            return 0.0
-        return 4.0 * query.numel() * key.shape[-2]
-    if step.name.startswith("conv") and (weight := arguments.get("weight")) is not None:
-        return 2.0 * output.numel() * math.prod(weight.shape[1:])
-    if step.name == "linear" and (weight := arguments.get("weight")) is not None:
-        return 2.0 * output.numel() * weight.shape[-1]
-    tensors = _direct_tensors(list(arguments.values()))
-    return 2.0 * output.numel() * (tensors[0].shape[-1] if tensors and tensors[0].dim() else 1)
+    tensors = {name: _direct_tensors(value) for name, value in step.arguments.items()}
+    shapes = {name: found[0].shape for name, found in tensors.items() if found}
+    return numerics.count_flops(step.name, shapes, output.shape)

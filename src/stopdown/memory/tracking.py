@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from stopdown.memory.workspaces import count_workspace
+from stopdown.numerics import count_attention_on_cpu
 
 
 class StorageTracker(TorchDispatchMode):
@@ -103,6 +104,6 @@ class StorageTracker(TorchDispatchMode):
 def _count_flops(packet: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
     """Floating-point operations of a product, a convolution or attention; 0 of anything else."""
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
+        return count_attention_on_cpu(*(x.shape for x in args[:3]))
     rule = flop_registry.get(packet)
     return 0 if rule is None else rule(*args, **kwargs, out_val=output)

@@ -25,7 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import CaptureError
-from stopdown.numerics import headroom_bits, iterate_tensors, measure_amax, relative_l2
+from stopdown.numerics import (
+    count_attention_on_cpu,
+    count_flops,
+    headroom_bits,
+    iterate_tensors,
+    measure_amax,
+    relative_l2,
+)
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
 from stopdown.scaling.folding import Scaling, cast_
@@ -42,6 +49,11 @@ MOST_FLOPS_ON_CPU = 1e10
 """A call with more of them is not tried in fp16 on a processor: it would take minutes."""
 
 MOST_NAMED = 5
+
+_FORMULAS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count_attention_on_cpu,
+}
+"""What torch's counter of floating-point operations lacks."""
 
 
 @dataclass
@@ -92,7 +104,7 @@ def scale_by_hooks(
 
 
 def _observe(module: torch.nn.Module, calls: Sequence[Call]) -> _Seen:
-    seen, counter = _Seen(), FlopCounterMode(display=False)
+    seen, counter = _Seen(), FlopCounterMode(display=False, custom_mapping=_FORMULAS)
     with Patches() as patches, torch.no_grad():
         for path, part in module.named_modules():
             if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
@@ -112,7 +124,9 @@ def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: tor
         seen.matrices[path] = _Matrix(0.0)
     found = seen.matrices[path]
     found.amax = max(found.amax, *(_reach(x) for x in floats))
-    found.flops += 2.0 * output.numel() * part.weight[0].numel()
+    shapes = {"input": floats[0].shape, "weight": part.weight.shape}
+    is_transposed = getattr(part, "transposed", False)
+    found.flops += count_flops("linear", shapes, output.shape, transposed=is_transposed)
 
 
 def _reach(value: torch.Tensor) -> float:

@@ -6,7 +6,6 @@ together: each has its own values, the parameters and eps are the same unknowns 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from stopdown import numerics
 from stopdown.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
 from stopdown.graph.nodes import (
@@ -459,17 +459,10 @@ def count_flops(node: Node) -> float:
     name = operation(node)
     if not name.startswith("conv") and name not in _PRODUCTS:
         return 0.0
-    given, size = arguments(node), math.prod(shape_of(node))
-    if name == "linear" or name.startswith("conv"):
-        weight = shape_of(given["weight"])
-        return 2.0 * size * math.prod(weight[1:])
-    if name in ("matmul", "bmm", "mm"):
-        return 2.0 * size * shape_of(given["self"])[-1]
-    if name == "addmm":
-        return 2.0 * size * shape_of(given["mat1"])[-1]
-    if name == "baddbmm":
-        return 2.0 * size * shape_of(given["batch1"])[-1]
-    return 4.0 * math.prod(shape_of(given["query"])) * shape_of(given["key"])[-2]
+    given = arguments(node)
+    shapes = {key: shape_of(x) for key, x in given.items() if is_float(x)}
+    is_transposed = bool(given.get("transposed"))
+    return numerics.count_flops(name, shapes, shape_of(node), transposed=is_transposed)
 
 
 __all__ = [
