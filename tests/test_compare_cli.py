@@ -32,7 +32,8 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     Path("prompts.txt").write_bytes(b"a red circle\n\xff\n")
     code, out, err = run(
         *("compare", folder, "--prompts", "prompts.txt", *SIZES),
-        *("--precisions", "fp32,transformer=bf16+vae.decode=fp32", "--min-ssim", "0.5"),
+        *("--precision", "fp32", "--precision", "transformer=bf16,vae.decode=fp32"),
+        *("--min-ssim", "0.5"),
         *("-o", "page.html"),
     )
     assert code == 1, err
@@ -48,7 +49,7 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     assert (decided["transformer"], decided["vae.decode"]) == ("bf16", "fp32")
     assert made.thresholds.ssim == 0.5
     assert made.thresholds.source.startswith("ssim: as asked.")
-    assert "--precisions fp32,transformer=bf16+vae.decode=fp32" in made.command
+    assert "--precisions fp32 --precisions transformer=bf16,vae.decode=fp32" in made.command
     assert made.request["steps"] == 1
 
 
@@ -112,14 +113,14 @@ def test_the_command_repeats_the_request() -> None:
         "shapes",
         Path("my prompts.txt"),
         ("a cat",),
-        "fp32,bf16",
+        ("fp32,bf16", "plan.json"),
         Path("a.html"),
         steps=4,
         min_psnr=30.0,
     )
     assert describe_command(options) == (
         "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
-        "--precisions fp32,bf16 -o a.html --steps 4 --min-psnr 30.0"
+        "--precisions fp32,bf16 --precisions plan.json -o a.html --steps 4 --min-psnr 30.0"
     )
 
 

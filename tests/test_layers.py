@@ -25,7 +25,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # rehearses whole pipelines; planning and the guard ask it what fits
-    ("consistency", "calibration", "planning"),
+    ("calibration", "planning"),
+    ("consistency",),  # judges what a plan would make of a pipeline
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
     ("comparison",),  # its runs are opened by `planning` and looked at by the guard of `runtime`
     ("report", "testing"),

@@ -6,7 +6,7 @@ Figures follow IEEE 754-2019 for fp16, fp32 and fp64, and the OCP 8-bit specific
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,8 +74,11 @@ _ALIASES = {
 }
 
 
-def parse_precision(text: str) -> str:
+def parse_precision(text: str, also: Iterable[str] = ()) -> str:
     """The name of a precision, from its name or a common alias.
+
+    Args:
+        also: further words that are taken where it was typed, for the error.
 
     Raises:
         OptionError: the precision is unknown.
@@ -84,7 +87,7 @@ def parse_precision(text: str) -> str:
     if name not in PRECISIONS:
         raise OptionError(
             f"The precision {text!r} is unknown.",
-            expected=f"Known are {', '.join(PRECISIONS)}, and auto.",
+            expected=f"Known are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file, plan.json.",
             remedy="Write for example --precision fp16, or --precision transformer=bf16,vae=fp32.",
         )
     return name

@@ -54,6 +54,13 @@ def test_a_healthy_source_exits_0(run: Run, tmp_path: Path) -> None:
         (["--precision", "unet=fp16"], "The model has no component 'unet'."),
         (["--device", "v1000"], "The device 'v1000' is unknown."),
         (["-o", "out"], "-o was given without --fix."),
+        (["--revision", "main"], "--revision main was given, and shapes is"),
+        (["--precision", "vae=fp16,vae=fp32"], "asks for vae=fp16 and for vae=fp32"),
+        (["--precision", "gone.json"], "gone.json"),
+        (
+            ["--precision", "vae.decode=fp32", "--fix"],
+            "--fix was given with --precision vae.decode",
+        ),
     ],
 )
 def test_a_mistake_exits_2(run: Run, arguments: list[str], message: str) -> None:
@@ -114,7 +121,7 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
         }
         command = [sys.executable, "-m", "stopdown.app.cli", "check", "maker/tiny"]
         done = subprocess.run(
-            [*command, "--precision", "fp16", "--device", "v100", "--json"],
+            [*command, "--precision", "fp16", "--device", "v100", "--json", "--revision", "main"],
             capture_output=True,
             text=True,
             env=environment,

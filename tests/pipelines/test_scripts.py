@@ -201,6 +201,13 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             OptionError,
             "--on-fault ignore is unknown. Known are repair, raise and warn. Use --on-fault repair.",
         ),
+        (
+            {"script": __file__, "precision": "fp16"},
+            OptionError,
+            "--precision fp16 was given for a script. A script chooses the precisions of its pipelines "
+            "itself; a plan belongs to them. Use --precision plan.json or leave it away; torch_dtype in "
+            "the script chooses.",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused(options: Any, kind: type, message: str) -> None:
@@ -331,13 +338,13 @@ def test_repairs_go_into_a_plan(run: Run, save_tiny: SaveTiny, tmp_path: Path) -
     write_bare_plan(folder, path)
     bare = path.read_bytes()
     text = PAINT + "paint()\npaint()"
-    record, said = run(text, folder, "bfloat16", plan=path)
+    record, said = run(text, folder, "bfloat16", precision=str(path))
     assert [len(one.repairs) for one in record.runs] == [1, 0]
     assert said[-1] == f"The repair holds for this run; --keep-repairs writes it into {path}."
     assert path.read_bytes() == bare
-    _, said = run(text, folder, "bfloat16", plan=path, keep_repairs=True)
+    _, said = run(text, folder, "bfloat16", precision=str(path), keep_repairs=True)
     assert said[-1] == f"The repair was written into {path}, for the next run."
-    record, said = run(text, folder, "bfloat16", plan=path)
+    record, said = run(text, folder, "bfloat16", precision=str(path))
     assert ([len(one.repairs) for one in record.runs], said) == ([0, 0], [])
 
 
@@ -348,7 +355,7 @@ def test_a_plan_of_another_model_is_left_away(
     path = tmp_path / "plan.json"
     write_bare_plan(save_tiny("cogview3plus"), path)
     folder = save_tiny("cogview3plus", overflow="vae")
-    record, said = run(PAINT + "paint()\npaint()", folder, "bfloat16", plan=path)
+    record, said = run(PAINT + "paint()\npaint()", folder, "bfloat16", precision=str(path))
     assert (record.exit_code, len(said)) == (0, 1)
     assert said[0].startswith("CogView3PlusPipeline runs without the plan. ")
     assert "vae has other weights than those" in said[0]
@@ -359,9 +366,9 @@ def test_repairs_are_not_kept_without_a_plan() -> None:
     with pytest.raises(OptionError) as caught:
         run_script(ScriptOptions(__file__, keep_repairs=True), print)
     assert str(caught.value) == (
-        "--keep-repairs was given without --plan. Repairs are kept in a plan's file; without one they "
-        "hold until the script ends. Make a plan: stopdown plan SOURCE -o plan.json, and add --plan "
-        "plan.json."
+        "--keep-repairs was given without a plan. Repairs are kept in a plan's file; without one they "
+        "hold until the script ends. Make a plan: stopdown plan SOURCE -o plan.json, and add "
+        "--precision plan.json."
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,19 @@ from safetensors.torch import save_file
 from stopdown import check, mend
 from stopdown.consistency.checking import inspect_pipeline
 from stopdown.consistency.pricing import price_remedies
+from stopdown.errors import OptionError, PlanError
+from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.sources import resolve_source
 from stopdown.profiles import find_profile
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from test_repaired_plans import write_bare_plan
+
 from pipeline_calls import CALLS
+
+SaveTiny = Callable[..., Path]
 
 CALL: dict[str, Any] = {**CALLS["cogvideox"], "num_inference_steps": 2}
 BLOCK = "transformer_blocks.1.ff.net.2"
@@ -76,9 +86,48 @@ def test_configs_alone_are_enough(tmp_path: Path) -> None:
     assert kinds == {"clamp-may-bite", "force-upcast-unread"}
 
 
+@pytest.mark.parametrize("text", ["vae.encode=fp16,vae.decode=fp32", "vae.decode=fp32,vae=fp16"])
+def test_each_method_is_judged_in_its_own_precision(save_tiny: SaveTiny, text: str) -> None:
+    """Encode in fp16 and decode in fp32, in any order: each call is seen in what was asked for."""
+    call = {**CALLS["cogvideox-video"], "num_inference_steps": 1}
+    folder = save_tiny("cogvideox-video", "fp32")
+    for subject in (folder, make_pipeline("cogvideox-video")):
+        checked = inspect_pipeline(subject, precision=text, device="v100", arguments=call)
+        mains = {name: seen.main for name, seen in checked.seen.doors.items()}
+        assert mains["vae.encode"] == torch.float16
+        assert mains["vae.decode"] == torch.float32
+        assert checked.precisions["vae.encode"] == "fp16"
+        assert checked.precisions["vae.decode"] == "fp32"
+        kinds = [finding.kind for finding in checked.findings]
+        assert "force-upcast-unread" in kinds  # though the other method is in fp32
+
+
+def test_a_plan_is_judged_as_if_it_were_on(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """By configs and by weights: in fp16, without the findings that a plan answers; others are refused."""
+    folder, path = save_tiny("cogview3plus"), tmp_path / "plan.json"
+    write_bare_plan(folder, path)
+    bare = shutil.copytree(folder, tmp_path / "configs")
+    for weights in bare.rglob("*.safetensors"):
+        weights.unlink()
+    call = {**CALLS["cogview3plus"], "num_inference_steps": 1}
+    pipe = load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    for subject in (folder, bare, pipe):
+        plain = check(subject, precision="fp16", device="v100", arguments=call)
+        assert "clamp-may-bite" in {finding.kind for finding in plain}
+        checked = inspect_pipeline(subject, precision=str(path), device="v100", arguments=call)
+        assert checked.findings == []
+        assert set(checked.precisions.values()) == {"fp16"}
+    with pytest.raises(PlanError, match="transformer was a CogView3PlusTransformer2DModel"):
+        check(save_tiny("cogvideox"), precision=str(path))
+    with pytest.raises(OptionError, match="Sums were asked for with the plan"):
+        check(folder, precision=str(path), sums=True)
+
+
 def test_an_unknown_component_is_refused() -> None:
     """The message names what the model has."""
-    with pytest.raises(Exception, match="It has text_encoder, vae, transformer") as error:
+    with pytest.raises(
+        OptionError, match=r"It has text_encoder, transformer, vae, vae\.decode"
+    ) as error:
         check(make_pipeline("cogvideox"), precision="unet=fp16")
     assert "The model has no component 'unet'." in str(error.value)
 

@@ -76,6 +76,8 @@ def test_a_list_of_precisions_is_read() -> None:
     text = "fp32, float16,autocast,clamp,my/plan.json,transformer=bf16+vae=fp32"
     found = parse_precisions(text)
     assert found == ("fp32", "fp16", "autocast", "clamp", "my/plan.json", text.split(",")[-1])
+    again = parse_precisions(["fp32,float16", "transformer=bf16,vae.decode=full", "vae=fp16"])
+    assert again == ("fp32", "fp16", "transformer=bf16+vae.decode=fp32", "vae=fp16")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,9 @@ def test_a_list_of_precisions_is_read() -> None:
         ("fp32", "it has 1"),
         ("", "it has 0"),
         ("fp16,half", "fp16 stands twice"),
-        ("fp32,fp17", "The precision fp17 in --precisions is unknown"),
+        ("fp32,fp17", "'fp17' is unknown. Known are fp32, bf16, fp16, autocast, clamp, plan, auto"),
+        ("fp32,vae=fp16+vae=fp32", "asks for vae=fp16 and for vae=fp32"),
+        ("fp32,transformer=bf16,vae=fp32", r"two ways.* For one write transformer=bf16\+vae=fp32"),
     ],
 )
 def test_other_lists_are_refused(text: str, message: str) -> None:

@@ -12,9 +12,12 @@ from stopdown.environment import Support, Timing, judge_cpu, judge_cuda, weigh_s
 from stopdown.errors import OptionError
 from stopdown.planning.precision import (
     ComponentFacts,
+    PrecisionRequest,
+    Wanted,
     choose_precision,
     decide_precisions,
     parse_request,
+    resolve_request,
 )
 from stopdown.records import Decision
 
@@ -112,6 +115,7 @@ T5 = ComponentFacts("text_encoder", ("text_encoder",), {"bf16": 9}, {"fp16": ("w
 TRANSFORMER = ComponentFacts("transformer", ("transformer",), {"bf16": 9})
 VAE = ComponentFacts("vae", ("vae.encode", "vae.decode"), {"fp16": 9}, {}, True)
 MODEL = (T5, TRANSFORMER, VAE)
+CALLS = {facts.name: facts.calls for facts in MODEL}
 
 
 def test_each_call_gets_one_decision() -> None:
@@ -176,11 +180,27 @@ def test_a_slow_precision_that_was_asked_for_is_given() -> None:
         ("vae=fp32", {"vae.encode": "fp32", "vae.decode": "fp32"}),
         ("vae=half, vae.decode=float32", {"vae.encode": "fp16", "vae.decode": "fp32"}),
         ("transformer=auto,vae.encode=bf16", {"vae.encode": "bf16"}),
+        ("transformer=bf16+vae=fp32", {"transformer": "bf16", **dict.fromkeys(VAE.calls, "fp32")}),
+        ("vae=fp16,vae.decode=fp32", {"vae.encode": "fp16", "vae.decode": "fp32"}),
+        ("vae.decode=fp32,vae=fp16", {"vae.encode": "fp16", "vae.decode": "fp32"}),
+        ("vae=fp16,vae.decode=auto", {"vae.encode": "fp16"}),
+        ("vae=fp16,vae=half", {"vae.encode": "fp16", "vae.decode": "fp16"}),
     ],
 )
 def test_a_request_is_read(text: str, request_: dict[str, str]) -> None:
-    """Names, aliases, components and directions of an autoencoder; auto leaves a call open."""
-    assert parse_request(text, MODEL) == request_
+    """Names, aliases, components and methods of an autoencoder; auto leaves a call open."""
+    assert resolve_request(parse_request(text), CALLS) == request_
+
+
+def test_a_component_and_its_method_are_two_fields() -> None:
+    """A parsed request has them apart; a plan's file is a request of its own, whatever its path."""
+    assert parse_request("transformer=bf16,vae.decode=fp32").parts == (
+        Wanted("transformer", "", "bf16"),
+        Wanted("vae", "decode", "fp32"),
+    )
+    assert parse_request(" runs/a=1,b=2/plan.json ") == PrecisionRequest(
+        plan="runs/a=1,b=2/plan.json"
+    )
 
 
 @pytest.mark.parametrize(
@@ -198,27 +218,38 @@ def test_a_request_is_read(text: str, request_: dict[str, str]) -> None:
         ),
         (
             "fp64",
-            "The precision 'fp64' is unknown. Known are fp32, bf16, fp16, and auto. Write for "
-            "example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+            "The precision 'fp64' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
+            "plan.json. Write for example --precision fp16, or --precision "
+            "transformer=bf16,vae=fp32.",
         ),
         (
             "vae=int8",
-            "The precision 'int8' is unknown. Known are fp32, bf16, fp16, and auto. Write for "
-            "example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+            "The precision 'int8' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
+            "plan.json. Write for example --precision fp16, or --precision "
+            "transformer=bf16,vae=fp32.",
         ),
         (
             "transformer=fp16,bf16",
             "The entry 'bf16' of --precision does not say for which component. Each entry is "
-            "COMPONENT=PRECISION; the model has text_encoder, transformer, vae, vae.decode, "
-            "vae.encode. Write for example --precision transformer=bf16,vae=fp32. Components that "
-            "are not named are chosen by auto.",
+            "COMPONENT=PRECISION. Write for example --precision transformer=bf16,vae=fp32. Components "
+            "that are not named are chosen by auto.",
+        ),
+        (
+            "vae.decode=fp16,vae.decode=fp32",
+            "--precision asks for vae.decode=fp16 and for vae.decode=fp32. Each component has one "
+            "precision, and each of its methods can have its own. Leave one of the two out.",
+        ),
+        (
+            "vae.decod=fp16",
+            "The model has no component 'vae.decod'. It has text_encoder, transformer, vae, "
+            "vae.decode, vae.encode. Write for example --precision vae.decode=bf16.",
         ),
     ],
 )
 def test_a_request_that_cannot_be_read_is_explained(text: str, message: str) -> None:
     """An unknown component is answered with the nearest, an unknown precision with those there are."""
     with pytest.raises(OptionError) as caught:
-        parse_request(text, MODEL)
+        resolve_request(parse_request(text), CALLS)
     assert str(caught.value) == message
 
 
@@ -227,7 +258,8 @@ def test_deciding_needs_no_torch() -> None:
     script = (
         "import sys; from stopdown.planning import precision\n"
         "facts = precision.ComponentFacts('vae', ('vae',), {'fp32': 1})\n"
-        "precision.decide_precisions([facts], {}, precision.parse_request('auto', [facts]))\n"
+        "request = precision.resolve_request(precision.parse_request('auto'), {'vae': ('vae',)})\n"
+        "precision.decide_precisions([facts], {}, request)\n"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

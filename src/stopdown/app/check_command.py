@@ -36,6 +36,7 @@ class CheckOptions:
     frames: int | None = None
     height: int | None = None
     width: int | None = None
+    revision: str | None = None
 
 
 def check(options: CheckOptions) -> CheckRecord:
@@ -51,7 +52,7 @@ def check(options: CheckOptions) -> CheckRecord:
 
     begun = time.perf_counter()
     _refuse(options)
-    source = find_source(options.source, options.config)
+    source = find_source(options.source, options.config, options.revision)
     checked = inspect_pipeline(
         source,
         precision=options.precision,
@@ -82,7 +83,8 @@ def _read_sizes(options: CheckOptions) -> dict[str, int]:
 
 
 def _refuse(options: CheckOptions) -> None:
-    refuse_ignored(options.source, config=options.config)
+    refuse_ignored(options.source, options.revision, options.config)
+    _refuse_unmendable(options)
     for name in ("frames", "height", "width"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -100,6 +102,19 @@ def _refuse(options: CheckOptions) -> None:
             f"{options.output} is there already.",
             expected="A mended pipeline is written to a new folder.",
             remedy="Give another name with -o.",
+        )
+
+
+def _refuse_unmendable(options: CheckOptions) -> None:
+    """Refuse precisions that --fix has nothing to do with."""
+    from stopdown.planning.precision import parse_request
+
+    asked = parse_request(options.precision or "auto")
+    if options.fix and (asked.plan is not None or any(part.method for part in asked.parts)):
+        raise OptionError(
+            f"--fix was given with --precision {options.precision}.",
+            expected="It mends what Diffusers loads: one precision for each component, and no plan.",
+            remedy="Leave --fix away, or use --precision fp16.",
         )
 
 
@@ -122,7 +137,7 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.pipelines.loading import load_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
 
-    source = resolve_source(options.source)
+    source = resolve_source(options.source, revision=options.revision)
     verify_source(source)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
     return load_pipeline(source, torch_dtypes=dtypes, config=options.config)

@@ -228,6 +228,9 @@ _TOLD_APART_BY = (
 
 def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
+    from stopdown.planning.precision import parse_request
+
+    asked = parse_request(options.precision)
     check_number("--fps", options.fps)
     check_number("--journal-limit", options.journal_limit)
     if options.on_fault not in ("repair", "raise"):
@@ -236,7 +239,7 @@ def _read_request(options: GenerateOptions) -> Request:
             expected="Known are repair and raise.",
             remedy="Use --on-fault repair.",
         )
-    if options.keep_repairs and not options.precision.strip().endswith(".json"):
+    if options.keep_repairs and asked.plan is None:
         raise OptionError(
             f"--keep-repairs was given with --precision {options.precision}.",
             expected="Repairs are kept in a plan's file; those of a plan that auto made are kept "
@@ -370,9 +373,10 @@ def _keep_amended(
     if amended is None:
         return None
     from stopdown.planning.plan_files import write_cached_plan, write_plan
+    from stopdown.planning.precision import parse_request
 
-    path = options.precision.strip()
-    if not path.endswith(".json"):
+    path = parse_request(options.precision).plan
+    if path is None:
         path = str(write_cached_plan(amended))
     elif options.keep_repairs:
         write_plan(amended, path)

@@ -29,7 +29,7 @@ class CompareOptions:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
         prompts: file with a prompt on each line.
         prompt: prompts besides, or instead; none at all for a model that takes none.
-        precisions: a list, such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
+        precisions: lists, such as `fp32,bf16,fp16,autocast,clamp,plan.json`, or one precision each.
         output: page to write, ending in .html; the record stands beside it.
         negative, image, video: of every run.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
@@ -43,7 +43,7 @@ class CompareOptions:
     source: str
     prompts: Path | None = None
     prompt: tuple[str, ...] = ()
-    precisions: str = "fp32,bf16,fp16,plan"
+    precisions: tuple[str, ...] = ("fp32,bf16,fp16,plan",)
     output: Path = Path("report.html")
     negative: str | None = None
     image: Path | None = None

@@ -37,14 +37,15 @@ def check(
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae=fp32. "
-            "Without it as it is stored."
+            help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae.decode=fp32, or "
+            "by a plan: plan.json. Without it as it is stored."
         ),
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
     ] = None,
+    revision: RevisionOption = None,
     config: ConfigOption = None,
     sums: Annotated[
         bool,
@@ -73,7 +74,7 @@ def check(
 
     record = check_command.check(
         check_command.CheckOptions(
-            source, precision, device, config, fix, output, sums, frames, height, width
+            source, precision, device, config, fix, output, sums, frames, height, width, revision
         )
     )
     if as_json:
@@ -151,12 +152,16 @@ def compare(
         list[str] | None, typer.Option(help="A prompt; give it again for more.")
     ] = None,
     precisions: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="fp32, bf16, fp16 (nothing repaired), autocast, clamp, plan, a plan's file, auto, "
-            "or by component: transformer=bf16+vae=fp32."
+            "--precisions",
+            "--precision",
+            help="A list, or given again for each: fp32, bf16, fp16 (nothing repaired), autocast, clamp, "
+            "plan, a plan's file, auto, or by component: transformer=bf16,vae=fp32, in a list "
+            "transformer=bf16+vae=fp32.",
+            show_default="fp32,bf16,fp16,plan",
         ),
-    ] = "fp32,bf16,fp16,plan",
+    ] = None,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Page to write, ending in .html.")
     ] = Path("report.html"),
@@ -197,7 +202,7 @@ def compare(
         source=source,
         prompts=prompts,
         prompt=tuple(prompt or ()),
-        precisions=precisions,
+        precisions=tuple(precisions or CompareOptions.precisions),
         output=output,
         negative=negative,
         image=image,

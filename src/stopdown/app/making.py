@@ -309,11 +309,18 @@ def run(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
     ] = False,
-    plan: Annotated[
-        Path | None, typer.Option(help="A plan for the pipelines that it belongs to: plan.json.")
-    ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            "--plan",
+            help="auto leaves the script's choice alone; plan.json is a plan for the pipelines that "
+            "it belongs to.",
+        ),
+    ] = "auto",
     keep_repairs: Annotated[
-        bool, typer.Option("--keep-repairs", help="Write repairs into the file of --plan.")
+        bool,
+        typer.Option("--keep-repairs", help="Write repairs into the plan that --precision names."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
@@ -334,7 +341,7 @@ def run(
         on_fault=on_fault,
         device=device,
         strict=strict,
-        plan=plan,
+        precision=precision,
         keep_repairs=keep_repairs,
     )
     raise typer.Exit(_run_script(options, as_json))

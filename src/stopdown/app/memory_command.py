@@ -113,8 +113,10 @@ def _list_ways(source: Source, asked: str, profile: Profile) -> list[Way]:
     from stopdown.planning.budgets import list_ways
     from stopdown.planning.loading import gather_facts
     from stopdown.planning.plan_files import read_plan
+    from stopdown.planning.precision import parse_request
 
-    plan = read_plan(asked.strip()) if asked.strip().endswith(".json") else None
+    path = parse_request(asked).plan
+    plan = read_plan(path) if path is not None else None
     if plan is not None:
         check_source(plan, source)
     facts = gather_facts(source, read_configs(source.path))

@@ -101,7 +101,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     with quiet_libraries():
         made = make_plan(
             source,
-            precision=_name_precision(options),
+            precision=options.precision,
             device=options.device,
             prompts=options.prompts,
             steps=options.steps,
@@ -113,11 +113,6 @@ def plan(options: PlanOptions, display: Display) -> Plan:
         )
     write_plan(made, options.output)
     return made
-
-
-def _name_precision(options: PlanOptions) -> str:
-    """What a plan is made for: only fp16 needs one."""
-    return "fp16" if options.precision.strip().lower() == "auto" else options.precision
 
 
 def _check_certify(options: PlanOptions) -> None:
@@ -150,7 +145,7 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
 
     with quiet_libraries():
         return certify_plan(
-            source, precision=_name_precision(options), request=request, progress=display.progress
+            source, precision=options.precision, request=request, progress=display.progress
         )
 
 

@@ -34,8 +34,8 @@ class ScriptOptions:
         on_fault: `repair`, `raise` or `warn`.
         device: where to send what the script sends to CUDA; None leaves its choice alone.
         strict: findings in what the pipelines return are a failure.
-        plan: file of a plan for the pipelines that it belongs to.
-        keep_repairs: write what was repaired into it.
+        precision: `auto`, or the path of a plan for the pipelines that it belongs to.
+        keep_repairs: write what was repaired into that plan.
     """
 
     script: str
@@ -44,7 +44,7 @@ class ScriptOptions:
     on_fault: str = "repair"
     device: str | None = None
     strict: bool = False
-    plan: Path | None = None
+    precision: str = "auto"
     keep_repairs: bool = False
 
 
@@ -56,12 +56,13 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
 
     Raises:
         InputError: there is no such script or module.
-        OptionError: the device or `on_fault` is unknown, or repairs are to be kept without a plan.
+        OptionError: the device or `on_fault` is unknown, the precision is no plan, or repairs are to be
+            kept without one.
         PlanError: the plan cannot be read.
     """
     started = time.perf_counter()
     start = _find_start(options)
-    _check_options(options)
+    path = _check_options(options)
     refuse_profile(options.device)
     from stopdown.environment import choose_device
     from stopdown.patches import Patches
@@ -75,7 +76,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         remarks.append(text)
         announce(text)
 
-    plan = _read_plan(options)
+    plan = _read_plan(path)
     watching = ScriptGuard(options.on_fault, remark, plan)  # type: ignore[arg-type]  # checked above
     with Patches() as patches, _as_main(options, patches):
         drop_empty_remarks(patches)
@@ -86,7 +87,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         try:
             code = _execute(start, remark)
         finally:
-            _keep_repairs(options, plan, watching.plan, remark)
+            _keep_repairs(options, path, plan, watching.plan, remark)
         _hint_at_options(options, code, remark)
     return ScriptRecord(
         script=options.script,
@@ -124,12 +125,22 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
     return lambda: runpy.run_module(options.script, run_name="__main__", alter_sys=True)
 
 
-def _check_options(options: ScriptOptions) -> None:
-    if options.keep_repairs and options.plan is None:
+def _check_options(options: ScriptOptions) -> str | None:
+    """The path of the plan, None without one; refused are options that a script cannot have."""
+    from stopdown.planning.precision import parse_request
+
+    asked = parse_request(options.precision)
+    if asked.plan is None and not asked.is_auto:
         raise OptionError(
-            "--keep-repairs was given without --plan.",
+            f"--precision {options.precision} was given for a script.",
+            expected="A script chooses the precisions of its pipelines itself; a plan belongs to them.",
+            remedy="Use --precision plan.json or leave it away; torch_dtype in the script chooses.",
+        )
+    if options.keep_repairs and asked.plan is None:
+        raise OptionError(
+            "--keep-repairs was given without a plan.",
             expected="Repairs are kept in a plan's file; without one they hold until the script ends.",
-            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --plan plan.json.",
+            remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
         )
     if options.on_fault not in ("repair", "raise", "warn"):
         raise OptionError(
@@ -137,9 +148,10 @@ def _check_options(options: ScriptOptions) -> None:
             expected="Known are repair, raise and warn.",
             remedy="Use --on-fault repair.",
         )
+    return asked.plan
 
 
-_OWN = ("--on-fault", "--keep-repairs", "--plan", "--strict", "--json", "--device")
+_OWN = ("--on-fault", "--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")
 """Options of Stopdown that people write behind the script, which then gets them."""
 
 _REFUSED = 2
@@ -157,25 +169,29 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
         )
 
 
-def _read_plan(options: ScriptOptions) -> Plan | None:
+def _read_plan(path: str | None) -> Plan | None:
     from stopdown.planning.plan_files import read_plan
 
-    return read_plan(options.plan) if options.plan is not None else None
+    return read_plan(path) if path is not None else None
 
 
 def _keep_repairs(
-    options: ScriptOptions, before: Plan | None, after: Plan | None, remark: Callable[[str], None]
+    options: ScriptOptions,
+    path: str | None,
+    before: Plan | None,
+    after: Plan | None,
+    remark: Callable[[str], None],
 ) -> None:
     """Write a plan with its repairs for the next run, when that was asked for."""
     from stopdown.planning.plan_files import write_plan
 
-    if options.plan is None or after is None or after is before:
+    if path is None or after is None or after is before:
         return
     if not options.keep_repairs:
-        remark(f"The repair holds for this run; --keep-repairs writes it into {options.plan}.")
+        remark(f"The repair holds for this run; --keep-repairs writes it into {path}.")
         return
-    write_plan(after, options.plan)
-    remark(f"The repair was written into {options.plan}, for the next run.")
+    write_plan(after, path)
+    remark(f"The repair was written into {path}, for the next run.")
 
 
 @contextlib.contextmanager

@@ -246,7 +246,8 @@ def compare(
             takes none.
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
-            `plan`, a plan's file, `auto`, or by component `transformer=bf16+vae=fp32`.
+            `plan`, a plan's file, `auto`, or by component: `transformer=bf16,vae=fp32`, in a text with
+            others `transformer=bf16+vae=fp32`.
         steps: denoising steps; None takes those of `request`, or the model's own.
         seed: of the first prompt, each further one has the next; None takes that of `request`, or 0.
         request: sizes, guidance and a picture or video to start from.
@@ -266,7 +267,7 @@ def compare(
 
     Cost: a run for each prompt and precision; of one row, the latents of every step on disk.
     """
-    names = parse_precisions(precisions if isinstance(precisions, str) else ",".join(precisions))
+    names = parse_precisions(precisions)
     asked = request or Request()
     asked = dataclasses.replace(
         asked,

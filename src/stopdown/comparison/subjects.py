@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 
 from stopdown.environment import Device, Support, choose_device, probe_formats
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, parse_precision
+from stopdown.formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_components, find_doors
 from stopdown.pipelines.loading import complete_source, find_class
 from stopdown.pipelines.requests import Request, choose_class, name_arguments
@@ -32,7 +32,7 @@ from stopdown.planning.choosing import choose_loader
 from stopdown.planning.loading import gather_facts
 from stopdown.planning.plan_files import read_plan, write_plan
 from stopdown.planning.plans import make_plan
-from stopdown.planning.precision import ComponentFacts
+from stopdown.planning.precision import ComponentFacts, parse_request
 from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, str, int, int], None]
@@ -48,38 +48,61 @@ MEANINGS = {
 }
 
 
-def parse_precisions(text: str) -> tuple[str, ...]:
+OWN_WORDS = ("autocast", "clamp", "plan")
+"""Precisions that only a comparison knows."""
+
+
+def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
     """The precisions of a list such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
 
-    One entry may differ by component, joined by `+`: `transformer=bf16+vae=fp32`.
+    Args:
+        given: a list, or several that are joined. One precision may differ by component: alone it is
+            written as everywhere, `transformer=bf16,vae=fp32`; inside of a list, whose commas stand
+            between precisions, `transformer=bf16+vae=fp32`.
+
+    Returns:
+        Their names; one by component has a plus between its parts.
 
     Raises:
         OptionError: an entry is unknown, there are fewer than two, or one stands twice.
     """
-    names = tuple(_parse_entry(entry.strip()) for entry in text.split(",") if entry.strip())
+    lists = (given,) if isinstance(given, str) else given
+    names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))
     twice = {name for name in names if names.count(name) > 1}
     if twice or len(names) < 2:
         found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
         raise OptionError(
-            f'--precisions "{text}" is no list of precisions to compare: {found}.',
+            f'--precisions "{",".join(lists)}" is no list of precisions to compare: {found}.',
             expected="A comparison has two or more, each once.",
             remedy="Use --precisions fp32,bf16,fp16,plan",
         )
     return names
 
 
+def _split(text: str) -> list[str]:
+    """The entries of a list; one that names components all through is a single one."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    by_component = [entry for entry in entries if "=" in entry and not entry.endswith(".json")]
+    if len(by_component) < 2:
+        return entries
+    if len(by_component) == len(entries):
+        return [text]
+    raise OptionError(
+        f'--precisions "{text}" can be read in two ways: {" and ".join(by_component)} may be one '
+        "precision or more.",
+        expected="The commas of a list stand between precisions.",
+        remedy=f"For one write {'+'.join(by_component)}; for more give --precision again for each.",
+    )
+
+
 def _parse_entry(entry: str) -> str:
-    if entry in ("autocast", "clamp", "plan", "auto") or entry.endswith(".json") or "=" in entry:
+    if entry in OWN_WORDS:
         return entry
-    try:
-        return parse_precision(entry)
-    except OptionError as error:
-        raise OptionError(
-            f"The precision {entry} in --precisions is unknown.",
-            expected=f"Known are {', '.join(MEANINGS)}, a plan's file such as plan.json, and by "
-            "component: transformer=bf16+vae=fp32.",
-            remedy="Use --precisions fp32,bf16,fp16,autocast,clamp,plan",
-        ) from error
+    request = parse_request(entry, OWN_WORDS)
+    if request.plan is not None:
+        return request.plan
+    named = [f"{part.target}={part.precision}" for part in request.parts]
+    return request.everywhere or "+".join(named)
 
 
 def explain_meaning(name: str) -> str:
@@ -172,7 +195,7 @@ class Subject:
             plan = self._find_plan(name, folder)
             pipe, decisions = self._open_planned(plan, name)
             return Opened(pipe, decisions, plan)
-        plain = {"autocast": "fp32", "clamp": "fp16"}.get(name, name).replace("+", ",")
+        plain = {"autocast": "fp32", "clamp": "fp16"}.get(name, name)
         pipe, decisions = self._open(plain)
         return Opened(
             pipe, decisions, None, uses_autocast=name == "autocast", clamps=name == "clamp"

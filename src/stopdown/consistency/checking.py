@@ -12,7 +12,7 @@ plan`, and the guard), what a custom kernel does inside, and what only another r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,17 @@ from stopdown.consistency.summing import check_sums
 from stopdown.consistency.wording import sort_findings, word_observations
 from stopdown.environment import read_version
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, find_format, parse_precision
+from stopdown.formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
-from stopdown.pipelines.components import find_components
-from stopdown.pipelines.loading import complete_source, load_pipeline
+from stopdown.pipelines.components import find_components, list_calls
+from stopdown.pipelines.loading import complete_source, find_class, load_pipeline
 from stopdown.pipelines.sources import Source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
+from stopdown.planning.applying import apply_without_weights, check_plan, check_source
+from stopdown.planning.plan_files import read_plan
+from stopdown.planning.precision import PrecisionRequest, parse_request, resolve_request
 from stopdown.profiles import Profile, find_target
-from stopdown.records import Finding
+from stopdown.records import Finding, Plan
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Checked:
         findings: worst first.
         seen: what one run without weights showed.
         profile: the device that was judged for.
-        precisions: component → format that it was judged in; empty for a live pipeline as it stands.
+        precisions: component → format that it was judged in, or call → format where the methods of a
+            component differ; empty for a live pipeline as it stands.
         stored: component → format of most of its weights on disk, as far as headers were there.
     """
 
@@ -69,8 +73,9 @@ def check(
         pipe_or_source: a Diffusers pipeline, as it stands; or a SOURCE, of which the configs are
             enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
             folder, or a bundled model.
-        precision: `fp16`, or by component: `transformer=fp16,vae=fp32`: as if it were loaded so. None
-            for a live pipeline as it stands, and for a source as it is stored.
+        precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`: as if it were loaded so;
+            `plan.json`, as if that plan were on it. None and `auto` for a live pipeline as it stands,
+            and for a source as it is stored.
         device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
             pipeline is, and for what `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.
@@ -79,7 +84,8 @@ def check(
 
     Raises:
         SourceError: there is no such source, or a config does not describe its class.
-        OptionError: the precision or the device is unknown.
+        OptionError: the precision or the device is unknown, or sums are asked of a plan.
+        PlanError: the plan is damaged or belongs to another model.
     """
     return inspect_pipeline(
         pipe_or_source, precision=precision, device=device, arguments=arguments, sums=sums
@@ -96,18 +102,26 @@ def inspect_pipeline(
     sums: bool = False,
 ) -> Checked:
     """As `check`, with what the findings rest on. `config` is for a single file, as in `load`."""
+    request = parse_request(precision or "auto")
+    asked = request if request.plan is None else read_plan(request.plan)
+    if sums and isinstance(asked, Plan):
+        raise OptionError(
+            f"Sums were asked for with the plan {request.plan}.",
+            expected="They are looked at in fp32 and without a plan, which changes them.",
+            remedy="Use --precision fp16 --sums, or leave --sums away.",
+        )
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
         source = found if isinstance(found, Source) else find_source(found, config)
-        checked = _check_source(source, precision, device, arguments)
+        checked = _check_source(source, asked, device, arguments)
         return _add_sums(checked, _load_wide(source, config), arguments) if sums else checked
-    checked = _check_live(pipe_or_source, precision, device, arguments)
+    checked = _check_live(pipe_or_source, asked, device, arguments)
     return _add_sums(checked, pipe_or_source, arguments) if sums else checked
 
 
 def _load_wide(source: Source, config: str | Path | None) -> Any:
     """A source with its weights, in fp32, where `auto` would run it."""
-    whole = sources.resolve_source(source.name)
+    whole = sources.resolve_source(source.name, revision=source.revision or None)
     sources.verify_source(whole)
     pipe = load_pipeline(whole, torch_dtypes=torch.float32, config=config)
     pipe.set_progress_bar_config(disable=True)
@@ -122,13 +136,19 @@ def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) 
     return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
 
-def find_source(name: str | Path, config: str | Path | None = None) -> Source:
+def find_source(
+    name: str | Path, config: str | Path | None = None, revision: str | None = None
+) -> Source:
     """A source of which no weights are downloaded.
+
+    Args:
+        config: for a single file, as in `load`.
+        revision: branch, tag or commit of a Hub id.
 
     Raises:
         SourceError: there is none, or it asks for code of its own.
     """
-    source = sources.resolve_source(name, with_weights=False)
+    source = sources.resolve_source(name, revision=revision, with_weights=False)
     if source.kind != "file":
         sources.verify_index(source)
         return source
@@ -137,30 +157,141 @@ def find_source(name: str | Path, config: str | Path | None = None) -> Source:
 
 
 def _check_live(
-    pipe: Any, precision: str | None, device: str | None, arguments: Mapping[str, Any] | None
+    pipe: Any,
+    asked: PrecisionRequest | Plan,
+    device: str | None,
+    arguments: Mapping[str, Any] | None,
 ) -> Checked:
-    asked = parse_precisions(precision, find_components(pipe))
-    profile = find_target(device or str(getattr(pipe, "device", "cpu")))[1]
-    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in asked.items()}
-    stand_in = copy_stand_in(pipe, dtypes)
-    found = list(parameters.check_dtypes(stand_in))
-    seen = examine(stand_in, make_place(profile), arguments)
-    found += parameters.check_values(pipe, asked)
-    return Checked(_join(found, seen, profile, {}), seen, profile, asked)
+    place, profile = _find_place(device or str(getattr(pipe, "device", "cpu")))
+    if isinstance(asked, Plan):
+        check_plan(pipe, asked)
+        stand_in = copy_stand_in(pipe, dict.fromkeys(find_components(pipe), torch.float32))
+        apply_without_weights(stand_in, asked)
+        found = list(parameters.check_values(pipe, {}))
+        parts, chosen = [examine(stand_in, place, arguments)], _list_planned(asked)
+    else:
+        calls = {name: list_calls(name, part) for name, part in find_components(pipe).items()}
+        options = _Options(calls, resolve_request(asked, calls))
+        stand_ins = [copy_stand_in(pipe, dtypes) for dtypes in options.list_dtypes()]
+        found = [finding for made in stand_ins for finding in parameters.check_dtypes(made)]
+        parts = _examine_all(stand_ins, options, place, arguments)
+        found += [f for each in options.list_formats() for f in parameters.check_values(pipe, each)]
+        chosen = options.chosen
+    return _join(found, parts, profile, chosen, {})
 
 
 def _check_source(
-    source: Source, precision: str | None, device: str | None, arguments: Mapping[str, Any] | None
+    source: Source,
+    asked: PrecisionRequest | Plan,
+    device: str | None,
+    arguments: Mapping[str, Any] | None,
 ) -> Checked:
-    profile = find_target(device or "auto")[1]
-    names = [n for n, (_, kind) in source.components.items() if sources.has_weights(kind)]
-    stored = read_stored(source)
-    precisions = {name: entry for name, entry in stored.items() if entry in FORMATS}
-    precisions |= parse_precisions(precision, names)
-    dtypes = {name: FORMATS[entry].torch_dtype for name, entry in precisions.items()}
-    seen = examine(build_stand_in(source, dtypes), make_place(profile), arguments)
-    found = list(parameters.check_files(list_files(source), _add_whole(precisions)))
-    return Checked(_join(found, seen, profile, stored), seen, profile, precisions, stored)
+    place, profile = _find_place(device or "auto")
+    stored, files = read_stored(source), list_files(source)
+    if isinstance(asked, Plan):
+        path = files["checkpoint"][0] if source.kind == "file" else source.path
+        here = dataclasses.replace(source, path=path)
+        check_source(asked, here, with_weights=any(files.values()))
+        stand_in = build_stand_in(source, {}, keep_fp32=False)
+        apply_without_weights(stand_in, asked)
+        found = list(parameters.check_files(files, {}))
+        parts, chosen = [examine(stand_in, place, arguments)], _list_planned(asked)
+    else:
+        calls = {
+            name: list_calls(name, find_class(*entry))
+            for name, entry in source.components.items()
+            if sources.has_weights(entry[1])
+        }
+        known = {call: stored.get(name, "") for name in calls for call in calls[name]}
+        known = {call: entry for call, entry in known.items() if entry in FORMATS}
+        options = _Options(calls, known | resolve_request(asked, calls))
+        stand_ins = [build_stand_in(source, dtypes) for dtypes in options.list_dtypes()]
+        parts = _examine_all(stand_ins, options, place, arguments)
+        found = [
+            finding
+            for each in options.list_formats()
+            for finding in parameters.check_files(files, _add_whole(each))
+        ]
+        chosen = options.chosen
+    return _join(found, parts, profile, chosen, stored)
+
+
+def _find_place(device: str) -> tuple[Place, Profile]:
+    profile = find_target(device)[1]
+    return make_place(profile), profile
+
+
+def _list_planned(plan: Plan) -> dict[str, str]:
+    return {x.component: x.precision for x in plan.components if x.precision in FORMATS}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The format of each call. A component has one, so two runs are looked at where its methods differ.
+
+    Attributes:
+        calls: component → what it is called as.
+        formats: call → format; absent ones stay.
+    """
+
+    calls: Mapping[str, tuple[str, ...]]
+    formats: Mapping[str, str]
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """By component, or by call where the methods of a component differ."""
+        found: dict[str, str] = {}
+        for name, calls in self.calls.items():
+            each = {call: self.formats[call] for call in calls if call in self.formats}
+            is_one = len(each) == len(calls) and len(set(each.values())) == 1
+            found |= {name: next(iter(each.values()))} if is_one else each
+        return found
+
+    def list_formats(self) -> list[dict[str, str]]:
+        """By component, as its first call has it; and once more as its last, where one differs."""
+        sides = [
+            {name: self.formats[x[at]] for name, x in self.calls.items() if x[at] in self.formats}
+            for at in (0, -1)
+        ]
+        return sides[:1] if sides[0] == sides[1] else sides
+
+    def list_dtypes(self) -> list[dict[str, torch.dtype]]:
+        return [
+            {name: FORMATS[entry].torch_dtype for name, entry in each.items()}
+            for each in self.list_formats()
+        ]
+
+
+def _examine_all(
+    stand_ins: list[Any], options: _Options, place: Place, arguments: Mapping[str, Any] | None
+) -> list[Examination]:
+    """What runs show, each of the calls that it has in their own format."""
+    parts = [examine(stand_in, place, arguments) for stand_in in stand_ins]
+    if len(parts) == 1:
+        return parts
+    last = {calls[-1] for calls in options.calls.values() if len(calls) > 1}
+    return [_take(parts[0], lambda call: call not in last), _take(parts[1], last.__contains__)]
+
+
+def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
+    """What was seen of some calls, and around them."""
+    return dataclasses.replace(
+        seen,
+        observations=[
+            x for x in seen.observations if x.component == "pipeline" or has(x.component)
+        ],
+        doors={call: door for call, door in seen.doors.items() if has(call)},
+    )
+
+
+def _merge(parts: list[Examination]) -> Examination:
+    return Examination(
+        [observation for part in parts for observation in part.observations],
+        {call: door for part in parts for call, door in part.doors.items()},
+        {key: site for part in parts for key, site in part.operations.items()},
+        list(dict.fromkeys(entry for part in parts for entry in part.unseen)),
+        parts[0].scheduler,
+    )
 
 
 def list_files(source: Source) -> dict[str, list[Path]]:
@@ -177,22 +308,28 @@ def _add_whole(precisions: dict[str, str]) -> dict[str, str]:
 
 
 def _join(
-    found: list[Finding], seen: Examination, profile: Profile, stored: Mapping[str, str]
-) -> list[Finding]:
+    found: list[Finding],
+    parts: list[Examination],
+    profile: Profile,
+    chosen: dict[str, str],
+    stored: dict[str, str],
+) -> Checked:
+    seen = _merge(parts)
     words = word_observations(seen.observations)
     blamed = {finding.site for finding in words if finding.kind == "mixed-parameters"}
-    return sort_findings(
+    findings = sort_findings(
         [
             *words,
             *(f for f in found if f.kind != "several-dtypes" or f.site not in blamed),
             *surroundings.check_schedule(seen),
-            *surroundings.check_upcast(seen),
+            *(finding for part in parts for finding in surroundings.check_upcast(part)),
             *surroundings.check_needs(seen),
             *surroundings.check_range(seen, stored),
             *surroundings.check_device(seen, profile),
             *surroundings.check_unseen(seen),
         ]
     )
+    return Checked(findings, seen, profile, chosen, stored)
 
 
 def make_place(profile: Profile) -> Place:
@@ -200,30 +337,6 @@ def make_place(profile: Profile) -> Place:
     version = (read_version("torch") or "0").partition("+")[0].split(".")
     numbers = tuple(int(part) for part in version if part.isdigit())
     return Place(profile.kind, profile.number, profile.macos, numbers)
-
-
-def parse_precisions(text: str | None, names: Any) -> dict[str, str]:
-    """Precision by component from a flag: `fp16`, or `transformer=bf16,vae=fp32`.
-
-    Raises:
-        OptionError: a precision or component is unknown.
-    """
-    if text is None or text.strip().lower() == "auto":
-        return {}
-    if "=" not in text:
-        return dict.fromkeys(names, parse_precision(text))
-    chosen: dict[str, str] = {}
-    for entry in text.split(","):
-        name, _, precision = (part.strip() for part in entry.partition("="))
-        component = name.partition(".")[0]
-        if component not in names:
-            raise OptionError(
-                f"The model has no component {name!r}.",
-                expected=f"It has {', '.join(names)}.",
-                remedy="Write for example --precision transformer=bf16,vae=fp32.",
-            )
-        chosen[component] = parse_precision(precision)
-    return chosen
 
 
 def read_stored(source: Source) -> dict[str, str]:

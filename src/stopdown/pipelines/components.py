@@ -46,6 +46,15 @@ def is_autoencoder(module: Any) -> bool:
     return callable(getattr(module, "encode", None)) and callable(getattr(module, "decode", None))
 
 
+def list_calls(name: str, module: Any) -> tuple[str, ...]:
+    """What a component is called as: its name, or `vae.encode` and `vae.decode`.
+
+    Args:
+        module: it, or its class.
+    """
+    return (f"{name}.encode", f"{name}.decode") if is_autoencoder(module) else (name,)
+
+
 def find_doors(pipe: Any) -> tuple[Door, ...]:
     """Every call that the pipeline makes, in the order of its components."""
     doors: list[Door] = []

@@ -32,6 +32,7 @@ from stopdown.planning.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
 from stopdown.scaling.certificate import describe_share
+from stopdown.scaling.folding import RESCALED
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -123,6 +124,23 @@ def apply_component(
             cast_(module, dtype, rescaling)
     elif cast:
         _cast_plainly(module, dtype, patches)
+
+
+def apply_without_weights(stand_in: Any, plan: Plan) -> None:
+    """Cast a pipeline without weights as a plan would: islands, residual streams, casts at the doors.
+
+    Args:
+        stand_in: from `build_stand_in` or `copy_stand_in`, in fp32; it is changed for good.
+    """
+    patches, modules = Patches(), find_components(stand_in)  # never undone: the stand-in is ours
+    for entry in plan.components:
+        if entry.component in modules and entry.precision in FORMATS:
+            scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+            cast_(
+                modules[entry.component], FORMATS[entry.precision].torch_dtype, scaling, keep=False
+            )
+            patches.set_attribute(modules[entry.component], RESCALED, entry.precision == "fp16")
+    put_boundaries(stand_in, plan, patches)
 
 
 def put_for_good(module: torch.nn.Module, entry: ComponentPlan) -> Patches:
@@ -243,20 +261,33 @@ def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
             yield f"{name} has other weights than those that were measured, or adapters besides"
 
 
-def check_source(plan: Plan, source: Source) -> None:
+def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> None:
     """Refuse a plan for another checkpoint or version, before anything is loaded.
+
+    Args:
+        with_weights: False where there are none here; classes of components are compared then, as for a
+            plan that was made in memory.
 
     Raises:
         PlanError: with all that differs.
     """
     differences = list(_compare_versions(plan))
-    if plan.fingerprint and plan.fingerprint != (found := fingerprint(source)):
+    if not (with_weights and plan.fingerprint):
+        differences += _compare_classes(plan, source) if source.components else ()
+    elif plan.fingerprint != (found := fingerprint(source)):
         differences.insert(
             0,
             f"it was made for {plan.source} with the fingerprint {plan.fingerprint[:12]}, and that "
             f"of {source.name} is {found[:12]}",
         )
     _refuse(plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json")
+
+
+def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
+    for entry in plan.components:
+        _, found = source.components.get(entry.component, ("", "nothing"))
+        if found != entry.class_name:
+            yield f"{entry.component} was a {entry.class_name}, and {source.name} has {found}"
 
 
 def _refuse(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:

@@ -28,15 +28,12 @@ from stopdown.memory.fitting import (
 )
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
-from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.sources import Source
 from stopdown.pipelines.stand_ins import build_stand_in
-from stopdown.planning.applying import put_boundaries, read_scaling
+from stopdown.planning.applying import apply_without_weights
 from stopdown.planning.loading import decide
-from stopdown.planning.precision import ComponentFacts, explain_plan
+from stopdown.planning.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import MemoryRow, Plan
-from stopdown.scaling import Scaling, cast_
 
 
 @dataclass(frozen=True)
@@ -100,16 +97,17 @@ def list_ways(
     if plan is not None:
         return [_describe_plan(plan, asked), fp32]
     makes_plan = bool(explain_plan(facts, supports))  # generate's auto makes one by itself then
-    flag = "auto" if makes_plan and asked.strip().lower() == "auto" else "plan.json"
+    request = parse_request(asked)
+    flag = "auto" if makes_plan and request.is_auto else "plan.json"
     rescaled = Way("fp16 rescaled", dict.fromkeys(names, "fp16"), flag, keeps_fp32=False)
-    if asked == "fp16":
+    if request.everywhere == "fp16":
         return [rescaled]
     found = {
         decision.component.partition(".")[0]: decision.precision
         for decision in decide(list(facts), supports, asked)
     }
     own = Way(" and ".join(dict.fromkeys(found.values())), found, asked)
-    if asked.strip().lower() != "auto":
+    if not request.is_auto:
         return [own]
     ways = [own]
     if supports["fp16"].native and supports["fp16"].works:
@@ -140,13 +138,7 @@ def build_way(source: Source, way: Way) -> Any:
         dtypes = {name: FORMATS[entry].torch_dtype for name, entry in way.precisions.items()}
         return build_stand_in(source, dtypes, keep_fp32=way.keeps_fp32)
     pipe = build_stand_in(source, {}, keep_fp32=False)
-    modules = find_components(pipe)
-    for entry in way.plan.components:
-        if entry.component in modules and entry.precision in FORMATS:
-            scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
-            dtype = FORMATS[entry.precision].torch_dtype
-            cast_(modules[entry.component], dtype, scaling, keep=False)
-    put_boundaries(pipe, way.plan, Patches())  # never undone: the stand-in is ours
+    apply_without_weights(pipe, way.plan)
     return pipe
 
 

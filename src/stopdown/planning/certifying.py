@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from stopdown.capture import Capture, capture_call, find_mode, name_parameters
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError, take_first_line
-from stopdown.formats import parse_precision
 from stopdown.pipelines.components import Door
 from stopdown.pipelines.doors import Call, map_tensors
 from stopdown.pipelines.empty import build_component, build_empty_component
@@ -44,7 +43,7 @@ from stopdown.pipelines.sources import (
 from stopdown.pipelines.stand_ins import build_stand_in
 from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.plans import describe_scaling, sample_tensors
-from stopdown.planning.precision import ComponentFacts
+from stopdown.planning.precision import ComponentFacts, parse_fp16
 from stopdown.planning.recording import Progress
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import find_scaling
@@ -119,12 +118,7 @@ def certify_plan(
     Cost: captures of seconds, and one pass over the weights for each kind of call.
     """
     started = time.perf_counter()
-    if parse_precision(precision) != "fp16":
-        raise OptionError(
-            f"A certificate for {precision} was asked for.",
-            expected="Only fp16 needs one: bf16 and fp32 hold the values as they are.",
-            remedy="Use --precision fp16.",
-        )
+    parse_fp16(precision, "A certificate")
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)

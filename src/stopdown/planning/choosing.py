@@ -14,7 +14,7 @@ from stopdown.planning.applying import check_source, load_planned
 from stopdown.planning.loading import Loaded, decide, load_decided
 from stopdown.planning.plan_files import read_cached_plan, read_plan, write_cached_plan
 from stopdown.planning.plans import make_plan
-from stopdown.planning.precision import ComponentFacts, explain_plan
+from stopdown.planning.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.planning.recording import Progress
 from stopdown.records import Plan
 
@@ -81,11 +81,12 @@ def choose_plan(
 
     Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
     """
-    if precision.strip().endswith(".json"):
-        named = read_plan(precision.strip())
+    asked = parse_request(precision)
+    if asked.plan is not None:
+        named = read_plan(asked.plan)
         check_source(named, source)
-        return Chosen(named, Path(precision.strip()).name)
-    reason = explain_plan(facts, supports) if precision.strip().lower() == "auto" else ""
+        return Chosen(named, Path(asked.plan).name)
+    reason = explain_plan(facts, supports) if asked.is_auto else ""
     if not reason or device.type == "cpu":
         return None
     plan = read_cached_plan(fingerprint(source))

@@ -18,12 +18,17 @@ from stopdown.pipelines.components import (
     find_components,
     find_doors,
     find_kept_fp32,
-    is_autoencoder,
+    list_calls,
 )
 from stopdown.pipelines.doors import put_cast
 from stopdown.pipelines.loading import find_class, load_pipeline
 from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
-from stopdown.planning.precision import ComponentFacts, decide_precisions, parse_request
+from stopdown.planning.precision import (
+    ComponentFacts,
+    decide_precisions,
+    parse_request,
+    resolve_request,
+)
 from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, int, int], None]
@@ -80,7 +85,7 @@ def _gather_component(
     configs: Mapping[str, Mapping[str, Any]],
 ) -> ComponentFacts:
     module_class = find_class(*source.components[name])
-    calls = (f"{name}.encode", f"{name}.decode") if is_autoencoder(module_class) else (name,)
+    calls = list_calls(name, module_class)
     kept = {precision: find_kept_fp32(module_class, precision) for precision in PRECISIONS}
     force_upcast = bool(configs.get(name, {}).get("force_upcast", False)) and len(calls) == 2
     return ComponentFacts(name, calls, stored, kept, force_upcast)
@@ -94,7 +99,8 @@ def decide(
     Raises:
         OptionError: the text names an unknown precision or component, or one that does not work.
     """
-    return decide_precisions(facts, supports, parse_request(precision, facts))
+    calls = {entry.name: entry.calls for entry in facts}
+    return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
 
 
 def load_decided(

@@ -26,7 +26,7 @@ import torch
 
 from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, name_dtype, parse_precision
+from stopdown.formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.pipelines.loading import complete_source, load_pipeline
@@ -40,7 +40,7 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.planning.measuring import describe_failure, scale_component
 from stopdown.planning.plan_files import read_class_versions, seal_plan
-from stopdown.planning.precision import ComponentFacts, choose_precision
+from stopdown.planning.precision import ComponentFacts, choose_precision, parse_fp16
 from stopdown.planning.recording import PROMPTS, Progress, RecordedCall, record_calls
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
@@ -102,7 +102,7 @@ def make_plan(
     many forwards again as were kept.
     """
     started = time.perf_counter()
-    wanted = _check_precision(precision)
+    wanted = parse_fp16(precision, "A plan")
     options = (wanted, check_residual(residual), check_ranges(ranges))
     if steps < 1:
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
@@ -127,17 +127,6 @@ def make_plan(
             elapsed_s=round(time.perf_counter() - started, 3),
         )
     )
-
-
-def _check_precision(text: str) -> str:
-    found = parse_precision(text)
-    if found != "fp16":
-        raise OptionError(
-            f"A plan for {found} was asked for.",
-            expected="Only fp16 needs one: bf16 and fp32 hold the values as they are.",
-            remedy=f"Use --precision fp16, or generate with --precision {found} and no plan.",
-        )
-    return found
 
 
 def _open(

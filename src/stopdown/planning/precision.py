@@ -43,41 +43,139 @@ class ComponentFacts:
         return max(self.stored, key=lambda name: self.stored[name]) if self.stored else None
 
 
-def parse_request(text: str, components: Iterable[ComponentFacts]) -> dict[str, str]:
-    """Precision by call name from a flag: `auto`, `fp16`, or `transformer=bf16,vae.decode=fp32`.
+@dataclass(frozen=True)
+class Wanted:
+    """One part of a request.
 
-    Calls that are not named are left to `auto` and absent from the result.
+    Attributes:
+        component: `vae`; "" for every component.
+        method: `encode` or `decode`; "" for every method of the component.
+        precision: `fp32`, `bf16`, `fp16` or `auto`.
+    """
+
+    component: str
+    method: str
+    precision: str
+
+    @property
+    def target(self) -> str:
+        """What it is for, as it is typed: `vae.decode`."""
+        return f"{self.component}.{self.method}".removesuffix(".")
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """What a `--precision` asks for.
+
+    Attributes:
+        parts: one for all components, or one for each that was named.
+        plan: path of a plan, which says everything; None without one.
+    """
+
+    parts: tuple[Wanted, ...] = ()
+    plan: str | None = None
+
+    @property
+    def is_auto(self) -> bool:
+        return self.everywhere == "auto"
+
+    @property
+    def everywhere(self) -> str | None:
+        """The one precision of all components; None for a plan, or where components are named."""
+        whole = len(self.parts) == 1 and not self.parts[0].component
+        return self.parts[0].precision if whole else None
+
+
+def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
+    """What is asked for by `auto`, `fp16`, `transformer=bf16,vae.decode=fp32` or `plan.json`.
+
+    A plus is read as a comma, for lists whose commas stand between whole requests.
+
+    Args:
+        text: of a `--precision`, in every command.
+        also: further words that the command takes, for the error.
 
     Raises:
-        OptionError: a precision or component is unknown.
+        OptionError: a precision is unknown, an entry names no component, or two contradict.
     """
-    targets = {facts.name: facts.calls for facts in components}
-    targets |= {call: (call,) for facts in list(targets.values()) for call in facts}
-    every = [call for name, calls in targets.items() if name in calls for call in calls]
+    text = text.strip()
+    if text.endswith(".json"):
+        return PrecisionRequest(plan=text)
     if "=" not in text:
-        return dict.fromkeys(every, parse_precision(text)) if not _is_auto(text) else {}
-    chosen: dict[str, str] = {}
-    for entry in text.split(","):
+        return PrecisionRequest((Wanted("", "", _parse_choice(text, also)),))
+    found: dict[str, Wanted] = {}
+    for entry in text.replace("+", ",").split(","):
         name, sign, precision = (part.strip() for part in entry.partition("="))
-        if not sign:
-            raise _incomplete_entry(entry, sorted(targets))
-        if name not in targets:
-            raise _unknown_component(name, sorted(targets))
-        if not _is_auto(precision):
-            chosen |= dict.fromkeys(targets[name], parse_precision(precision))
-    return chosen
+        if not (sign and name):
+            raise _incomplete_entry(entry)
+        component, _, method = name.partition(".")
+        wanted = Wanted(component, method, _parse_choice(precision, also))
+        if found.setdefault(name, wanted) != wanted:
+            raise _contradiction(found[name], wanted)
+    return PrecisionRequest(tuple(found.values()))
 
 
-def _is_auto(text: str) -> bool:
-    return text.strip().lower() == "auto"
+def resolve_request(
+    request: PrecisionRequest, components: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
+    """Precision by call; calls that are left to `auto` are absent. A method goes before its component.
+
+    Args:
+        request: no plan.
+        components: name to what it is called as: `vae` to `("vae.encode", "vae.decode")`.
+
+    Raises:
+        OptionError: the model has no such component, or the component no such method.
+    """
+    known = sorted({*components, *(call for calls in components.values() for call in calls)})
+    chosen: dict[str, str] = {}
+    for wanted in sorted(request.parts, key=lambda part: bool(part.method)):
+        if wanted.component and wanted.target not in known:
+            raise _unknown_component(wanted.target, known)
+        for name, calls in components.items():
+            if wanted.component in ("", name):
+                named = [wanted.target] if wanted.method else calls
+                chosen |= dict.fromkeys(named, wanted.precision)
+    return {call: precision for call, precision in chosen.items() if precision != "auto"}
 
 
-def _incomplete_entry(entry: str, known: list[str]) -> OptionError:
+def parse_fp16(text: str, what: str) -> str:
+    """`fp16`, which `auto` is as well: all that something is made for.
+
+    Args:
+        what: is made, with its article: `A plan`.
+
+    Raises:
+        OptionError: another precision was asked for, or one for some components.
+    """
+    if parse_request(text).everywhere not in ("fp16", "auto"):
+        raise OptionError(
+            f"{what} for {text.strip()} was asked for.",
+            expected="Only fp16 needs one, for all components: bf16 and fp32 hold the values as they "
+            "are.",
+            remedy=f"Use --precision fp16, or generate with --precision {text.strip()} as it is.",
+        )
+    return "fp16"
+
+
+def _parse_choice(text: str, also: Iterable[str]) -> str:
+    return "auto" if text.strip().lower() == "auto" else parse_precision(text, also)
+
+
+def _incomplete_entry(entry: str) -> OptionError:
     return OptionError(
         f"The entry {entry.strip()!r} of --precision does not say for which component.",
-        expected=f"Each entry is COMPONENT=PRECISION; the model has {', '.join(known)}.",
+        expected="Each entry is COMPONENT=PRECISION.",
         remedy="Write for example --precision transformer=bf16,vae=fp32. "
         "Components that are not named are chosen by auto.",
+    )
+
+
+def _contradiction(one: Wanted, other: Wanted) -> OptionError:
+    return OptionError(
+        f"--precision asks for {one.target}={one.precision} and for {other.target}={other.precision}.",
+        expected="Each component has one precision, and each of its methods can have its own.",
+        remedy="Leave one of the two out.",
     )
 
 
