@@ -253,6 +253,10 @@ EXAMPLES: dict[str, Example] = {
     "CogVideoX sinusoidal": Example(
         _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX), _forward(**_COGVIDEOX_CALL)
     ),
+    "CogVideoX sinusoidal at another size": Example(
+        _diffusers("CogVideoXTransformer3DModel", **_COGVIDEOX),
+        _forward(**{**_COGVIDEOX_CALL, "hidden_states": lambda: _random(1, 3, 4, 6, 10)}),
+    ),
     "CogVideoX image to video": Example(
         _diffusers(
             "CogVideoXTransformer3DModel",

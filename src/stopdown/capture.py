@@ -59,6 +59,8 @@ _QUESTIONS = frozenset(
 )
 """What turns a tensor's values into numbers of Python."""
 
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
 _ONE_DTYPE = ("linear.", "conv", "matmul.", "bmm.", "mm.", "addmm.", "baddbmm.")
 
 
@@ -82,6 +84,7 @@ class Capture:
         method: what was called of the module: `decode`; "" for the module itself.
         answers: what its code asked tensors for, and got, where that decides the path.
         outputs: how many tensors the call returns; the graph's outputs after them were asked for.
+        replaceable: buffers that the code computes anew, and does not read, at another size.
     """
 
     graph: GraphModule
@@ -95,6 +98,7 @@ class Capture:
     method: str = ""
     answers: Answers = ()
     outputs: int = 0
+    replaceable: frozenset[str] = frozenset()
 
 
 def capture_call(
@@ -290,6 +294,21 @@ class _Notes(TorchFunctionMode):
         return answer
 
 
+class _TracedData(TorchFunctionMode):
+    """Takes `x.data` as `x.detach()`: the same storage, and unlike it a node of the graph.
+
+    Tracing sees neither the getter nor what is written through it afterwards, as into a table of
+    positions that is made in `forward` (torch 2.13.0, 2026-11-22).
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == _GET_DATA:
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
 class _Call(torch.nn.Module):
     """A call as a module of tensors only: other arguments are closed over."""
 
@@ -313,7 +332,7 @@ class _Call(torch.nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
         call = getattr(self.component, self._method) if self._method else self.component
         notes = _Notes(self._answers)
-        with notes if self._answers else contextlib.nullcontext():
+        with _TracedData(), notes if self._answers else contextlib.nullcontext():
             output = call(*args, **kwargs)
         found = {id(x): x for x in iterate_tensors(output)}
         self._count(len(found))
@@ -331,7 +350,7 @@ def _export(
     method = "" if call is module else getattr(call, "__name__", "")
     mode = find_mode(module)
     shadow, kept = _make_shadow(module, dtype, mode, attempt)
-    singles = _watch_outputs(shadow)
+    singles, tables = _watch_outputs(shadow), _watch_tables(shadow, kept)
     leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     given = tuple(_make_like(x, _cast_to(x, module, dtype), mode, attempt.real) for x in tensors)
@@ -345,7 +364,14 @@ def _export(
             raise describe_failure(error, module) from error
         returned = frozenset(path for path, single in singles.items() if single)
         capture = _read_program(program, module, dtype, kept, returned)
-    capture = replace(capture, method=method, answers=attempt.answers, outputs=counts[-1])
+        replaceable = _find_replaceable(shadow, tables, _list_used(capture), mode)
+    capture = replace(
+        capture,
+        method=method,
+        answers=attempt.answers,
+        outputs=counts[-1],
+        replaceable=replaceable,
+    )
     if kept and (mixed := find_mixed_operands(capture.graph)):
         raise CaptureError(
             f"{type(module).__name__}:{module_path(mixed[0])} mixes dtypes when the buffers "
@@ -366,6 +392,96 @@ def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
     for path, module in shadow.named_modules():
         patches.defer(module.register_forward_hook(functools.partial(watch, path)).remove)
     return singles
+
+
+_Calls = dict[str, tuple[Any, ...]]
+"""Module path to the arguments of its last call, tensors as `_Shaped`."""
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    """What is kept of a tensor among arguments."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _watch_tables(shadow: torch.nn.Module, kept: frozenset[str]) -> _Calls:
+    """Filled while the shadow runs: modules with floating buffers of the checkpoint, and a call."""
+    calls: _Calls = {}
+
+    def watch(path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls[path] = pytree.tree_map_only(
+            torch.Tensor, lambda x: _Shaped(tuple(map(int, x.shape)), x.dtype), (args, kwargs)
+        )
+
+    patches = Patches()  # never undone, as above
+    for path, module in shadow.named_modules():
+        if any(f"{path}.{n}".strip(".") not in kept for n, _ in _list_tables(module)):
+            hook = functools.partial(watch, path)
+            patches.defer(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    return calls
+
+
+def _list_tables(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(n, x) for n, x in module.named_buffers(recurse=False) if x.is_floating_point()]
+
+
+def _find_replaceable(
+    shadow: torch.nn.Module, calls: _Calls, used: Collection[str], mode: FakeTensorMode
+) -> frozenset[str]:
+    """Buffers that their module does without when a dimension of its arguments is doubled.
+
+    A table of positions that is learned for one number of frames, and computed for others: what is
+    folded into it is lost there.
+    """
+    found: set[str] = set()
+    for path, call in calls.items():
+        module = shadow.get_submodule(path)
+        tables = {id(x): f"{path}.{name}".strip(".") for name, x in _list_tables(module)}
+        tables = {number: name for number, name in tables.items() if name in used}
+        for longer in _list_doubled(call) if tables else ():
+            read = _Read()
+            with contextlib.suppress(Exception), mode, read:  # most cannot be doubled alone
+                args, kwargs = pytree.tree_map_only(
+                    _Shaped, lambda x: torch.empty(x.shape, dtype=x.dtype), longer
+                )
+                module.forward(*args, **kwargs)
+                found.update(tables[x] for x in tables.keys() - read.seen)
+    return frozenset(found)
+
+
+def _list_used(capture: Capture) -> set[str]:
+    """The parameters and buffers that some operation reads."""
+    nodes = (x for x in capture.graph.graph.nodes if x.op == "placeholder" and x.users)
+    return {capture.parameters[x.name] for x in nodes if x.name in capture.parameters}
+
+
+def _list_doubled(call: tuple[Any, ...]) -> Iterator[Any]:
+    """A call with one dimension of one of its tensors twice as long, for each of them."""
+    leaves, spec = pytree.tree_flatten(call)
+    for number, leaf in enumerate(leaves):
+        for dim in range(len(leaf.shape) if isinstance(leaf, _Shaped) else 0):
+            shape = tuple(n * (1 + (i == dim)) for i, n in enumerate(leaf.shape))
+            longer = [*leaves[:number], replace(leaf, shape=shape), *leaves[number + 1 :]]
+            yield pytree.tree_unflatten(longer, spec)
+
+
+class _Read(TorchFunctionMode):
+    """Notes from which tensors others were made; a shape or a dtype may be asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
+            given = pytree.tree_leaves((args, kwargs))
+            self.seen.update(id(x) for x in given if isinstance(x, torch.Tensor))
+        return result
 
 
 def _is_real(module: torch.nn.Module) -> bool:

@@ -108,6 +108,37 @@ def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(
     assert error <= other / 4
 
 
+def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size() -> None:
+    """CogVideoX-2B's table of positions is made in `forward` at any size but the configured one."""
+    pipe = make_pipeline("cogvideox")
+    config = {**pipe.transformer.config, "use_rotary_positional_embeddings": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe.transformer = type(pipe.transformer).from_config(config).eval().requires_grad_(False)
+    positions = pipe.transformer.patch_embed.pos_embedding.clone()
+    overflow_(pipe.transformer)
+    pipe.transformer.patch_embed.pos_embedding.copy_(positions)  # as they are computed
+    wanted = Request(frames=9, height=16, width=32)
+    plan = make_plan(pipe, prompts=["a red train"], steps=1, request=wanted)
+    entry = next(x for x in plan.components if x.component == "transformer")
+    assert (entry.precision, entry.islands) == ("fp16", ())
+
+    def run_at(height: int, width: int) -> torch.Tensor:
+        sizes = {"height": height, "width": width, "num_frames": 9, "num_inference_steps": 1}
+        generator = torch.Generator().manual_seed(0)
+        return torch.as_tensor(
+            pipe("a ball", **sizes, generator=generator, output_type="latent").frames
+        )
+
+    for size in ((16, 32), (32, 32), (48, 16)):
+        reference = run_at(*size)
+        with apply_plan(pipe, plan, cast=False):
+            assert torch.equal(run_at(*size), reference)
+        with apply_plan(pipe, plan), Watch(pipe):
+            low = run_at(*size).float()
+        assert measure_error(low, reference) < 0.01
+
+
 def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
     plan_of: Callable[[str], tuple[Any, Plan]],
 ) -> None:

@@ -64,7 +64,9 @@ def test_no_input_exceeds_a_bound_of_any_class(name: str) -> None:
     assert done * len(EXAMPLES) >= EVALUATIONS
 
 
-@pytest.mark.parametrize("name", ["CogVideoX sinusoidal", "T5"])
+@pytest.mark.parametrize(
+    "name", ["CogVideoX sinusoidal", "CogVideoX sinusoidal at another size", "T5"]
+)
 def test_roundings_stay_below_the_bounds(name: str) -> None:
     """What really comes out in fp16, every operation rounded, is below every bound."""
     rng = random.Random(1)

@@ -75,6 +75,25 @@ class Leaving(nn.Module):
         return torch.from_numpy(x.numpy() * 2)
 
 
+class Positions(nn.Module):
+    """A table that is in the checkpoint for three rows, and computed for any other number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", self.compute(3))
+        self.register_buffer("offset", torch.ones(4))
+
+    def compute(self, rows: int) -> torch.Tensor:
+        table = torch.zeros(rows + 1, 4)
+        table.data[1:].copy_(torch.arange(rows)[:, None].expand(rows, 4))
+        return table[1:]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.table if len(x) == len(self.table) else self.compute(len(x))
+        return self.linear(x) + table.to(x.dtype) + self.offset
+
+
 def _call() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (torch.randn(3, 4),), {"tables": (torch.ones(4), None), "scaled": True}
 
@@ -195,6 +214,19 @@ def test_tracing_keeps_no_stack_traces() -> None:
     """They take a seventh of the time of a large model, and nobody reads them."""
     graph = capture_call(Attention(), *_call(), dtype=torch.float16).graph
     assert not any(node.stack_trace for node in graph.graph.nodes)
+
+
+def test_what_is_written_through_data_is_in_the_graph() -> None:
+    """Tracing does not see `x.data[...].copy_(y)`: a table made in `forward` would be a constant."""
+    capture = capture_call(Positions(), (torch.zeros(5, 4),), dtype=torch.float32)
+    assert not capture.constants
+    assert "copy_" in [operation(node) for node in capture.graph.graph.nodes]
+
+
+def test_a_table_that_another_size_does_without_is_named() -> None:
+    """A buffer of the checkpoint that is read at one size only; one that is always read is not."""
+    capture = capture_call(Positions(), (torch.zeros(3, 4),), dtype=torch.float16)
+    assert capture.replaceable == {"table"}
 
 
 def test_code_that_leaves_torch_is_named_with_its_line() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
+from rescaling_models import make_example, run_calls
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_, rules
@@ -427,6 +428,30 @@ def test_several_calls_share_their_parameters() -> None:
     assert torch.equal(module(long), references[1])
     cast_(module, torch.float16, rescaling)
     assert bool(module(long.half()).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["CogVideoX learned", "CogVideoX sinusoidal"])
+def test_what_is_rescaled_at_one_size_is_exact_at_every_other(name: str) -> None:
+    """A table of positions is read at one size and computed at the others: nothing is folded into it.
+
+    Rescaled for either size, both sizes give in fp32 what they gave, and are finite in fp16.
+    """
+    module, [(_, _, kwargs)] = make_example(name)
+    assert not name.endswith("learned") or "patch_embed.pos_embedding" in module.state_dict()
+    longer = {**kwargs, "hidden_states": torch.randn(1, 3, 4, 8, 8)}
+    if "image_rotary_emb" in kwargs:
+        longer["image_rotary_emb"] = (torch.randn(48, 16).cos(), torch.randn(48, 16).sin())
+    calls = [(module, (), kwargs), (module, (), longer)]
+    for path in ("patch_embed.proj", "patch_embed.text_proj", "transformer_blocks.0.ff.net.2"):
+        module.get_submodule(path).weight.mul_(2.0**17)
+    reference = run_calls(calls, torch.float32)
+    for call in calls:
+        rescaling = rescale_(module, calls=[call])
+        assert rescaling.exponents or rescaling.multiplies
+        assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+        cast_(module, torch.float16, rescaling)
+        assert all(bool(x.isfinite().all()) for x in run_calls(calls, torch.float16))
+        rescaling.undo()
 
 
 def test_undoing_after_a_cast_takes_both_back() -> None:

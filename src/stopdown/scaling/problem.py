@@ -263,7 +263,8 @@ class _Stater:
         if not is_float(node):
             return
         name = self.call.capture.parameters.get(node.name)
-        if name is None or name in self.call.capture.kept_buffers:
+        capture = self.call.capture
+        if name is None or name in capture.kept_buffers or name in capture.replaceable:
             self.system.pin(self.unknown(node, None, node))
         else:
             self._state_parameter(node, name)
