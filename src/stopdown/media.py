@@ -12,11 +12,12 @@ false alarm costs more trust than a miss that the guard finds elsewhere.
 from __future__ import annotations
 
 import errno
+import itertools
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -378,26 +379,54 @@ def _name_frames(indices: Sequence[int], total: int) -> str:
 # Reading
 
 
+LARGEST_PICTURE = 2**26
+"""Pixels of a picture or frame that are read; one of 8K video has 33 million."""
+
+MOST_CLIP_BYTES = 2**32
+"""Bytes of the frames that are read from one clip: 690 frames of 1920x1080."""
+
+_PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "AVIF")
+"""Those that Pillow decodes by itself: for EPS, for example, it starts a program."""
+
+_VIDEO_FORMATS = (
+    "mov,matroska,avi,gif,flv,ogg,mpegts,mpeg,asf,m4v,h264,hevc,apng,"
+    "png_pipe,jpeg_pipe,webp_pipe,bmp_pipe,tiff_pipe"
+)
+"""Those that hold their frames: of playlists, FFmpeg would open the files that they name."""
+
+
 def read_image(path: str | os.PathLike[str]) -> Frames:
     """One picture, `[H, W, 3]` uint8, turned as its EXIF data says and laid on white.
 
     Raises:
-        InputError: the file is missing or is not a picture.
+        InputError: the file is missing, is not a picture, or has more than `LARGEST_PICTURE` pixels.
     """
     import numpy as np
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, ImageOps
 
     source = _require_file(path)
     try:
-        with Image.open(source) as opened:
+        with Image.open(source, formats=_PICTURE_FORMATS) as opened:
+            _refuse_large(source, *opened.size)
             picture = _lay_on_white(ImageOps.exif_transpose(opened))
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes of them
         raise InputError(
             f"The file {source} cannot be read as a picture: {_first_line(error)}.",
-            expected="Pictures are png, jpeg, webp, or another format that Pillow reads.",
+            expected="Pictures are png, jpeg, webp, bmp, tiff, gif, ppm or avif.",
             remedy="Open it in a viewer to see whether it is damaged, and save it as png.",
         ) from error
     return np.asarray(picture)
+
+
+def _refuse_large(source: Path, width: int, height: int) -> None:
+    if width * height > LARGEST_PICTURE:
+        raise InputError(
+            f"The pictures in {source} have {width}x{height} pixels.",
+            expected=f"At most {LARGEST_PICTURE:,} pixels are read.",
+            remedy="Make it smaller first.",
+        )
 
 
 def _lay_on_white(picture: Image.Image) -> Image.Image:
@@ -419,48 +448,76 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
         limit: read at most so many frames.
 
     Raises:
-        InputError: the file is missing, holds no video, or is damaged.
+        InputError: the file is missing, holds no video, is damaged, or has more than
+            `MOST_CLIP_BYTES` of frames.
     """
-    import av
     import numpy as np
 
-    source = Path(path)
-    if source.is_dir():
-        return _read_folder(source, limit)
-    source = _require_file(path)
     frames: list[Frames] = []
-    try:
-        with av.open(str(source)) as container:
-            for frame in container.decode(video=0):
-                frames.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
-                if limit is not None and len(frames) >= limit:
-                    break
-    except (av.FFmpegError, IndexError) as error:
-        raise _refuse_video(source, _first_line(error)) from error
-    if not frames:
-        raise _refuse_video(source, "it holds no frames")
+    for frame in iterate_frames(path, limit):
+        if frame.nbytes * (len(frames) + 1) > MOST_CLIP_BYTES:
+            raise InputError(
+                f"The clip {path} has more than {len(frames)} frames of "
+                f"{frame.shape[1]}x{frame.shape[0]}.",
+                expected=f"At most {MOST_CLIP_BYTES / 2**30:g} GiB of frames are read.",
+                remedy="Cut it or make it smaller first; for generate, --frames says how many are "
+                "wanted.",
+            )
+        frames.append(frame)
     return np.stack(frames)
 
 
-def _read_folder(folder: Path, limit: int | None) -> Frames:
+def iterate_frames(path: str | os.PathLike[str], limit: int | None = None) -> Iterator[Frames]:
+    """The frames of a clip, `[H, W, 3]` uint8 each, all of one size and at least one, as they are read.
+
+    Args:
+        path, limit: as for `read_video`.
+
+    Raises:
+        InputError: as `read_video`, at the frame where it shows; not for the number of frames.
+    """
+    source = Path(path)
+    found = _iterate_folder(source) if source.is_dir() else _decode(_require_file(path))
+    size: tuple[int, ...] | None = None
+    for frame in itertools.islice(found, limit):
+        if frame.shape != (size or frame.shape):
+            raise InputError(
+                f"The pictures in {source} differ in size: {size[:2] if size else None} and "
+                f"{frame.shape[:2]}.",
+                expected="All frames of a clip have one height and width.",
+                remedy="Keep the frames of one clip in a folder of their own.",
+            )
+        size = frame.shape
+        yield frame
+    if size is None:
+        raise _refuse_video(source, "it holds no frames")
+
+
+def _decode(source: Path) -> Iterator[Frames]:
+    import av
     import numpy as np
 
-    paths = sorted(folder.glob("*.png"))[:limit]
+    options = {"format_whitelist": _VIDEO_FORMATS, "protocol_whitelist": "file"}
+    try:
+        with av.open(str(source), container_options=options) as container:
+            context = container.streams.video[0].codec_context
+            _refuse_large(source, context.width, context.height)
+            context.options = {"max_pixels": str(LARGEST_PICTURE)}
+            for frame in container.decode(video=0):
+                yield np.asarray(frame.to_ndarray(format="rgb24"), np.uint8)
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise _refuse_video(source, _first_line(error)) from error
+
+
+def _iterate_folder(folder: Path) -> Iterator[Frames]:
+    paths = sorted(folder.glob("*.png"))
     if not paths:
         raise InputError(
             f"The folder {folder} holds no png files.",
             expected="A folder of frames holds frame_0000.png, frame_0001.png and so on.",
             remedy=f"Look with: ls {folder}",
         )
-    frames = [read_image(path) for path in paths]
-    sizes = sorted({frame.shape[:2] for frame in frames})
-    if len(sizes) > 1:
-        raise InputError(
-            f"The pictures in {folder} differ in size: {sizes[0]} and {sizes[-1]}.",
-            expected="All frames of a clip have one height and width.",
-            remedy="Keep the frames of one clip in a folder of their own.",
-        )
-    return np.stack(frames)
+    yield from map(read_image, paths)
 
 
 def _require_file(path: str | os.PathLike[str]) -> Path:
@@ -516,7 +573,7 @@ _TINT = 4.0  # difference between channel means up to which a colour is grey
 _STILL = 2.0  # largest change of a 4x4 block against the first frame, of 255
 
 
-def find_frame_faults(frames: Frames) -> list[FrameFault]:
+def find_frame_faults(frames: Frames | Iterator[Frames]) -> list[FrameFault]:
     """Every fault that can be seen in finished frames; an empty list when they look healthy.
 
     **Catches**
@@ -539,14 +596,40 @@ def find_frame_faults(frames: Frames) -> list[FrameFault]:
       colour, a still picture or television static is reported although it was followed.
 
     Args:
-        frames: `[T, H, W, 3]` uint8.
+        frames: `[T, H, W, 3]` uint8, or frames one after the other, of which two are held at a time.
     """
-    clip = _require_clip(frames)
-    found = [fault for detect in _DETECTORS.values() for fault in detect(clip)]
+    looks = list(_look_at(frames if isinstance(frames, Iterator) else _require_clip(frames)))
+    found = [fault for detect in _DETECTORS.values() for fault in detect(looks)]
     uniform = {index for fault in found if fault.kind in _UNIFORM for index in fault.frames}
-    if len(uniform) == len(clip):  # of a clip without any picture, "frozen" says nothing new
+    if len(uniform) == len(looks):  # of a clip without any picture, "frozen" says nothing new
         return [fault for fault in found if fault.kind != "frozen"]
     return found
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What is measured in one frame.
+
+    Attributes:
+        uniform: its colour, when it is one all over.
+        noise: the largest correlation of neighbouring pixels, when it is noise.
+        change: how far a block of 4x4 pixels is from that of the first frame, the largest until here;
+            measured until it is above `_STILL`.
+    """
+
+    uniform: _Uniform | None
+    noise: float | None
+    change: float
+
+
+def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
+    first, change = None, 0.0
+    for index, frame in enumerate(frames):
+        if first is None:
+            first = _shrink(frame, 4)
+        elif change <= _STILL:
+            change = max(change, float(abs(_shrink(frame, 4) - first).max()))
+        yield _Look(_measure_uniform(index, frame), _measure_noise(frame), change)
 
 
 def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
@@ -599,11 +682,10 @@ _UNIFORM = {
 }
 
 
-def _detect_uniform(clip: Frames) -> list[FrameFault]:
-    measured = [_measure_uniform(index, frame) for index, frame in enumerate(clip)]
-    uniform = [frame for frame in measured if frame is not None]
+def _detect_uniform(looks: Sequence[_Look]) -> list[FrameFault]:
+    uniform = [look.uniform for look in looks if look.uniform is not None]
     hits = {kind: [frame for frame in uniform if frame.kind == kind] for kind in _UNIFORM}
-    return [_report_uniform(kind, found, len(clip)) for kind, found in hits.items() if found]
+    return [_report_uniform(kind, found, len(looks)) for kind, found in hits.items() if found]
 
 
 def _report_uniform(kind: str, hits: list[_Uniform], total: int) -> FrameFault:
@@ -617,33 +699,27 @@ def _report_uniform(kind: str, hits: list[_Uniform], total: int) -> FrameFault:
     return FrameFault(kind, indices, evidence, _UNIFORM[kind])
 
 
-def _detect_frozen(clip: Frames) -> list[FrameFault]:
-    if len(clip) < 2:
+def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
+    if len(looks) < 2 or looks[-1].change > _STILL:
         return []
-    first, largest = _shrink(clip[0], 4), 0.0
-    for frame in clip[1:]:
-        largest = max(largest, float(abs(_shrink(frame, 4) - first).max()))
-        if largest > _STILL:
-            return []
     evidence = (
-        f"All {len(clip)} frames show the same picture: no block of 4x4 pixels changes by more "
-        f"than {largest:.2f} of 255 (limit {_STILL:g})."
+        f"All {len(looks)} frames show the same picture: no block of 4x4 pixels changes by more "
+        f"than {looks[-1].change:.2f} of 255 (limit {_STILL:g})."
     )
     remedy = (
         "A clip that stands still is how a motion module that lost its input looks. Run again "
         "with --precision transformer=fp32, then with another --seed; ignore this when the prompt "
         "asks for a still picture."
     )
-    return [FrameFault("frozen", tuple(range(len(clip))), evidence, remedy)]
+    return [FrameFault("frozen", tuple(range(len(looks))), evidence, remedy)]
 
 
-def _detect_noise(clip: Frames) -> list[FrameFault]:
-    correlations = {index: _measure_noise(frame) for index, frame in enumerate(clip)}
-    hits = {index: value for index, value in correlations.items() if value is not None}
+def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
+    hits = {index: look.noise for index, look in enumerate(looks) if look.noise is not None}
     if not hits:
         return []
     evidence = (
-        f"{_name_frames(tuple(hits), len(clip)).capitalize()}: neighbouring pixels are correlated "
+        f"{_name_frames(tuple(hits), len(looks)).capitalize()}: neighbouring pixels are correlated "
         f"by at most {max(hits.values()):.2f} (a picture has more than {_KINSHIP})."
     )
     remedy = (
@@ -700,7 +776,7 @@ def _correlate_neighbours(luma: np.ndarray[Any, Any]) -> float:
     return float(np.max(np.abs([across, down])))
 
 
-_DETECTORS: dict[str, Callable[[Frames], list[FrameFault]]] = {
+_DETECTORS: dict[str, Callable[[Sequence[_Look]], list[FrameFault]]] = {
     "uniform": _detect_uniform,
     "frozen": _detect_frozen,
     "noise": _detect_noise,
