@@ -17,6 +17,7 @@ Nothing here imports torch; a picture or video needs only the libraries that rea
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import tomllib
@@ -25,9 +26,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from stopdown.errors import InputError
+from stopdown.errors import InputError, make_printable
 from stopdown.records import Alternative, Clue, Diagnosis
 
 UNKNOWN = "unknown"
@@ -42,8 +43,14 @@ MOST_CHARACTERS = 500_000
 LONGEST_LINE = 1_000
 """Characters of a line that are searched; a message stands at its beginning."""
 
-MOST_BYTES = 64_000_000
-"""Of a longer file the first and the last half of this are read."""
+MOST_BYTES = 8_000_000
+"""Of a longer text, file or stream the first and the last half of this are read."""
+
+MOST_STREAM_BYTES = 2**30
+"""A stream that has not ended by then is read no further."""
+
+MOST_FRAMES = 2_000
+"""Of a longer video the first frames are looked at; of large ones `media.MOST_CLIP_BYTES`."""
 
 ALTERNATIVES = 8
 
@@ -172,8 +179,31 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
 
 def explain_text(text: str, knowledge: Knowledge | None = None) -> Diagnosis:
     """As `explain`, for the text of a message, a traceback or a log."""
-    known = knowledge or read_knowledge()
-    text, numbers = condense(text)
+    half = MOST_BYTES // 2
+    ends = [text] if len(text) <= MOST_BYTES else [text[:half], text[-half:]]
+    return _explain_ends(ends, knowledge or read_knowledge())
+
+
+def explain_stream(stream: BinaryIO) -> Diagnosis:
+    """As `explain`, for what is piped in, of which no more than its two ends are held."""
+    head, tail = stream.read(MOST_BYTES // 2), b""
+    for _ in range(MOST_STREAM_BYTES // (MOST_BYTES // 2)):
+        piece = stream.read(MOST_BYTES // 2)
+        if not piece:
+            break
+        tail = (tail + piece)[-MOST_BYTES // 2 :]
+    return _explain_ends(_decode(head, tail), read_knowledge())
+
+
+def _decode(head: bytes, tail: bytes) -> list[str]:
+    """The two ends of a text; one where nothing lies between them that was not read."""
+    is_whole = len(tail) < MOST_BYTES // 2
+    parts = [head + tail] if is_whole else [head, tail]
+    return [part.decode("utf-8", errors="replace") for part in parts]
+
+
+def _explain_ends(ends: Iterable[str], known: Knowledge) -> Diagnosis:
+    text, numbers = condense(*ends)
     signs = [(sign, hits) for sign in known.signs if (hits := _find_all(sign.match, text))]
     weighed = [found for cause in known.causes if (found := _weigh(cause, text, signs))]
     weighed.sort(key=lambda found: -found.points)
@@ -213,21 +243,35 @@ def _find_all(patterns: Iterable[re.Pattern[str]], text: str) -> list[re.Match[s
     return [match for match in matches if match] if all(matches) else []
 
 
-def condense(text: str) -> tuple[str, list[int]]:
+def condense(text: str, end: str = "") -> tuple[str, list[int]]:
     """A text with each line once, and the number that each line had, from 1.
 
-    Lines that differ in their digits only, such as those of a progress bar, count as one; colours are
-    taken out, long lines are cut, and of what is still long the middle is left out.
+    Lines that differ in their digits only, such as those of a progress bar, count as one. Control
+    sequences are taken out, white space in a line becomes one blank, long lines are cut, and of
+    what is still long the middle is left out: no pattern sees a long line, or two blanks or line
+    ends side by side.
+
+    Args:
+        text: all of it, or its beginning.
+        end: its end, where what lies between was not read; its lines have the number 0.
     """
     lines: dict[str, tuple[int, str]] = {}
-    for number, line in enumerate(_COLOUR.sub("", text).splitlines(), 1):
-        line = line[:LONGEST_LINE]
-        lines.setdefault(_DIGITS.sub("0", line), (number, line))
+    seen: set[str] = set()
+    for number, line in _number_lines(text, end):
+        cut = line[:LONGEST_LINE]
+        if cut not in seen:
+            seen.add(cut)
+            clean = " ".join(make_printable(cut).split())
+            lines.setdefault(_DIGITS.sub("0", clean), (number, clean))
     kept = _drop_middle(list(lines.values()))
     return "\n".join(line for _, line in kept), [number for number, _ in kept]
 
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+def _number_lines(text: str, end: str) -> Iterator[tuple[int, str]]:
+    yield from enumerate(text.splitlines(), 1)
+    yield from ((0, line) for line in end.splitlines())
+
+
 _DIGITS = re.compile(r"\d+")
 
 
@@ -314,16 +358,18 @@ def _fill(cause: Cause, values: dict[str, str]) -> str:
     return cause.title.format(**values) if wanted <= set(values) else cause.plain
 
 
-_FRAME = re.compile(
-    r'^\s*File "[^"\n]*?((?:diffusers|transformers)/[^"\n]+\.py)", line (\d+), in (\S+)',
-    re.MULTILINE,
-)
+_FRAME = re.compile(r'^File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)', re.MULTILINE)
+_MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipelines)/)")
 
 
 def _find_site(text: str) -> str:
     """The deepest frame of a traceback that lies in a model's code; "" when there is none."""
-    frames = [m for m in _FRAME.finditer(text) if "/models/" in m[1] or "/pipelines/" in m[1]]
-    return f"{frames[-1][1]}:{frames[-1][2]} in {frames[-1][3]}" if frames else ""
+    frames = [
+        f"{parts[-1]}:{frame[2]} in {frame[3]}"
+        for frame in _FRAME.finditer(text)
+        if len(parts := _MODEL_FILE.split(frame[1])) > 1
+    ]
+    return frames[-1] if frames else ""
 
 
 def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
@@ -353,8 +399,8 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
 # ---------------------------------------------------------------------------------------------
 # Files
 
-_PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-_VIDEOS = (".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi")
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+VIDEOS = (".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi")
 
 
 def explain_file(path: Path) -> Diagnosis:
@@ -365,25 +411,52 @@ def explain_file(path: Path) -> Diagnosis:
     """
     from stopdown import media
 
-    if path.is_dir() or path.suffix.lower() in _VIDEOS:
-        return explain_frames(path, media.find_frame_faults(media.read_video(path)))
-    if path.suffix.lower() in _PICTURES:
-        return explain_frames(path, media.find_frame_faults(media.read_image(path)))
-    return explain_text(_read_log(path))
+    if path.is_dir() or path.suffix.lower() in VIDEOS:
+        return _explain_clip(path, media.iterate_frames(path, MOST_FRAMES + 1))
+    if path.suffix.lower() in PICTURES:
+        return _explain_clip(path, iter([media.read_image(path)]))
+    return _explain_ends(_read_log(path), read_knowledge())
 
 
-def _read_log(path: Path) -> str:
+def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
+    """What is seen in the frames of a clip, as many of them as are looked at."""
+    from stopdown import media
+
+    count, was_cut = 0, False
+
+    def take() -> Iterator[Any]:
+        nonlocal count, was_cut
+        for frame in frames:
+            was_cut = count == MOST_FRAMES or frame.nbytes * (count + 1) > media.MOST_CLIP_BYTES
+            if was_cut:
+                return
+            count += 1
+            yield frame
+
+    found = explain_frames(path, media.find_frame_faults(take()))
+    said = f" Only its first {count} frames were looked at." if was_cut else ""
+    return dataclasses.replace(found, why=found.why + said)
+
+
+def _read_log(path: Path) -> list[str]:
+    half = MOST_BYTES // 2
     try:
+        if not path.is_file():
+            raise _refuse_log(path, "it is no file" if path.exists() else "No such file")
         with path.open("rb") as file:
-            content = file.read(MOST_BYTES // 2)
-            rest = path.stat().st_size - len(content)
-            file.seek(max(0, rest - MOST_BYTES // 2), 1)
-            return (content + file.read(MOST_BYTES // 2)).decode("utf-8", errors="replace")
+            head = file.read(half)
+            file.seek(max(half, path.stat().st_size - half))
+            return _decode(head, file.read(half))
     except OSError as error:
-        raise InputError(
-            f"The file {path} cannot be read: {error.strerror}.",
-            remedy="Name a log, a picture or a video that exists, or give the message itself.",
-        ) from error
+        raise _refuse_log(path, error.strerror or str(error)) from error
+
+
+def _refuse_log(path: Path, cause: str) -> InputError:
+    return InputError(
+        f"The file {path} cannot be read: {cause}.",
+        remedy="Name a log, a picture or a video that exists, give the message itself, or pipe a "
+        "log into stopdown explain -",
+    )
 
 
 _SHOWN = {
@@ -407,7 +480,7 @@ def explain_frames(path: Path, faults: Iterable[Any]) -> Diagnosis:
         fault=fault,
         meaning=known.faults.get(fault, meaning),
         cause=f"{first.kind}-frames",
-        title=f"{path.name}: {meaning}.",
+        title=f"{make_printable(path.name)}: {meaning}.",
         why=_explain_picture(first.kind),
         evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} frames") for entry in found),
         site="",
@@ -457,7 +530,7 @@ def _describe_healthy(path: Path) -> Diagnosis:
         fault=NONE,
         meaning="no fault that frames can show",
         cause="",
-        title=f"{path.name} looks healthy.",
+        title=f"{make_printable(path.name)} looks healthy.",
         why="It is not black, grey, flat, frozen or noise. Whether it shows what was asked, and how "
         "near it is to fp32, its frames alone cannot say.",
         evidence=(),

@@ -21,6 +21,8 @@ joins the parts that it is given.
 
 from __future__ import annotations
 
+import re
+
 
 class StopdownError(Exception):
     """Root of all exceptions raised by Stopdown.
@@ -34,8 +36,9 @@ class StopdownError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
-        self.what, self.expected, self.remedy = what, expected, remedy
-        super().__init__(" ".join(part for part in (what, expected, remedy) if part))
+        parts = [make_printable(part) for part in (what, expected, remedy)]
+        self.what, self.expected, self.remedy = parts
+        super().__init__(" ".join(part for part in parts if part))
 
 
 class InputError(StopdownError):
@@ -89,3 +92,22 @@ def take_first_line(error: Exception) -> str:
     """The first line of what an exception says; its class when it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+_UNPRINTABLE = re.compile(
+    r"\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]"  # colours, cursor movements
+    r"|\x1b[\]PX^_][^\x07\x1b\n]{0,512}(?:\x07|\x1b\\)"  # titles, links, device commands
+    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def make_printable(text: str) -> str:
+    """Text of others as a terminal may show it: no control sequence, and nothing that is no character.
+
+    Sequences that a terminal obeys are taken out; other control characters, those that reverse the
+    direction of text, and bytes of a file's name that are not UTF-8 become U+FFFD. Line ends and
+    tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return _UNPRINTABLE.sub(lambda found: "" if len(found[0]) > 1 else "\ufffd", text)

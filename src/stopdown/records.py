@@ -778,8 +778,22 @@ class MachineHealth:
 
 
 def to_json(record: Any) -> str:
-    """A record as indented JSON text."""
-    return msgspec.json.format(msgspec.json.encode(record), indent=2).decode() + "\n"
+    """A record as indented JSON text; bytes of a file's name that are not UTF-8 become U+FFFD."""
+    try:
+        content = msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        content = msgspec.json.encode(_replace_bytes(msgspec.to_builtins(record)))
+    return msgspec.json.format(content, indent=2).decode() + "\n"
+
+
+def _replace_bytes(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_replace_bytes(key): _replace_bytes(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_replace_bytes(item) for item in value]
+    return value
 
 
 def from_json(text: str | bytes, kind: type[Record]) -> Record:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import re._constants as parts  # type: ignore[import-not-found]
+import re._parser as parser  # type: ignore[import-not-found]
 import shlex
 import subprocess
 import sys
@@ -15,12 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from stopdown import diagnosis, errors, media
 from stopdown.app import cli
 from stopdown.diagnosis import (
     UNKNOWN,
     condense,
     explain,
+    explain_stream,
     explain_text,
     parse_knowledge,
     read_knowledge,
@@ -260,6 +266,176 @@ def test_it_works_without_torch() -> None:
     assert run.stdout.strip() == "unattributed"
 
 
+@pytest.mark.parametrize("name", ["one.png", "one.jpg", "one.webp", "one.bmp", "one.tif"])
+def test_the_command_looks_at_a_picture(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A black picture of every kind is called black through the command line."""
+    Image.new("RGB", (32, 32)).save(tmp_path / name)
+    code, page, error = _run(capsys, "explain", str(tmp_path / name))
+    assert (code, error) == (0, "")
+    assert page.startswith(f"unattributed: {name}: the picture is black.")
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.gif", "frames/"])
+def test_the_command_looks_at_a_clip(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A black video, gif or folder of frames is called black through the command line."""
+    write_media(f"{tmp_path}/{name}", np.zeros((4, 32, 32, 3), np.uint8))
+    code, page, error = _run(capsys, "explain", f"{tmp_path}/{name}")
+    assert (code, error) == (0, "")
+    assert "the picture is black" in page
+
+
+def test_of_a_long_clip_the_beginning_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more frames are decoded than the limit, and the answer says so; a shorter clip says nothing."""
+    write_media(f"{tmp_path}/frames/", np.zeros((4, 16, 16, 3), np.uint8))
+    assert "Only its first" not in explain(tmp_path / "frames").why
+    monkeypatch.setattr(diagnosis, "MOST_FRAMES", 3)
+    assert explain(tmp_path / "frames").why.endswith("Only its first 3 frames were looked at.")
+    monkeypatch.setattr(media, "MOST_CLIP_BYTES", 2 * 16 * 16 * 3)
+    assert explain(tmp_path / "frames").why.endswith("Only its first 2 frames were looked at.")
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A named pipe that nobody writes to, and a device, are refused before they are opened."""
+    os.mkfifo(tmp_path / "pipe.log")
+    for path in (tmp_path / "pipe.log", Path("/dev/zero")):
+        with pytest.raises(InputError, match=r"cannot be read: it is no file\. .*explain -$"):
+            explain(path)
+
+
+def test_a_message_longer_than_a_name_is_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    """A message of 400 characters on one line is not looked for as a file."""
+    code, page, _ = _run(capsys, "explain", f"{MESSAGES[1][0]}{'!' * 400}")
+    assert (code, page.split(":")[0]) == (0, "dtype-mismatch")
+
+
+class _Endless(io.RawIOBase):
+    """A stream of lines that never ends, and the bytes that were taken from it."""
+
+    taken = 0
+
+    def read(self, size: int = -1) -> bytes:
+        assert size > 0
+        self.taken += size
+        return (b"step 1 of 2\n" * (size // 12 + 1))[:size]
+
+
+def test_a_stream_without_end_is_read_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is piped in is read piece by piece and no further than the limit."""
+    monkeypatch.setattr(diagnosis, "MOST_BYTES", 2_000)
+    monkeypatch.setattr(diagnosis, "MOST_STREAM_BYTES", 10_000)
+    endless = _Endless()
+    assert explain_stream(endless).fault == UNKNOWN  # type: ignore[arg-type]
+    assert endless.taken <= 11_000
+
+
+def test_of_a_long_stream_and_file_both_ends_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message at the end of what is longer than the limit is found, and gets no false number."""
+    monkeypatch.setattr(diagnosis, "MOST_BYTES", 2_000)
+    lines = "".join(f"{'x' * (i % 90)}\n" for i in range(200))
+    text = f"{lines}{CAST}\n"
+    (tmp_path / "run.log").write_text(text)
+    for found in (
+        explain(tmp_path / "run.log"),
+        explain(text),
+        explain_stream(io.BytesIO(text.encode())),
+    ):
+        assert (found.fault, found.evidence[0].line) == ("unattributed", 0)
+
+
+def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
+    """A log with bytes that are not UTF-8 is read, from a file and from a pipe."""
+    content = b"\xff\xfe caf\xe9\n" + CAST.encode()
+    (tmp_path / "run.log").write_bytes(content)
+    assert explain(tmp_path / "run.log").fault == "unattributed"
+    assert explain_stream(io.BytesIO(content)).fault == "unattributed"
+
+
+def test_control_sequences_of_a_log_are_not_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """Titles, colours, cursor movements and reversed text in a log do not reach the terminal."""
+    hidden = "\x1b]0;owned\x07\x1b[2J\x1b[31m[red]\u202e\x9b2J\x08"
+    code, page, _ = _run(capsys, "explain", f"{hidden}{CAST}\x1b[0m")
+    assert code == 0
+    assert CAST in page
+    assert "[red]" in page
+    assert "owned" not in page
+    assert not set(page) & set("\x1b\x07\x08\x9b\u202e")
+
+
+MOST_STEPS = 2_000
+
+
+def count_paths(items: Any) -> tuple[int, int]:
+    """In how many ways a pattern can match from one place, and of its atomic parts the largest such number.
+
+    The engine tries no more than these before it goes on to the next place; "without limit" is 10**9.
+    """
+    paths, most = 1, 1
+    for operation, argument in items:
+        these, inner = _count_one(operation, argument)
+        paths, most = min(paths * these, 10**9), max(most, inner)
+    return paths, max(paths, most)
+
+
+def _count_one(operation: Any, argument: Any) -> tuple[int, int]:
+    if operation in (parts.MAX_REPEAT, parts.MIN_REPEAT, parts.POSSESSIVE_REPEAT):
+        least, largest, body = argument
+        paths, most = count_paths(body)
+        largest = 10**9 if largest is parts.MAXREPEAT else int(largest)
+        if operation is parts.POSSESSIVE_REPEAT:
+            return 1, max(most, largest)
+        if paths > 1 and largest > 1:
+            return 10**9, 10**9
+        return (largest - least) * paths + 1, most
+    if operation is parts.BRANCH:
+        counted = [count_paths(branch) for branch in argument[1]]
+        return sum(paths for paths, _ in counted), max(most for _, most in counted)
+    if operation in (parts.SUBPATTERN, parts.ATOMIC_GROUP, parts.ASSERT, parts.ASSERT_NOT):
+        body = argument if operation is parts.ATOMIC_GROUP else argument[-1]
+        paths, most = count_paths(body)
+        return (paths if operation is parts.SUBPATTERN else 1), most
+    return 1, 1
+
+
+def count_steps(pattern: str) -> int:
+    return count_paths(parser.parse(pattern, re.MULTILINE))[1]
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"a[^\n]*b", r"\w+ b", r"(?:a{1,9}){1,9}", r"a{0,90}b{0,90}", r"\s*$"]
+)
+def test_the_count_of_steps_sees_what_backtracks(pattern: str) -> None:
+    """Repeats without limit, within each other and side by side are above the limit."""
+    assert count_steps(pattern) > MOST_STEPS
+
+
+def test_every_pattern_is_linear() -> None:
+    """From each place of a text a pattern tries a bounded number of ways, however long the text is."""
+    known = read_knowledge()
+    patterns = [p for cause in known.causes for p in (*cause.messages, *cause.needs)]
+    patterns += [p for sign in known.signs for p in sign.match]
+    patterns += [errors._UNPRINTABLE, diagnosis._FRAME, diagnosis._MODEL_FILE]
+    assert [p.pattern for p in patterns if count_steps(p.pattern) > MOST_STEPS] == []
+
+
+def test_patterns_see_short_lines_with_single_blanks() -> None:
+    """Whatever the text: no long line, no two blanks or line ends side by side, no tabs, a limited size."""
+    blanks = "\n".join(" \t" * i for i in range(900))
+    text, _ = condense(
+        f"{blanks}\n{'word  ' * 500}\n" + "\n".join(f"{'ab ' * i}" for i in range(2000))
+    )
+    assert max(map(len, text.split("\n"))) <= diagnosis.LONGEST_LINE
+    assert len(text) <= diagnosis.MOST_CHARACTERS
+    assert re.search(r"\s\s|\t", text) is None
+
+
 def _run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as left:
         cli.main(list(words))
@@ -284,7 +460,7 @@ def test_the_command_reads_a_log_and_standard_input(
     log = tmp_path / "run.log"
     log.write_text(f"step 1\n{CAST}\n")
     assert _run(capsys, "explain", str(log))[0] == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO(MESSAGES[2][0]))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MESSAGES[2][0].encode())))
     assert "dtype-mismatch" in _run(capsys, "explain", "-")[1]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
+from rich.table import Table
 
-from stopdown.app.displays import print_prose
+from stopdown.app.displays import open_console, print_prose
+from stopdown.errors import StopdownError
 
 REMEDY = "  - Use [this] --precision text_encoder=bf16, or make a plan: stopdown plan SOURCE"
 
@@ -35,3 +38,35 @@ def test_a_terminal_gets_lines_of_whole_words() -> None:
 def test_a_pipe_gets_one_line() -> None:
     """What reads it decides how wide it is."""
     assert show(REMEDY, is_terminal=False) == [REMEDY]
+
+
+HOSTILE = "a[bold]b[/bold] :fire: \x1b[2J\x1b]0;title\x07\x9b31m c\x08"
+
+
+def test_a_console_obeys_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """Markup, emoji codes and control sequences in names come out as text, in cells and titles too."""
+    console = open_console()
+    table = Table(box=None)
+    table.add_column(HOSTILE)
+    table.add_row(HOSTILE)
+    console.print(HOSTILE, soft_wrap=True)
+    console.print(table)
+    page = capsys.readouterr().out
+    assert page.count("a[bold]b[/bold] :fire:") == 3
+    assert not set(page) & set("\x1b\x07\x08\x9b")
+
+
+def test_styles_of_our_own_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bold text is still bold in a terminal."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = open_console()
+    with console.capture() as shown:
+        console.print("word", style="bold")
+    assert "\x1b[1mword" in shown.get()
+
+
+def test_a_message_holds_no_control_sequence() -> None:
+    """What an error quotes of a file's name or content is printable in each of its parts."""
+    error = StopdownError(HOSTILE, expected="\udcff", remedy="\u202etxt.exe")
+    assert str(error) == "a[bold]b[/bold] :fire: \ufffd31m c\ufffd \ufffd \ufffdtxt.exe"
+    assert error.what.isprintable()

@@ -25,7 +25,7 @@ def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> N
     parts += [_make_repairs(record)] if record.repairs else []
     parts += [_make_journal(record.journal)] if record.journal else []
     parts += [_make_finding(record)] if record.findings else []
-    title = f"{record.pipeline} on {record.device}"
+    title = Text(f"{record.pipeline} on {record.device}")
     console.print(Panel(Group(*parts), title=title, title_align="left", expand=False))
     said = "Written" if is_new else "The card of"
     console.print(f"{said}: {record.output}", soft_wrap=True, highlight=False)

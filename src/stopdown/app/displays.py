@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
 from rich.progress import (
     BarColumn,
@@ -13,7 +16,10 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
+
+from stopdown.errors import make_printable
 
 _LABELS = {
     "download": "Downloading",
@@ -26,6 +32,22 @@ _LABELS = {
     "decode": "Decoding",
     "write": "Writing",
 }
+
+
+class _PlainConsole(Console):
+    """A console on which no text is obeyed: neither as markup nor as a control sequence.
+
+    Names of models, files and prompts are printed as they are, wherever they stand.
+    """
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else make_printable(text), style, control)
+
+
+def open_console(*, stderr: bool = False, highlight: bool = True) -> Console:
+    """A console on stdout or stderr, for text of any origin."""
+    return _PlainConsole(stderr=stderr, highlight=highlight, markup=False, emoji=False)
 
 
 def print_prose(console: Console, text: str | Text, style: str = "") -> None:
@@ -60,9 +82,9 @@ class Bars:
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
             SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),

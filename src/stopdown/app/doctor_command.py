@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rich.text import Text
+
 from stopdown.app.displays import print_prose
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth
@@ -56,7 +58,8 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
     origin = "" if device.tried else " (from its profile; nothing was tried)"
-    console.print(f"\n[bold]{device.device}[/bold]{capability}{memory}{origin}", soft_wrap=True)
+    title = Text.assemble("\n", (device.device, "bold"), f"{capability}{memory}{origin}")
+    console.print(title, soft_wrap=True)
     for entry in device.formats:
         ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
         console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())

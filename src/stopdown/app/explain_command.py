@@ -6,14 +6,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stopdown.diagnosis import UNKNOWN, explain_file, explain_text
+from stopdown.diagnosis import (
+    PICTURES,
+    UNKNOWN,
+    VIDEOS,
+    explain_file,
+    explain_stream,
+    explain_text,
+)
 from stopdown.errors import InputError, OptionError
 from stopdown.records import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SUFFIXES = (".log", ".txt", ".png", ".jpg", ".jpeg", ".webp", ".mp4", ".gif", ".mov", ".webm")
+_SUFFIXES = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 def explain(subject: str | None) -> Diagnosis:
@@ -24,7 +31,7 @@ def explain(subject: str | None) -> Diagnosis:
         OptionError: nothing was given, and nothing comes from standard input.
     """
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
-        return explain_text(sys.stdin.read())
+        return explain_stream(sys.stdin.buffer)
     if subject is None:
         raise OptionError(
             "There is nothing to explain.",
@@ -41,8 +48,11 @@ def _find_path(subject: str) -> Path | None:
     if "\n" in subject or len(subject) > 1000:
         return None
     path = Path(subject)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError:  # longer than a name can be, or in a folder that may not be entered
+        return None
     if path.suffix.lower() in _SUFFIXES and " " not in subject:
         raise InputError(
             f"There is no file {subject}.",

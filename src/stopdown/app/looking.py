@@ -80,9 +80,9 @@ def check(
     if as_json:
         sys.stdout.write(to_json(record))
     else:
-        from rich.console import Console
+        from stopdown.app.displays import open_console
 
-        check_command.print_check(record, Console(highlight=False))
+        check_command.print_check(record, open_console(highlight=False))
     raise typer.Exit(check_command.choose_code(record))
 
 
@@ -106,9 +106,9 @@ def explain(
     if as_json:
         sys.stdout.write(to_json(diagnosis))
     else:
-        from rich.console import Console
+        from stopdown.app.displays import open_console
 
-        explain_command.print_diagnosis(diagnosis, Console(highlight=False))
+        explain_command.print_diagnosis(diagnosis, open_console(highlight=False))
     raise typer.Exit(explain_command.choose_code(diagnosis))
 
 
@@ -138,9 +138,9 @@ def doctor(
     if as_json:
         sys.stdout.write(to_json(health))
     else:
-        from rich.console import Console
+        from stopdown.app.displays import open_console
 
-        doctor_command.print_health(health, Console(highlight=False))
+        doctor_command.print_health(health, open_console(highlight=False))
 
 
 def compare(
@@ -239,31 +239,28 @@ def report(
     ] = False,
 ) -> None:
     """Make the page of a record again: of a comparison, or of one run of generate."""
-    from rich.console import Console
-
     from stopdown.app import report_command
     from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.app.displays import open_console
     from stopdown.records import to_json
 
     found, page = report_command.report(record, output)
     if as_json:
         sys.stdout.write(to_json(strip_pictures(found)))
     else:
-        print_record(found, page, Console())
+        print_record(found, page, open_console())
 
 
 def _run_compare(options: CompareOptions, as_json: bool) -> Comparison:
-    from rich.console import Console
-
     from stopdown.app import compare_command
     from stopdown.app.comparison_cards import print_record, strip_pictures
-    from stopdown.app.displays import Bars
+    from stopdown.app.displays import Bars, open_console
     from stopdown.records import to_json
 
-    with Bars(Console(stderr=True)) as display:
+    with Bars(open_console(stderr=True)) as display:
         made = compare_command.compare(options, display)
     if as_json:
         sys.stdout.write(to_json(strip_pictures(made)))
     else:
-        print_record(made, options.output, Console())
+        print_record(made, options.output, open_console())
     return made

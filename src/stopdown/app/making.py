@@ -348,78 +348,69 @@ def run(
 
 
 def _run_generate(options: GenerateOptions, as_json: bool) -> RunRecord:
-    from rich.console import Console
-
     from stopdown.app import commands
     from stopdown.app.cards import print_card
-    from stopdown.app.displays import Bars
+    from stopdown.app.displays import Bars, open_console
     from stopdown.records import to_json
 
-    errors = Console(stderr=True)
+    errors = open_console(stderr=True)
     with Bars(errors) as display:
         record = commands.generate(options, display)
     if as_json:
         sys.stdout.write(to_json(record))
     else:
-        print_card(record, Console())
+        print_card(record, open_console())
     return record
 
 
 def _run_memory(options: PlanOptions, as_json: bool) -> int:
-    from rich.console import Console
-
     from stopdown.app import memory_command
-    from stopdown.app.displays import Bars
+    from stopdown.app.displays import Bars, open_console
     from stopdown.app.request_options import read_request
     from stopdown.records import to_json
 
     request = read_request(options, takes_profile=True)
-    with Bars(Console(stderr=True)) as display:
+    with Bars(open_console(stderr=True)) as display:
         made = memory_command.plan_memory(options, request, display)
     if as_json:
         sys.stdout.write(to_json(made))
     else:
-        memory_command.print_memory(made, Console(highlight=False))
+        memory_command.print_memory(made, open_console(highlight=False))
     return 0 if made.chosen else 1
 
 
 def _run_plan(options: PlanOptions, as_json: bool) -> None:
-    from rich.console import Console
-
     from stopdown.app import plan_command
-    from stopdown.app.displays import Bars
+    from stopdown.app.displays import Bars, open_console
     from stopdown.records import to_json
 
-    with Bars(Console(stderr=True)) as display:
+    with Bars(open_console(stderr=True)) as display:
         made = plan_command.plan(options, display)
     if as_json:
         sys.stdout.write(to_json(made))
     else:
-        plan_command.print_plan(made, options.output, Console())
+        plan_command.print_plan(made, options.output, open_console())
 
 
 def _run_convert(options: ConvertOptions, as_json: bool) -> None:
-    from rich.console import Console
-
     from stopdown.app import convert_command
-    from stopdown.app.displays import Bars
+    from stopdown.app.displays import Bars, open_console
     from stopdown.records import to_json
 
-    with Bars(Console(stderr=True)) as display:
+    with Bars(open_console(stderr=True)) as display:
         made = convert_command.convert(options, display)
     if as_json:
         sys.stdout.write(to_json(made))
     else:
-        convert_command.print_conversion(made, Console())
+        convert_command.print_conversion(made, open_console())
 
 
 def _run_script(options: ScriptOptions, as_json: bool) -> int:
-    from rich.console import Console
-
     from stopdown.app import run_command
+    from stopdown.app.displays import open_console
     from stopdown.records import to_json
 
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
 
     def announce(text: str) -> None:
         wraps = not console.is_terminal
