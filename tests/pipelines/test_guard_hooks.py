@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.runtime.guarding import Guard, guard
 from stopdown.runtime.repairs import Patient
+
+# FasterCache, which calls itself experimental, makes grids in the old way.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
 
 COMPILED = "flux"
 HOOKED = "cogvideox"
@@ -179,6 +183,48 @@ def broadcast_attention(pipe: Any) -> None:
     pipe.transformer.enable_cache(config)
 
 
+def cache_faster(pipe: Any) -> None:
+    """Every other step reuses attention, and the branch without the prompt."""
+    from diffusers import FasterCacheConfig
+
+    config = FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1000),
+        unconditional_batch_skip_range=2,
+        unconditional_batch_timestep_skip_range=(-1, 1000),
+        attention_weight_callback=lambda _: 0.5,
+        tensor_format="BFCHW",
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+    pipe.transformer.enable_cache(config)
+
+
+def cache_magnitudes(pipe: Any) -> None:
+    """Steps whose residual is as large as that of the one before reuse it."""
+    from diffusers import MagCacheConfig
+
+    config = MagCacheConfig(threshold=10.0, num_inference_steps=3, mag_ratios=[1.0] * 3)
+    pipe.transformer.enable_cache(config)
+
+
+def cache_taylor(pipe: Any, *, use_lite_mode: bool = False) -> None:
+    """Every other step is extrapolated from those before."""
+    from diffusers import TaylorSeerCacheConfig
+
+    config = TaylorSeerCacheConfig(
+        cache_interval=2,
+        disable_cache_before_step=1,
+        taylor_factors_dtype=torch.float32,
+        use_lite_mode=use_lite_mode,
+    )
+    pipe.transformer.enable_cache(config)
+
+
+def cache_taylor_lite(pipe: Any) -> None:
+    """The same, of the last projection alone; blocks of such a step are left out."""
+    cache_taylor(pipe, use_lite_mode=True)
+
+
 HOOKS = (
     offload_groups,
     pytest.param(offload_leaves, marks=pytest.mark.slow),
@@ -215,6 +261,43 @@ def test_without_its_cache_put_back_a_call_is_another(
     plain = call_pipeline(pipe, HOOKED, steps=3)
     with testing.inject(pipe, "transformer", step=1), guard(pipe, announce=quiet):
         assert not np.array_equal(call_pipeline(pipe, HOOKED, steps=3), plain)
+
+
+ALL_CACHES = (*CACHES, cache_faster, cache_magnitudes, cache_taylor, cache_taylor_lite)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("put_on", ALL_CACHES)
+def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step: int) -> None:
+    """Exponents are found beneath the cache, for the call that failed: no component ends in bf16."""
+    pipe = testing.make_pipeline(HOOKED, dtype=torch.float16)
+    put_on(pipe)
+    call_pipeline(pipe, HOOKED, steps=3)
+    with (
+        testing.assert_untouched(pipe),
+        testing.inject(pipe, "transformer", step=step, kind="range"),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        assert np.isfinite(call_pipeline(pipe, HOOKED, steps=3)).all()
+    (repair,) = handle.repairs
+    assert (repair.action, repair.kind, repair.tried) == ("rescaled", "range", ())
+
+
+@pytest.mark.parametrize("put_on", [cache_first_block, cache_faster])
+def test_captured_with_its_cache_on_it_is_not_rescaled(
+    monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
+) -> None:
+    """This is what the test above would miss."""
+    off = "stopdown.runtime.repairs.without_caches"
+    monkeypatch.setattr(off, lambda module: contextlib.nullcontext())
+    pipe = testing.make_pipeline(HOOKED, dtype=torch.float16)
+    put_on(pipe)
+    with (
+        testing.inject(pipe, "transformer", step=0, kind="range"),
+        guard(pipe, announce=quiet) as handle,
+    ):
+        call_pipeline(pipe, HOOKED, steps=1)
+    assert handle.repairs[0].tried[0].startswith("rescaled: ")
 
 
 @pytest.mark.parametrize("put_on", [offload_groups, offload_sequentially, *CACHES])

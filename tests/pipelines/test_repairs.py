@@ -64,6 +64,23 @@ def test_a_fault_inside_of_a_module_makes_an_island_of_it() -> None:
     assert seen.precisions == ("fp16", "fp32")
 
 
+def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finite frames that are fewer than the call at fault gave are no repair; the next one is tried."""
+    have_bf16(monkeypatch, True)
+    call = guarding.Patient.call
+
+    def lose_a_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        is_island = bool(self.applied) and self.applied[-1].action == "island"
+        return (output[0][:, 1:],) if is_island else output
+
+    monkeypatch.setattr(guarding.Patient, "call", lose_a_frame)
+    handle, _ = run_faulty("cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True)
+    (repair,) = handle.repairs
+    assert repair.action == "bf16"
+    assert repair.tried[0] == "island: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
+
+
 @pytest.mark.parametrize(("has_bf16", "action"), [(True, "bf16"), (False, "fp32")])
 def test_a_fault_of_the_whole_component_casts_it(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool, action: str

@@ -83,7 +83,7 @@ class Writing(nn.Module):
         cache[0] = x * 2
         cache.pop()
         if fail:
-            raise ValueError("as planted")
+            raise ValueError("no more")
         return x
 
 
@@ -96,7 +96,7 @@ def test_what_a_module_writes_stays(fail: bool) -> None:
     with patches:
         hook_arguments(module, halve, patches)
         if fail:
-            with pytest.raises(ValueError, match="as planted"):
+            with pytest.raises(ValueError, match="no more"):
                 module(x, cache, count, fail=True)
         else:
             module(x, cache, count)

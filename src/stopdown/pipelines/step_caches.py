@@ -2,7 +2,8 @@
 
 Diffusers' hooks that skip work (first block cache, pyramid attention broadcast, FasterCache, MagCache,
 TaylorSeer…) count calls and keep outputs of earlier ones. Before a call is run again they are put back
-to what they held; when the component was changed in between, what they kept is dropped.
+to what they held; when the component was changed in between, what they kept is dropped. A capture, which
+must see the whole call and no tensor from another one, runs beneath them.
 
 **Catches** states of the hooks that Diffusers itself resets.
 **Does not catch** caches of other libraries.
@@ -10,10 +11,13 @@ to what they held; when the component was changed in between, what they kept is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from stopdown.patches import Patches
 
 
 def save_caches(module: torch.nn.Module) -> Callable[[], None]:
@@ -31,8 +35,46 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
     return restore
 
 
+@contextlib.contextmanager
+def without_caches(module: torch.nn.Module) -> Iterator[None]:
+    """The module as it is beneath its step caches; other hooks of Diffusers (offloading) stay."""
+    with Patches() as patches:
+        for child in module.modules() if getattr(module, "is_cache_enabled", False) else ():
+            registry = vars(child).get("_diffusers_hook")
+            hooks = list(registry.hooks.values()) if registry is not None else []
+            if hooks and "forward" in vars(child) and all(map(_keeps_states, hooks)):
+                _take_off(child, hooks[0], patches)
+            else:
+                for hook in filter(_keeps_states, hooks):
+                    _bypass(hook.fn_ref, patches)
+        yield
+
+
+def _take_off(module: torch.nn.Module, innermost: Any, patches: Patches) -> None:
+    """A copy of the module must not hold its hooks: these would call the original."""
+    patches.remove_attribute(module, "_diffusers_hook")
+    forward = innermost.fn_ref.original_forward or innermost.fn_ref.forward
+    if getattr(forward, "__func__", None) is type(module).forward:
+        patches.remove_attribute(module, "forward")
+    else:
+        patches.set_attribute(module, "forward", forward)
+
+
+def _bypass(reference: Any, patches: Patches) -> None:
+    patches.set_attribute(reference, "pre_forward", lambda _, *args, **kwargs: (args, kwargs))
+    patches.set_attribute(reference, "post_forward", lambda _, output: output)
+    if reference.original_forward is not None:
+        patches.set_attribute(reference, "forward", reference.original_forward)
+
+
+def _keeps_states(hook: Any) -> bool:
+    """Whether a hook belongs to a step cache; followers of a stateful hook are not stateful themselves."""
+    managed = any(hasattr(value, "_state_cache") for value in vars(hook).values())
+    return managed or bool(getattr(hook, "_is_stateful", False))
+
+
 def clear_caches(module: torch.nn.Module) -> None:
-    """Drop what step caches kept from earlier calls; where in the run they are stays."""
+    """Drop what step caches kept from earlier calls: they count from here as from a run's start."""
     for hook in _find_hooks(module):
         for value in vars(hook).values():
             if isinstance(states := getattr(value, "_state_cache", None), dict):

@@ -359,6 +359,7 @@ class Guard:
         name = name_action(remedy)
         try:
             patient.put_on(before)
+            latest.restore()  # the call that exponents are found for is the one that failed
             repairs = patient.find_repair(fault.door, remedy, latest.args, dict(latest.kwargs))
             patient.put_on(repairs)
             latest.restore()
@@ -372,6 +373,9 @@ class Guard:
         is_good, _ = self.watch.look(fault.door, output)
         if not is_good:
             case.tried.append(f"{name}: the same call was not finite again.")
+        elif (given := _list_shapes(output)) != (wanted := _list_shapes(fault.output)):
+            case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
+            is_good = False
         return is_good, output
 
     def _find_culprit(self, fault: Fault) -> Culprit:
@@ -446,6 +450,11 @@ class Guard:
         device = choose_device(str(self._find_device(door, patient)))
         support = probe_formats(device)["bf16"]
         return support.native and support.works
+
+
+def _list_shapes(output: Any) -> str:
+    """Sizes of every tensor of an output: 1x3x9x32x32."""
+    return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in iterate_tensors(output))
 
 
 def guard(

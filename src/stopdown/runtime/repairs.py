@@ -25,6 +25,7 @@ from stopdown.formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, cast_component_, read_precisions
 from stopdown.pipelines.doors import Call, bared, call_cast
+from stopdown.pipelines.step_caches import without_caches
 from stopdown.runtime.policy import Remedy
 from stopdown.scaling import Scaling, cast_, fold_scaling
 
@@ -224,7 +225,7 @@ class Patient:
         before = self.applied
         self.take_off()
         try:
-            with bared(self.module):
+            with bared(self.module), without_caches(self.module):
                 is_forward = door.method == "forward"
                 call = self.module if is_forward else getattr(self.module, door.method)
                 if self._calibration is None:
