@@ -75,7 +75,9 @@ def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
         return (output[0][:, 1:],) if is_island else output
 
     monkeypatch.setattr(guarding.Patient, "call", lose_a_frame)
-    handle, _ = run_faulty("cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True)
+    handle, _ = run_faulty(
+        "cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True
+    )
     (repair,) = handle.repairs
     assert repair.action == "bf16"
     assert repair.tried[0] == "island: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
