@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files"),
     ("formats", "records"),
-    ("environment", "numerics", "patches", "media"),
+    ("environment", "numerics", "patches", "media", "randomness"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
     ("accumulation", "arguments", "backends", "capture", "diagnosis", "profiles"),

@@ -36,6 +36,7 @@ _HOMES = {
     "StopdownError": "errors",
     "StopdownWarning": "errors",
     "Thresholds": "comparison.records",
+    "TrialError": "errors",
     "apply_plan": "planning.applying",
     "cast_": "scaling.folding",
     "check": "consistency.checking",
@@ -78,6 +79,7 @@ __all__ = [
     "StopdownError",
     "StopdownWarning",
     "Thresholds",
+    "TrialError",
     "apply_plan",
     "cast_",
     "check",
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
         SourceError,
         StopdownError,
         StopdownWarning,
+        TrialError,
     )
     from stopdown.planning.applying import apply_plan
     from stopdown.planning.converting import convert

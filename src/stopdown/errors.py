@@ -11,6 +11,7 @@
     ├── NonFiniteError             a component gave NaN or Inf
     ├── CaptureError               a module cannot be captured as a graph
     └── ScalingError               no exponents keep a module in range
+        └── TrialError             with its exponents in place a module does not run as it is to run
 
     StopdownWarning                something was decided or repaired that the user should know
 
@@ -78,6 +79,10 @@ class CaptureError(StopdownError):
 
 class ScalingError(StopdownError):
     """No exponents keep a module in range."""
+
+
+class TrialError(ScalingError):
+    """With its exponents in place a module does not run as it is to run."""
 
 
 class PlanError(InputError):

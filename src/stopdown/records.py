@@ -472,6 +472,23 @@ class Accumulation:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What a component gave when it was run once in its precision, exponents and casts in place.
+
+    Attributes:
+        calls: how many were run; 0 when none was, and `note` says why.
+        rel_err: largest relative L2 difference of an output from fp32's; None where none was compared.
+        bf16_rel_err: the same of the component cast to bf16; None where that does not run.
+        note: what was not run or not compared, and why; "" when everything was.
+    """
+
+    calls: int = 0
+    rel_err: float | None = None
+    bf16_rel_err: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class ComponentPlan:
     """How one component of a checkpoint is to run, and why.
 
@@ -502,6 +519,7 @@ class ComponentPlan:
         stream: how its residual stream is kept in fp32; None when it is as the model has it.
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
+        trial: what it gave when it was run once as planned; None where nobody tried.
     """
 
     component: str
@@ -528,6 +546,7 @@ class ComponentPlan:
     stream: ResidualStream | None = None
     accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,8 @@ def test_a_transformer_is_certified_without_a_run(
         assert not entries[name].islands
         assert entries[name].calls == 0
         assert any("100 % of" in reason for reason in entries[name].reasons)
+        assert "Not run in fp16." in entries[name].reasons
+        assert any("no inputs: its calls were not tried" in x for x in entries[name].reasons)
     assert entries["transformer"].limits["forward.hidden_states"] == 64
     assert entries["transformer"].limits["forward.encoder_hidden_states"] == 128
     assert not entries["text_encoder"].limits  # token ids: every row of the table

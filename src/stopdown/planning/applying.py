@@ -185,6 +185,7 @@ def read_scaling(entry: ComponentPlan) -> Scaling:
         kept_buffers=entry.kept_buffers,
         outputs={int(number): exponent for number, exponent in entry.outputs.items()},
         stream=entry.stream,
+        trial=entry.trial,
     )
 
 

@@ -45,9 +45,11 @@ from stopdown.planning.plan_files import read_class_versions, seal_plan
 from stopdown.planning.plans import describe_scaling, sample_tensors
 from stopdown.planning.precision import ComponentFacts, parse_fp16
 from stopdown.planning.recording import Progress
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling import find_scaling
 from stopdown.scaling.certificate import scale_unmeasured
+
+_UNTRIED = Trial(note="A certificate has weights and no inputs: its calls were not tried.")
 
 
 @dataclass
@@ -242,7 +244,7 @@ def _plan_component(
     if "" in scaling.islands:
         why = "Only the whole component in fp32 keeps its bounds in range."
         return _fall_back(source, bare, why)
-    return describe_scaling(bare, scaling, "fp16", 0)
+    return describe_scaling(bare, dataclasses.replace(scaling, trial=_UNTRIED), "fp16", 0)
 
 
 def _open(source: Source, name: str, module: torch.nn.Module) -> Checkpoint:

@@ -45,6 +45,7 @@ from stopdown.planning.recording import PROMPTS, Progress, RecordedCall, record_
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
+from stopdown.scaling.folding import describe_trial
 from stopdown.scaling.weights import find_quantised
 
 SAMPLES = 16
@@ -297,6 +298,7 @@ def describe_scaling(
         kept_buffers=scaling.kept_buffers,
         outputs={str(number): exponent for number, exponent in scaling.outputs.items()},
         stream=scaling.stream,
+        trial=scaling.trial,
     )
     said = [x for x in (scaling.range_note, scaling.note, *notes) if x]
     return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
@@ -332,9 +334,11 @@ def _list_reasons(entry: ComponentPlan) -> list[str]:
             f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
             "multiplies many rows by matrices runs in fp16."
         )
+    if entry.trial is not None:
+        reasons += [f"{describe_trial(entry.trial).capitalize()}.", entry.trial.note]
     if entry.pinned:
         reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(entry.pinned))}.")
-    return reasons
+    return [reason for reason in reasons if reason]
 
 
 def count_folds(entry: ComponentPlan) -> str:

@@ -43,13 +43,13 @@ from stopdown.pipelines.step_caches import clear_caches, save_caches
 from stopdown.planning.applying import check_plan, put_boundaries, watch_adapters
 from stopdown.planning.loading import Standing
 from stopdown.planning.plan_files import seal_plan
+from stopdown.randomness import Restore, save_random
 from stopdown.records import ComponentPlan, Decision, GuardRecord, Plan, Repair
 from stopdown.runtime.amending import amend_entry, prescribe
 from stopdown.runtime.carrying import Carried
 from stopdown.runtime.culprit import Culprit, find_culprit, name_site
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
-from stopdown.runtime.randomness import Restore, save_random
 from stopdown.runtime.repairs import Applied, Patient
 from stopdown.runtime.sensors import find_compiled, is_compiled
 from stopdown.runtime.watch import Fault, Observer, Watch

@@ -41,9 +41,9 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors, read_precisions
 from stopdown.pipelines.doors import Call, find_module, put_door
 from stopdown.planning.plans import sample_weights
+from stopdown.randomness import RandomSource, find_random
 from stopdown.records import JournalUse
 from stopdown.runtime.packing import PackingError, digest_call, pack, unpack
-from stopdown.runtime.randomness import RandomSource, find_random
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""

@@ -18,7 +18,7 @@ from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import ScalingError
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.records import ResidualStream
+from stopdown.records import ResidualStream, Trial
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Scaling:
         limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
+        trial: what the module gave when it was run once with all that; None where nobody tried.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Scaling:
     limits: Mapping[str, float] = field(default_factory=dict)
     range_note: str = ""
     note: str = ""
+    trial: Trial | None = None
 
 
 RESCALED = "stopdown_rescaled"
@@ -112,6 +114,11 @@ class Rescaling:
         stream = self.scaling.stream
         return "native" if stream is None or stream.closed else "fp32"
 
+    @property
+    def trial(self) -> Trial | None:
+        """What the module gave when it was run once as `cast_` leaves it; None where it was not."""
+        return self.scaling.trial
+
     def defer(self, patches: Patches) -> None:
         """Take other changes of the module back before this one is."""
         self._patches.defer(patches.undo)
@@ -123,8 +130,20 @@ class Rescaling:
     def __repr__(self) -> str:
         return (
             f"Rescaling({len(self.exponents)} folds, {len(self.multiplies)} multiplies, "
-            f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom)"
+            f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom, "
+            f"{describe_trial(self.trial)})"
         )
+
+
+def describe_trial(trial: Trial | None) -> str:
+    """`run once in fp16: 0.042 % off fp32, bf16 0.34 %`, or that it was not run."""
+    if trial is None or not trial.calls:
+        return "not run in fp16"
+    ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
+    if trial.rel_err is None:
+        return f"{ran}: finite"
+    beside = "" if trial.bf16_rel_err is None else f", bf16 {100 * trial.bf16_rel_err:.2g} %"
+    return f"{ran}: {100 * trial.rel_err:.2g} % off fp32{beside}"
 
 
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:

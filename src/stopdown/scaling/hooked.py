@@ -1,9 +1,9 @@
-"""The fall-back for a module without a graph: hooks tell which of its matrices fp16 can hold.
+"""The fall-back for a module that exponents do not do for: hooks tell which of its matrices fp16 can hold.
 
-No exponents can be found when the code cannot be traced. But what a linear or convolution is given
-and gives back can be seen by hooks while it runs in fp32. Those whose weights, inputs and outputs
-stay within fp16 run in fp16 between casts; the others, and everything between them (sums, norms,
-products of two values), stay in fp32. That is tried in fp16 before it is believed.
+No exponents can be found when the code cannot be traced, and some code does not run with them. But
+what a linear or convolution is given and gives back can be seen by hooks while it runs in fp32. Those
+whose weights, inputs and outputs stay within fp16 run in fp16 between casts; the others, and everything
+between them (sums, norms, products of two values), stay in fp32. That is tried before it is believed.
 
 **Catches** matrices that overflow in the calls that were made; operands that would not agree.
 **Does not catch** matrices that a module multiplies without calling the submodule that holds them:
@@ -13,40 +13,33 @@ they stay in fp32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.capture import find_kept_buffers, name_parameters
-from stopdown.errors import CaptureError
+from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.numerics import (
     count_attention_on_cpu,
     count_flops,
     headroom_bits,
     iterate_tensors,
     measure_amax,
-    relative_l2,
 )
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
-from stopdown.scaling.folding import Scaling, cast_
+from stopdown.scaling.folding import Scaling
+from stopdown.scaling.trial import Call, Reference, try_scaling
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+Failure = CaptureError | ScalingError
 
 SPARE_BITS = 1.0
 """Headroom that a matrix must have to run in fp16."""
-
-LARGEST_ERROR = 0.05
-"""Relative 2-norm error against fp32 above which the fall-back is not taken."""
-
-MOST_FLOPS_ON_CPU = 1e10
-"""A call with more of them is not tried in fp16 on a processor: it would take minutes."""
 
 MOST_NAMED = 5
 
@@ -80,16 +73,21 @@ class _Seen:
 
 
 def scale_by_hooks(
-    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype, failure: CaptureError
+    module: torch.nn.Module,
+    calls: Sequence[Call],
+    dtype: torch.dtype,
+    failure: Failure,
+    reference: Callable[[], Reference] | None = None,
 ) -> Scaling:
     """Which matrices of a module run in `dtype`, all else in fp32; nothing is folded.
 
     Args:
-        module: in fp32, whose calls cannot be captured.
-        failure: why not; its words stand in the note of the result.
+        module: in fp32, whose calls cannot be captured, or do not run with exponents in place.
+        failure: why; its words stand in the note of the result.
+        reference: gives what its calls are tried against; None tries none.
 
     Raises:
-        CaptureError: the failure, with why the fall-back does not do either.
+        CaptureError, ScalingError: the failure, with why the fall-back does not do either.
 
     Cost: a forward in fp32 for each call, and one in `dtype` (not of large calls on a processor).
     """
@@ -98,9 +96,12 @@ def scale_by_hooks(
     if not narrow:
         raise _give_up(failure, "no linear or convolution that is called fits into fp16")
     scaling = _describe(module, seen, narrow, dtype, failure)
-    if _may_try(module, seen):
-        _try(module, calls, scaling, seen, dtype, failure)
-    return scaling
+    if reference is None:
+        return scaling
+    try:
+        return replace(scaling, trial=try_scaling(module, scaling, dtype, reference()))
+    except TrialError as error:
+        raise _give_up(failure, f"i{error.what[1:].rstrip('.')}") from error
 
 
 def _observe(module: torch.nn.Module, calls: Sequence[Call]) -> _Seen:
@@ -143,7 +144,7 @@ def _describe(
     seen: _Seen,
     narrow: list[str],
     dtype: torch.dtype,
-    failure: CaptureError,
+    failure: Failure,
 ) -> Scaling:
     kept = find_kept_buffers(module)
     inside = tuple(f"{path}." for path in narrow)
@@ -182,10 +183,11 @@ def _find_wide(module: torch.nn.Module, narrow: list[str]) -> list[str]:
     ]
 
 
-def _explain(seen: _Seen, narrow: list[str], share: float, failure: CaptureError) -> str:
+def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> str:
     beyond = [path for path in seen.matrices if path not in narrow]
+    why = "Without a graph" if isinstance(failure, CaptureError) else "So"
     text = (
-        f"{failure.what} Without a graph there are no exponents: {len(narrow)} of "
+        f"{failure.what} {why} there are no exponents: {len(narrow)} of "
         f"{len(seen.matrices)} matrices run in fp16 between casts, and all else in fp32, "
         f"{100 * share:.1f} % of the matmul work."
     )
@@ -195,51 +197,8 @@ def _explain(seen: _Seen, narrow: list[str], share: float, failure: CaptureError
     return text
 
 
-def _may_try(module: torch.nn.Module, seen: _Seen) -> bool:
-    device = next(module.parameters()).device.type
-    return device != "cpu" or seen.flops <= MOST_FLOPS_ON_CPU
-
-
-def _try(
-    module: torch.nn.Module,
-    calls: Sequence[Call],
-    scaling: Scaling,
-    seen: _Seen,
-    dtype: torch.dtype,
-    failure: CaptureError,
-) -> None:
-    """Run the calls as they would be run.
-
-    Raises:
-        CaptureError: an output is not finite, or far from fp32's; the code raised.
-    """
-    with cast_(module, dtype, scaling), torch.no_grad():
-        for (call, args, kwargs), reference in zip(calls, seen.outputs, strict=True):
-            given = _cast_all((args, dict(kwargs)), dtype)
-            try:
-                outputs = list(iterate_tensors(call(*given[0], **given[1])))
-            except Exception as error:
-                first = (str(error).strip().splitlines() or [""])[0]
-                why = f"in fp16 with casts it raises {type(error).__name__}: {first[:200]}"
-                raise _give_up(failure, why) from error
-            for low, right in zip(outputs, reference, strict=True):
-                if low.is_floating_point() and not _is_near(low, right):
-                    raise _give_up(failure, "in fp16 with casts its output is not that of fp32")
-
-
-def _is_near(low: torch.Tensor, right: torch.Tensor) -> bool:
-    return bool(low.isfinite().all()) and relative_l2(low, right) <= LARGEST_ERROR
-
-
-def _cast_all(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if value.dtype == torch.float32 else value
-
-    return pytree.tree_map_only(torch.Tensor, cast, tree)
-
-
-def _give_up(failure: CaptureError, why: str) -> CaptureError:
+def _give_up(failure: Failure, why: str) -> Failure:
     what = failure.what.rstrip(".")
-    return CaptureError(
+    return type(failure)(
         f"{what}. Islands found by hooks do not do either: {why}.", remedy=failure.remedy
     )

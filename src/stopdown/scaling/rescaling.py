@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from stopdown.capture import Answers, Capture, capture_call, note_answers, owner_of
-from stopdown.errors import CaptureError, OptionError, ScalingError
+from stopdown.errors import CaptureError, OptionError, ScalingError, TrialError
 from stopdown.graph.ranges import measure_ranges, merge_ranges
-from stopdown.numerics import headroom_bits, iterate_tensors
+from stopdown.numerics import headroom_bits
 from stopdown.records import ResidualStream
 from stopdown.scaling.alike import find_used, keep_multiplies, merge_alike, name_likenesses
 from stopdown.scaling.certificate import Kind, check_ranges, find_uncertain, scale_by_bounds
@@ -41,10 +41,8 @@ from stopdown.scaling.residual import (
     with_stream,
 )
 from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
+from stopdown.scaling.trial import Call, run_reference, try_scaling
 from stopdown.scaling.weights import check_weights, refuse_quantised
-
-Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
-"""What is called, with which arguments."""
 
 RESIDUALS = ("native", "fp32")
 """What a residual stream can be kept in: as the model has it, or in fp32."""
@@ -81,16 +79,21 @@ def rescale_(
         ranges: `measured` trusts these calls; `bound` takes ranges that hold for every input where
             there are some, and `.certified` is True when there are for every fp16 value; `auto` takes
             bounds where they cost nothing. None is `measured`.
-        verify: run the calls before and after, and compare every bit, when the module is in fp32.
+        verify: run the calls before and after, in fp32 to compare every bit when the module is in
+            fp32, and once as `cast_` leaves it: `.trial` of the result has the error, beside bf16's,
+            and what could not be run. Code that does not run with its exponents in place is tried
+            with as much of it in fp16 as hooks show that fp16 holds; the scaling's `note` says so.
 
     Raises:
         CaptureError: the code cannot be traced.
+        TrialError: cast to `dtype`, a call raises, or returns NaN, Inf, other shapes or other values.
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
             named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
             not changed.
         OptionError: the residual is none of `RESIDUALS`, the ranges none of theirs.
 
-    Cost: for each call a capture (seconds; three with an fp32 residual), and three forwards in fp32.
+    Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
+    in bf16 and one in `dtype`; both casts hold a second copy of the weights.
     """
     refuse_quantised(module)
     check_weights(module)
@@ -98,12 +101,8 @@ def rescale_(
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
     stream, basis = check_residual(residual), check_ranges(ranges)
-    scaling = scale_anyhow(module, [[x] for x in given], dtype, stream, basis)
-    before = _run_all(given) if verify and _is_fp32(module) else None
-    rescaling = fold_scaling(module, scaling)
-    if before is not None:
-        _demand_equal(rescaling, before, _run_all(given))
-    return rescaling
+    scaling = scale_anyhow(module, [[x] for x in given], dtype, stream, basis, verify=verify)
+    return fold_scaling(module, scaling)
 
 
 def check_residual(residual: str | None) -> str:
@@ -155,21 +154,44 @@ def scale_calls(
 
 
 def scale_anyhow(
-    module: torch.nn.Module, kinds: Sequence[Sequence[Call]], dtype: torch.dtype, *options: str
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    residual: str = "native",
+    ranges: str = "measured",
+    *,
+    verify: bool = True,
 ) -> Scaling:
-    """As `scale_calls`; for a module without a graph, what hooks find that fp16 can hold.
+    """As `scale_calls`, tried: exponents with the stream asked for, else without, else by hooks.
+
+    What hooks find is what fp16 can hold of a module without a graph, or whose code does not run with
+    its exponents in place.
 
     Args:
-        options: the residual and what else `scale_calls` takes.
+        verify: run the first call of each kind with what was found, as `try_scaling` does.
 
     Raises:
         CaptureError: there is no graph, and hooks do not do either.
-        ScalingError: there are no exponents.
+        ScalingError: there are no exponents, they are not exact, or the module does not run with them.
     """
-    try:
-        return scale_calls(module, kinds, dtype, *options)
-    except CaptureError as error:
-        return scale_by_hooks(module, [call for kind in kinds for call in kind], dtype, error)
+    calls = [kind[0] for kind in kinds]
+    reference = cache(partial(run_reference, module, calls))
+    failure: CaptureError | ScalingError | None = None
+    for stream in dict.fromkeys((residual, "native")):
+        try:
+            found = scale_calls(module, kinds, dtype, stream, ranges)
+            trial = try_scaling(module, found, dtype, reference()) if verify else None
+        except CaptureError as error:
+            failure = failure or error
+            break
+        except TrialError as error:
+            failure = failure or error
+            continue
+        note = found.note if failure is None else f"{_NOT_WIDE} {failure.what} {found.note}"
+        return replace(found, trial=trial, note=note.strip())
+    assert failure is not None
+    every = [call for kind in kinds for call in kind]
+    return scale_by_hooks(module, every, dtype, failure, reference if verify else None)
 
 
 def _scale_streamed(
@@ -275,35 +297,6 @@ def _capture_streamed(
             raise
     with with_stream(owner_of(call), stream, dtype) as wide:
         return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
-
-
-def _is_fp32(module: torch.nn.Module) -> bool:
-    floats = [p for p in module.parameters() if p.is_floating_point()]
-    return all(p.dtype == torch.float32 for p in floats)
-
-
-def _run_all(calls: Sequence[Call]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return [x for call, args, kwargs in calls for x in iterate_tensors(call(*args, **kwargs))]
-
-
-def _demand_equal(
-    rescaling: Rescaling, before: list[torch.Tensor], after: list[torch.Tensor]
-) -> None:
-    """Undo and raise when a rescaled module is not bit for bit what it was.
-
-    Raises:
-        ScalingError: some output differs.
-    """
-    pairs = list(zip(before, after, strict=True))
-    if all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
-        return
-    rescaling.undo()
-    raise ScalingError(
-        f"{type(rescaling.module).__name__} rescaled in fp32 is not bit for bit what it was.",
-        expected="Exponents must not change what a module computes; nothing was changed.",
-        remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is wrong.",
-    )
 
 
 def measure_call(

@@ -1,0 +1,309 @@
+"""What exponents claim, tried: the module is run with them, in fp32 and then cast as it is to run.
+
+In fp32 every bit of the outputs must be what it was. Cast, each call must return: the same containers
+and shapes, every value finite, and no more error than bf16 makes, or than `LARGEST_ERROR`. Each run
+begins with the random numbers of the one before and gets containers of its own, so a call that draws
+noise or writes into a list that it is given is the same call every time.
+
+**Catches** operands that do not agree once they are cast, NaN, Inf, other shapes or containers, outputs
+that are not those of fp32.
+**Does not catch** other calls than these, and says so of calls of more than `MOST_FLOPS_ON_CPU` on a
+processor, of operations that the device lacks in fp16, and of calls that draw noise: in another format
+it is another, so their error is not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import ScalingError, TrialError, take_first_line
+from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
+from stopdown.patches import Patches
+from stopdown.randomness import find_random
+from stopdown.records import Trial
+from stopdown.scaling.folding import Scaling, cast_, fold_scaling
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
+"""What is called, with which arguments."""
+
+LARGEST_ERROR = 0.05
+"""Relative 2-norm error against fp32 that is not believed, unless bf16 makes more."""
+
+MOST_FLOPS_ON_CPU = 1e10
+"""A call with more of them is not tried on a processor: its fp16 convolutions would take minutes."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a module as it was found.
+
+    Attributes:
+        output: what it returned.
+        draws: it drew random numbers.
+        flops: of its linears and convolutions.
+        bf16_rel_err: of the same call in bf16; None where that does not run.
+    """
+
+    output: Any
+    draws: bool
+    flops: float
+    bf16_rel_err: float | None = None
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the calls of a module gave before anything was changed.
+
+    Attributes:
+        runs: one for each call, in their order.
+        is_fp32: the module was in fp32, so that rescaling must not change a bit.
+    """
+
+    calls: tuple[Call, ...]
+    runs: tuple[Run, ...]
+    is_fp32: bool
+
+
+def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
+    """Run calls of a module as it stands, and in fp32 those that are tried later in bf16 as well.
+
+    Cost: a forward for each call, and one in bf16; the outputs are kept.
+    """
+    is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
+    runs = [_run_counted(module, call) for call in calls]
+    if is_fp32:
+        runs = _add_bf16(module, calls, runs)
+    return Reference(tuple(calls), tuple(runs), is_fp32)
+
+
+def try_scaling(
+    module: torch.nn.Module, scaling: Scaling, dtype: torch.dtype, reference: Reference
+) -> Trial:
+    """Put exponents on a module, run its calls in fp32 and in `dtype`, and take them off again.
+
+    Raises:
+        TrialError: a call raises in `dtype`, or returns something else than in fp32.
+        ScalingError: in fp32 the module is not bit for bit what it was.
+
+    Cost: a forward in fp32 and one in `dtype` for each call.
+    """
+    rescaling = fold_scaling(module, scaling)
+    try:
+        if reference.is_fp32 and (scaling.exponents or scaling.multiplies or scaling.eps):
+            _demand_equal(module, reference)
+        cast_(module, dtype, rescaling)
+        return _try_calls(module, dtype, reference)
+    finally:
+        rescaling.undo()
+
+
+def _run_counted(module: torch.nn.Module, call: Call) -> Run:
+    with _counting(module) as counts:
+        output, draws = _run(module, *call)
+    return Run(output, draws, sum(counts))
+
+
+def _run(
+    module: torch.nn.Module,
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[Any, bool]:
+    """What a call returns, and whether it drew random numbers; those of today are put back."""
+    given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
+    weight = next(module.parameters(), None)
+    device = torch.device("cpu") if weight is None else weight.device
+    sources = find_random(device, pytree.tree_leaves(given))
+    states = [source.read() for source in sources]
+    try:
+        with torch.no_grad():
+            output = call(*given[0], **given[1])
+        pairs = zip(sources, states, strict=True)
+        return output, not all(torch.equal(source.read(), state) for source, state in pairs)
+    finally:
+        for source, state in zip(sources, states, strict=True):
+            source.put(state)
+
+
+@contextmanager
+def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
+    """FLOPs of every linear and convolution that is called meanwhile."""
+    counts: list[float] = []
+
+    def count(part: Any, args: Any, output: torch.Tensor) -> None:
+        given = next(iterate_tensors(args), output)
+        shapes = {"input": given.shape, "weight": part.weight.shape}
+        is_transposed = getattr(part, "transposed", False)
+        counts.append(count_flops("linear", shapes, output.shape, transposed=is_transposed))
+
+    with Patches() as patches:
+        for part in module.modules():
+            if isinstance(part, (torch.nn.Linear, _ConvNd)):
+                patches.defer(part.register_forward_hook(count).remove)
+        yield counts
+
+
+def _add_bf16(module: torch.nn.Module, calls: Sequence[Call], runs: Sequence[Run]) -> list[Run]:
+    """The same runs with what bf16 makes of them, where they will be tried and compared."""
+    with cast_(module, torch.bfloat16):
+        return [
+            replace(run, bf16_rel_err=_measure_bf16(module, call, run))
+            for call, run in zip(calls, runs, strict=True)
+        ]
+
+
+def _measure_bf16(module: torch.nn.Module, call: Call, run: Run) -> float | None:
+    if run.draws or not _may_run(module, run):
+        return None
+    try:
+        error = _measure_error(_run_cast(module, call, torch.bfloat16), run.output)
+    except Exception:  # whatever a model's code does in bf16: there is no figure then
+        return None
+    return error if math.isfinite(error) else None
+
+
+def _may_run(module: torch.nn.Module, run: Run) -> bool:
+    weight = next(module.parameters(), None)
+    is_cpu = weight is None or weight.device.type == "cpu"
+    return not is_cpu or run.flops <= MOST_FLOPS_ON_CPU
+
+
+def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
+    """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
+    function, args, kwargs = call
+    given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
+    try:
+        return _run(module, function, *given)[0]
+    except RuntimeError:
+        given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=0)
+        return _run(module, function, *given)[0]
+
+
+def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        is_wide = value.dtype == torch.float32 and value.dim() >= least_dim
+        return value.to(dtype) if is_wide else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, tree)
+
+
+def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
+    for call, run in zip(reference.calls, reference.runs, strict=True):
+        after, before = (list(iterate_tensors(x)) for x in (_run(module, *call)[0], run.output))
+        pairs = zip(before, after, strict=True)
+        if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
+            raise ScalingError(
+                f"{type(module).__name__} rescaled in fp32 is not bit for bit what it was.",
+                expected="Exponents must not change what a module computes; nothing was changed.",
+                remedy="Run it in bf16 or fp32, and report this class: a rule of an operation is "
+                "wrong.",
+            )
+
+
+def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference) -> Trial:
+    errors, bf16_errors, notes, done = list[float](), list[float](), list[str](), 0
+    for call, run in zip(reference.calls, reference.runs, strict=True):
+        if not _may_run(module, run):
+            notes.append(
+                f"A call of {run.flops:.1e} FLOPs was not run in fp16: it would take minutes on a "
+                "processor."
+            )
+            continue
+        try:
+            output = _run_cast(module, call, dtype)
+        except (
+            torch.OutOfMemoryError,
+            NotImplementedError,
+        ) as error:  # of the device, not the code
+            first = take_first_line(error)
+            notes.append(f"A call does not run in fp16 on this device, and was not tried: {first}.")
+            continue
+        except Exception as error:  # whatever a model's code does: it does not run so
+            why = f"it raises {type(error).__name__}: {take_first_line(error)[:200]}"
+            raise _refuse(why) from error
+        _demand_alike(output, run)
+        done += 1
+        if run.draws:
+            notes.append("A call draws random numbers, which differ by format: it is not compared.")
+        else:
+            errors.append(_measure_error(output, run.output))
+            bf16_errors += [] if run.bf16_rel_err is None else [run.bf16_rel_err]
+            _demand_near(errors[-1], run)
+    is_bf16 = bool(errors) and len(bf16_errors) == len(errors)
+    return Trial(
+        done,
+        _round(max(errors)) if errors else None,
+        _round(max(bf16_errors)) if is_bf16 else None,
+        " ".join(dict.fromkeys(notes)),
+    )
+
+
+def _demand_alike(output: Any, run: Run) -> None:
+    """The same containers, shapes and kinds of values as in fp32, all of them finite.
+
+    Raises:
+        TrialError: with the first that is not.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    before, known = pytree.tree_flatten(run.output)
+    tensors, wanted = list(iterate_tensors(output)), list(iterate_tensors(run.output))
+    if spec != known or list(map(type, leaves)) != list(map(type, before)):
+        raise _refuse(f"it returns {_outline(spec)} instead of {_outline(known)}")
+    if [x.shape for x in tensors] != [x.shape for x in wanted]:
+        shapes = " instead of ".join(str([tuple(x.shape) for x in y]) for y in (tensors, wanted))
+        raise _refuse(f"it returns the shapes {shapes}")
+    for number, (tensor, right) in enumerate(zip(tensors, wanted, strict=True)):
+        if not tensor.is_floating_point() or not bool(right.isfinite().all()):
+            continue
+        if bad := sum(count_non_finite(tensor)):
+            raise _refuse(
+                f"its output is not that of fp32: {bad} of {tensor.numel()} values of tensor "
+                f"{number} are NaN or Inf",
+            )
+
+
+def _outline(spec: Any) -> str:
+    return " ".join(str(spec).split())[:200]
+
+
+def _demand_near(error: float, run: Run) -> None:
+    if error <= max(LARGEST_ERROR, run.bf16_rel_err or 0.0):
+        return
+    beside = (
+        "bf16 does not run" if run.bf16_rel_err is None else f"bf16's by {run.bf16_rel_err:.2g}"
+    )
+    raise _refuse(f"its output is not that of fp32: it is {error:.2g} off ({beside})")
+
+
+def _refuse(why: str) -> TrialError:
+    return TrialError(
+        f"In fp16 with casts {why}.",
+        expected="Run in fp16 with its exponents in place, it returns what it returns in fp32.",
+        remedy="Run it in bf16 or fp32.",
+    )
+
+
+def _measure_error(output: Any, reference: Any) -> float:
+    """Relative 2-norm of the difference, of the worst tensor; 0.0 where all are zero.
+
+    Raises:
+        ValueError: there are more tensors in one than in the other.
+    """
+    errors = [0.0]
+    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
+        if right.is_floating_point() and not torch.equal(low.to(right.dtype), right):
+            error = relative_l2(low.cpu(), right.cpu())  # some devices have no fp64
+            errors.append(error if math.isfinite(error) else math.inf)
+    return max(errors)
+
+
+def _round(error: float) -> float:
+    return float(f"{error:.3g}")

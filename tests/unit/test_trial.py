@@ -1,0 +1,212 @@
+"""What a rescaling claims is tried: the cast module is run, and a result that does not run is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import ScalingError, TrialError
+from stopdown.records import ComponentPlan, Trial
+from stopdown.scaling import rescale_, scale_anyhow, trial
+from stopdown.testing import compare_snapshot, take_snapshot
+
+Change = Callable[[torch.Tensor], Any]
+
+
+class Changing(nn.Module):
+    """Beyond fp16, and does something else when it really runs with a last linear in fp16."""
+
+    def __init__(self, change: Change = lambda x: x) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = self.out(self.norm(self.embed(x)))
+        is_real = type(x) is torch.Tensor  # a capture sees nothing of it
+        return self.change(x) if is_real and self.is_low(x) else x
+
+    def is_low(self, x: torch.Tensor) -> bool:
+        return self.out.weight.dtype == torch.float16
+
+
+class ChangingByInput(Changing):
+    """The same where its input is fp16: with casts to fp32 before it, it runs."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        given = x
+        x = self.out(self.norm(self.embed(x)))
+        is_low = type(x) is torch.Tensor and given.dtype == torch.float16
+        return self.change(x) if is_low else x
+
+
+def make(kind: type[Changing] = Changing, *given: Change) -> tuple[Changing, torch.Tensor]:
+    torch.manual_seed(0)
+    module = kind(*given).eval().requires_grad_(False)
+    module.embed.weight.mul_(2.0**20)
+    return module, torch.randn(3, 4)
+
+
+def fail(x: torch.Tensor) -> torch.Tensor:
+    return x.float() @ torch.ones(4, 4).half()
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "raises": (fail, "it raises RuntimeError: expected"),
+    "nan": (lambda x: x / 0 * 0, "12 of 12 values of tensor 0 are NaN or Inf"),
+    "shape": (lambda x: x[:2], r"it returns the shapes \[\(2, 4\)\] instead of \[\(3, 4\)\]"),
+    "container": (lambda x: (x,), "it returns .* instead of"),
+    "values": (lambda x: x + 100, "its output is not that of fp32: it is .* off"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_does_not_run_in_fp16_is_not_solved(name: str) -> None:
+    """Exact in fp32 and not what it was once cast: refused, and every bit is as it was."""
+    change, said = FAULTS[name]
+    module, x = make(Changing, change)
+    before = take_snapshot(module)
+    with pytest.raises(TrialError, match=f"In fp16 with casts .*{said}"):
+        rescale_(module, (x,))
+    assert compare_snapshot(before, module) == []
+    assert rescale_(module, (x,), verify=False).exponents  # it is the trial that refused
+
+
+@pytest.mark.parametrize("residual", ["native", "fp32"])
+def test_the_next_strategy_is_taken_and_said(residual: str) -> None:
+    """Where exponents do not run, what hooks show that fp16 can hold does; the result says why."""
+    module, x = make(ChangingByInput, fail)
+    reference = module(x)
+    rescaling = rescale_(module, (x,), residual=residual)
+    assert rescaling.exponents == {}
+    assert "In fp16 with casts it raises RuntimeError" in rescaling.scaling.note
+    assert "So there are no exponents" in rescaling.scaling.note
+    assert rescaling.trial is not None
+    assert rescaling.trial.calls == 1
+    assert torch.equal(module(x), reference)
+
+
+def test_the_error_stands_in_the_result_beside_that_of_bf16() -> None:
+    """How many calls were run, how far from fp32, and how far bf16 is; the repr says it."""
+    module, x = make()
+    rescaling = rescale_(module, calls=[(module, (x,), {}), (module, (), {"x": x[:2]})])
+    found = rescaling.trial
+    assert found is not None
+    assert (found.calls, found.note) == (2, "")
+    assert found.rel_err is not None
+    assert found.bf16_rel_err is not None
+    assert 0 < found.rel_err < found.bf16_rel_err < 0.1
+    assert "run once in fp16 (2 calls): " in repr(rescaling)
+    assert "off fp32, bf16 " in repr(rescaling)
+
+
+def test_without_verification_nothing_is_claimed() -> None:
+    """The repr says that it was not run."""
+    module, x = make()
+    rescaling = rescale_(module, (x,), verify=False)
+    assert rescaling.trial is None
+    assert repr(rescaling).endswith("not run in fp16)")
+
+
+class Noisy(Changing):
+    """Adds noise that it draws itself, by the generator that it is given or by the global one."""
+
+    def forward(self, x: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+        noise = torch.randn(x.shape[0], 4, generator=generator, dtype=x.dtype)
+        return super().forward(x + noise)  # type: ignore[no-any-return]
+
+
+def test_a_call_that_draws_noise_is_solved() -> None:
+    """Each run draws the same numbers, so it is exact; how near it is in fp16 is not compared."""
+    module, x = make(Noisy)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.exponents["embed.weight"] < 0
+    assert rescaling.trial == Trial(
+        1, note="A call draws random numbers, which differ by format: it is not compared."
+    )
+    assert "run once in fp16 (1 call): finite" in repr(rescaling)
+
+
+def test_a_generator_of_the_caller_draws_the_same_in_each_run() -> None:
+    """Its state is put back after a run, and so is that of the global one."""
+    module, x = make(Noisy)
+    generator = torch.Generator().manual_seed(3)
+    states = generator.get_state(), torch.get_rng_state()
+    first, second = (trial.run_reference(module, [(module, (x, generator), {})]) for _ in "ab")
+    assert first.runs[0].draws
+    assert torch.equal(first.runs[0].output, second.runs[0].output)
+    assert torch.equal(generator.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
+
+
+class Caching(Changing):
+    """Writes what it computes into a list of its caller, and goes on from what is there."""
+
+    def forward(self, x: torch.Tensor, cache: list[Any] | None = None) -> torch.Tensor:
+        x = x if not cache else x + cache[-1]
+        if cache is not None:
+            cache.append(x)
+        return super().forward(x)  # type: ignore[no-any-return]
+
+
+def test_a_list_of_the_caller_is_not_written_to_by_a_trial() -> None:
+    """Each run gets containers of its own: the second begins where the first did."""
+    module, x = make(Caching)
+    cache: list[Any] = [torch.ones(3, 4)]
+    reference = trial.run_reference(module, [(module, (x, cache), {})])
+    assert len(cache) == 1
+    assert len(reference.runs) == 1
+
+
+def test_a_call_too_large_for_a_processor_is_not_run_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The result says that nothing was tried, with the size of the call."""
+    monkeypatch.setattr(trial, "MOST_FLOPS_ON_CPU", 10.0)
+    module, x = make(Changing, fail)
+    found = rescale_(module, (x,)).trial
+    assert found is not None
+    assert (found.calls, found.rel_err) == (0, None)
+    assert found.note.startswith("A call of 7.7e+02 FLOPs was not run in fp16")
+
+
+def test_a_plan_falls_back_and_says_why() -> None:
+    """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
+    from stopdown.pipelines.components import Door
+    from stopdown.planning import plans
+    from stopdown.planning.recording import RecordedCall
+
+    def plan(change: Change) -> ComponentPlan:
+        module, x = make(Changing, change)
+        call = RecordedCall(Door("transformer", module, "forward", "denoise"), (x,), {})
+        opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
+        return plans._plan_component(
+            opened, "transformer", module, [call], "fp16", "native", "measured"
+        )
+
+    bad, good = plan(fail), plan(lambda x: x)
+    assert (bad.precision, bad.exponents, bad.trial) == ("fp32", {}, None)
+    assert bad.reasons[0].startswith("In fp16 with casts it raises RuntimeError")
+    assert good.precision == "fp16"
+    assert good.trial is not None
+    assert any(x.startswith("Run once in fp16 (1 call): ") for x in good.reasons)
+
+
+def test_exactness_is_demanded_before_anything_is_cast() -> None:
+    """A module whose fp32 output changes by itself is refused, not tried."""
+    module, x = make()
+    calls: list[int] = []
+    module.change = lambda y: y
+    forward = module.forward
+
+    def count(*args: Any) -> Any:
+        calls.append(1)
+        return forward(*args) + (len(calls) if type(args[0]) is torch.Tensor else 0)
+
+    module.forward = count  # type: ignore[method-assign]
+    with pytest.raises(ScalingError, match="not bit for bit what it was"):
+        scale_anyhow(module, [[(module, (x,), {})]], torch.float16)
