@@ -5,7 +5,7 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from stopdown.errors import ScalingError
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Trial
+from stopdown.scaling.cast_check import CHECK, CastCheck
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,28 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     return Rescaling(module, scaling, patches)
 
 
+def check_casts(rescaling: Rescaling) -> None:
+    """Refuse calls of a rescaled module that was cast by other means than `cast_`, where that matters."""
+    needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
+    if needs:
+        patches = Patches()
+        CastCheck(rescaling.module, needs).put_on(patches)
+        rescaling.defer(patches)
+
+
+def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What a scaling has that a plain cast breaks."""
+    if count := len(scaling.islands):
+        yield f"{count} fp32 layer{'s' * (count != 1)}"
+    if scaling.stream is not None:
+        yield "an fp32 residual stream"
+    if count := len(scaling.multiplies):
+        yield f"{count} multipl{'y' if count == 1 else 'ies'}"
+    kept = find_kept_buffers(module) if scaling.kept_buffers is None else scaling.kept_buffers
+    if kept:
+        yield f"{len(kept)} fp32 buffer{'s' * (len(kept) != 1)}"
+
+
 def cast_(
     module: torch.nn.Module,
     dtype: torch.dtype,
@@ -196,6 +219,9 @@ def cast_(
     stream = given.stream if given is not None else None
     wide = frozenset() if stream is None else frozenset(stream.kept)
     patches = Patches()
+    check = vars(module).get(CHECK) if given is not None else None
+    if check is not None:
+        patches.defer(check.accept)
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
@@ -205,6 +231,8 @@ def cast_(
     for path in islands:
         writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
         _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
+    if check is not None:
+        check.accept()
     if isinstance(plan, Rescaling):
         plan.defer(patches)
     return patches

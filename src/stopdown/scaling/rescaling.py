@@ -23,7 +23,7 @@ from stopdown.records import ResidualStream
 from stopdown.scaling.alike import find_used, keep_multiplies, merge_alike, name_likenesses
 from stopdown.scaling.certificate import Kind, check_ranges, find_uncertain, scale_by_bounds
 from stopdown.scaling.equations import ZERO
-from stopdown.scaling.folding import Rescaling, Scaling, fold_scaling
+from stopdown.scaling.folding import Rescaling, Scaling, cast_, check_casts, fold_scaling
 from stopdown.scaling.hooked import scale_by_hooks
 from stopdown.scaling.problem import (
     Measured,
@@ -64,10 +64,19 @@ def rescale_(
     residual: str | None = None,
     ranges: str | None = None,
     verify: bool = True,
+    cast: bool = False,
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in `dtype` without overflow.
 
-    The module's function stays what it was, to the last bit in fp32; no dtype changes.
+    The module's function stays what it was, to the last bit in fp32; no dtype changes. So the whole way is
+    `rescale_`, then `cast_`, then a call in `dtype`:
+
+        rescaling = rescale_(transformer, (), call)
+        cast_(transformer, torch.float16, rescaling)
+        output = transformer(**call_in_fp16)
+
+    `.half()` does not do where the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
+    next call refuses a module that was cast so.
 
     Args:
         args, kwargs: a call of the module itself.
@@ -83,6 +92,7 @@ def rescale_(
             fp32, and once as `cast_` leaves it: `.trial` of the result has the error, beside bf16's,
             and what could not be run. Code that does not run with its exponents in place is tried
             with as much of it in fp16 as hooks show that fp16 holds; the scaling's `note` says so.
+        cast: also cast it, as `cast_` does; undoing the result takes both back.
 
     Raises:
         CaptureError: the code cannot be traced.
@@ -90,7 +100,7 @@ def rescale_(
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
             named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
             not changed.
-        OptionError: the residual is none of `RESIDUALS`, the ranges none of theirs.
+        OptionError: there is no call; the residual is none of `RESIDUALS`, the ranges none of theirs.
 
     Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
     in bf16 and one in `dtype`; both casts hold a second copy of the weights.
@@ -100,9 +110,19 @@ def rescale_(
     given = list(calls)
     if args or kwargs:
         given.insert(0, (module, args, kwargs or {}))
+    if not given:
+        raise OptionError(
+            f"rescale_ was given a {type(module).__name__} and no call of it.",
+            expected="Exponents are found for calls: without one there is nothing to bring into range.",
+            remedy="Give its arguments, rescale_(module, args, kwargs), or calls=[(module, args, kwargs)].",
+        )
     stream, basis = check_residual(residual), check_ranges(ranges)
     scaling = scale_anyhow(module, [[x] for x in given], dtype, stream, basis, verify=verify)
-    return fold_scaling(module, scaling)
+    rescaling = fold_scaling(module, scaling)
+    check_casts(rescaling)
+    if cast:
+        cast_(module, dtype, rescaling)
+    return rescaling
 
 
 def check_residual(residual: str | None) -> str:
