@@ -108,14 +108,19 @@ class Single(nn.Module):
             "matmul": lambda: x.reshape(8, 8) @ x.reshape(8, 8).T,
             "embedding": lambda: self.table(input_ids),
             "tanh": lambda: x.tanh(),
+            "slice": lambda: self.odd_even(self.layer(x.reshape(4, 16))),
             "avg_pool2d": lambda: nn.functional.avg_pool2d(maps, 2),
         }
         return made[self.operation]() * 1
 
+    @staticmethod
+    def odd_even(x: torch.Tensor) -> torch.Tensor:
+        return x[:, ::2] * x[:, 1::2]
+
 
 RULED = ["linear", "conv2d", "layer_norm", "group_norm", "scaled_dot_product_attention", "gelu",
          "silu", "softmax", "add", "mul", "mean", "sum", "cat", "matmul", "embedding", "tanh",
-         "avg_pool2d"]  # fmt: skip
+         "avg_pool2d", "slice"]  # fmt: skip
 
 
 def search_single(operation: str) -> list[str]:

@@ -112,7 +112,7 @@ def slice_(op: Operands) -> Bound | None:
     size = before[dim]
     start, stop = (min(max(x + size if x < 0 else x, 0), size) for x in (start, stop))
     bound = _behind_cat(source, dim, start, stop, op) or bound
-    return take(bound, before, op.shape, dim, start, stop, op.given.get("op", 1))
+    return take(bound, before, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _behind_cat(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
