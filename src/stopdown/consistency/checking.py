@@ -173,8 +173,12 @@ def _check_live(
         calls = {name: list_calls(name, part) for name, part in find_components(pipe).items()}
         options = _Options(calls, resolve_request(asked, calls))
         stand_ins = [copy_stand_in(pipe, dtypes) for dtypes in options.list_dtypes()]
-        found = [finding for made in stand_ins for finding in parameters.check_dtypes(made)]
         parts = _examine_all(stand_ins, options, place, arguments)
+        widening = {site for part in parts for site in part.widening}
+        fresh = [
+            copy_stand_in(pipe, dtypes) for dtypes in options.list_dtypes()
+        ]  # those are used up
+        found = [finding for made in fresh for finding in parameters.check_dtypes(made, widening)]
         found += [f for each in options.list_formats() for f in parameters.check_values(pipe, each)]
         chosen = options.chosen
     return _join(found, parts, profile, chosen, {})
@@ -291,6 +295,7 @@ def _merge(parts: list[Examination]) -> Examination:
         {key: site for part in parts for key, site in part.operations.items()},
         list(dict.fromkeys(entry for part in parts for entry in part.unseen)),
         parts[0].scheduler,
+        {site for part in parts for site in part.widening},
     )
 
 

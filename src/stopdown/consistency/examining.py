@@ -82,6 +82,7 @@ class Examination:
         operations: (operation, format) → the site of its first use.
         unseen: what could not be walked, with the reason.
         scheduler: after the run.
+        widening: sites of modules that cast their input to fp32 themselves, beside fp32 parameters.
     """
 
     observations: list[Observation] = field(default_factory=list)
@@ -89,6 +90,7 @@ class Examination:
     operations: dict[tuple[str, str], str] = field(default_factory=dict)
     unseen: list[tuple[str, str]] = field(default_factory=list)
     scheduler: Any = None
+    widening: set[str] = field(default_factory=set)
 
 
 class _CannotGoOn(Exception):
@@ -184,8 +186,10 @@ class _Run:
             raise _CannotGoOn from error
         finally:
             self.result.observations += judge.found
+            name = door.component.partition(".")[0]
+            self.result.widening |= {f"{name}:{path}".removesuffix(":") for path in judge.widening}
             for key, path in judge.operations.items():
-                site = f"{door.component.partition('.')[0]}:{path}".removesuffix(":")
+                site = f"{name}:{path}".removesuffix(":")
                 self.result.operations.setdefault(key, site)
         seen.work = walk.work
         return output

@@ -81,18 +81,27 @@ class Case:
 
 
 class Judge:
-    """Judges the steps of one call, and keeps what it finds."""
+    """Judges the steps of one call, and keeps what it finds.
+
+    Attributes:
+        found: what is wrong.
+        operations: (operation, format) → the path of its first use.
+        widening: paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.found: list[Observation] = []
         self.operations: dict[tuple[str, str], str] = {}
+        self.widening: set[str] = set()
 
     def __call__(self, step: Step) -> bool:
         """Judge one step before it is made; True when its operands cannot go together."""
         refused = self._judge_operands(step)
         if not refused:
             self._judge_formats(step)
+            if step.dtypes == {torch.float32} and _widens_itself(step):
+                self.widening.add(step.path)
         self._judge_mask(step)
         self._judge_clamp(step)
         self._judge_autocast(step)
@@ -128,7 +137,7 @@ class Judge:
             odd = self._find_odd(step)
             facts = {"reason": reason, "source": source, "operands": list_operands(step)}
             facts |= {"main": str(self.case.main), **_describe_origin(odd)}
-            self._observe(self._classify(odd), step, **facts)
+            self._observe(self._classify(odd, step), step, **facts)
         return refused
 
     def _find_odd(self, step: Step) -> Operand:
@@ -138,9 +147,11 @@ class Judge:
         odd.sort(key=lambda operand: order.get(operand.origin.kind, 2))
         return odd[0] if odd else step.operands[0]
 
-    def _classify(self, odd: Operand) -> str:
+    def _classify(self, odd: Operand, step: Step) -> str:
         if odd.origin.kind == "argument":
             return "boundary"
+        if odd.dtype == torch.float32 and _widens_itself(step):
+            return "widens-itself"
         root = odd.origin.parameter
         if not root:
             return "mixed-operands"
@@ -188,6 +199,19 @@ class Judge:
                 facts = {"operand": operand.name, "wide": said}
                 self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
                 return
+
+
+def _widens_itself(step: Step) -> bool:
+    """Whether a module casts a value to fp32 and computes with it and parameters of its own."""
+    origins = [operand.origin for operand in step.operands]
+    casts = any(
+        operand.dtype == torch.float32
+        and operand.origin.kind == "cast"
+        and operand.origin.path == step.path
+        for operand in step.operands
+    )
+    owners = [x.name.rpartition(".")[0] for x in origins if x.kind == "parameter"]
+    return casts and step.path in owners
 
 
 def _rule(operation: Operation | None, step: Step, backend: str) -> tuple[str, str, bool]:

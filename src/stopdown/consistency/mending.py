@@ -4,22 +4,24 @@ Casts of parameters keep the old tensors until they are undone. Casts at a bound
 component's door; inside of a component they are hooks at the module that refuses.
 
 **Catches** several dtypes in one component, lost islands, components that disagree, fp32 that comes out
-of an island, autocast that overrides, `force_upcast` that nobody reads, tables of a scheduler.
+of an island, modules that cast their input to fp32 beside narrow parameters, autocast that overrides,
+`force_upcast` that nobody reads, tables of a scheduler.
 **Does not catch** damaged weights, positions made in 16 bits, models that need another precision: they
 remain in `remaining`. Bits that a cast has taken do not come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from stopdown.arguments import hook_arguments
-from stopdown.consistency.checking import check
-from stopdown.consistency.parameters import find_islands
+from stopdown.consistency.checking import Checked, inspect_pipeline
+from stopdown.consistency.parameters import find_islands, find_widening
 from stopdown.consistency.wording import generalise
 from stopdown.formats import name_dtype
 from stopdown.patches import Patches
@@ -33,10 +35,35 @@ ROUNDS = 8
 _ORDER = (
     ("mixed-parameters", "several-dtypes", "island-lost", "sigmas-collapse"),
     ("force-upcast-unread", "autocast-overrides"),
-    ("island-not-cast-back", "mixed-operands"),
+    ("widens-itself", "island-not-cast-back", "mixed-operands"),
     ("boundary",),
 )
 """Kinds of findings, causes before what they may lead to."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Where something is mended.
+
+    Attributes:
+        pipe: a Diffusers pipeline.
+        name: of the component.
+        path: of the module in it.
+        widening: sites of modules that cast their input to fp32 themselves.
+        patches: where the changes are put.
+    """
+
+    pipe: Any
+    name: str
+    path: str
+    widening: Collection[str]
+    patches: Patches
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The component."""
+        found: torch.nn.Module = getattr(self.pipe, self.name)
+        return found
 
 
 class Mending:
@@ -74,67 +101,90 @@ def mend(
         A handle with `.done`, `.remaining` and `.undo()`, also a context manager.
     """
     patches, done = Patches(), list[str]()
-    found = check(pipe, device=device, arguments=arguments)
+    checked = inspect_pipeline(pipe, device=device, arguments=arguments)
     try:
         for _ in range(ROUNDS):
-            said = _mend_roots(pipe, found, done, patches)
+            said = _mend_roots(pipe, checked, done, patches)
             if not said:
                 break
             done += said
-            found = check(pipe, device=device, arguments=arguments)
+            checked = inspect_pipeline(pipe, device=device, arguments=arguments)
     except BaseException:
         patches.undo()
         raise
-    return Mending(tuple(done), found, patches)
+    return Mending(tuple(done), checked.findings, patches)
 
 
-def _mend_roots(pipe: Any, found: list[Finding], done: list[str], patches: Patches) -> list[str]:
+def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) -> list[str]:
     """Mend what may be the cause of the rest first; what was done, and was not done before."""
     for kinds in _ORDER:
-        chosen = [finding for finding in found if finding.kind in kinds]
-        said = [text for finding in chosen if (text := _mend_one(pipe, finding, patches))]
-        fresh = [text for text in dict.fromkeys(said) if text not in done]
+        chosen = [finding for finding in checked.findings if finding.kind in kinds]
+        said = [_mend_one(pipe, finding, checked.seen.widening, patches) for finding in chosen]
+        fresh = [text for text in dict.fromkeys(said) if text and text not in done]
         if fresh:
             return fresh
     return []
 
 
-def _mend_one(pipe: Any, finding: Finding, patches: Patches) -> str:
+def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: Patches) -> str:
     """Mend one finding; what was done, "" when nothing can be."""
     name, _, path = finding.site.partition(":")
     remedy = _REMEDIES.get(finding.kind)
     module = find_components(pipe).get(name)
     if remedy is None or (module is None and finding.kind != "sigmas-collapse"):
         return ""
-    return remedy(pipe, name, path, patches)
+    return remedy(_Case(pipe, name, path, widening, patches))
 
 
-def _unify(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    module = getattr(pipe, name)
-    main = read_precisions(module)[0]
-    islands = find_islands(module, name_dtype(main))
+def _unify(case: _Case) -> str:
+    main = read_precisions(case.module)[0]
+    islands = find_islands(case.module, name_dtype(main))
+    wide = find_widening(case.module, case.name, case.widening)
     names = [
         key
-        for key, tensor in module.named_parameters()
-        if tensor.is_floating_point() and tensor.dtype != main and key not in islands
+        for key, tensor in case.module.named_parameters()
+        if tensor.is_floating_point()
+        and tensor.dtype != main
+        and key not in islands
+        and not (tensor.dtype == torch.float32 and key.rpartition(".")[0] in wide)
     ]
-    _cast(module, names, main, patches)
+    _cast(case.module, names, main, case.patches)
     return (
-        f"{name}: {len(names)} parameters cast to {name_dtype(main)}, as the rest." if names else ""
+        f"{case.name}: {len(names)} parameters cast to {name_dtype(main)}, as the rest."
+        if names
+        else ""
     )
 
 
-def _restore_islands(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    module = getattr(pipe, name)
-    islands = find_islands(module, name_dtype(read_precisions(module)[0]))
-    parameters = dict(module.named_parameters())
+def _restore_islands(case: _Case) -> str:
+    islands = find_islands(case.module, name_dtype(read_precisions(case.module)[0]))
+    parameters = dict(case.module.named_parameters())
     names = sorted(key for key in islands if parameters[key].dtype != torch.float32)
-    _cast(module, names, torch.float32, patches)
+    _cast(case.module, names, torch.float32, case.patches)
     if not names:
         return ""
     return (
-        f"{name}: {len(names)} parameters that its authors keep in fp32 are fp32 again; the bits that "
-        "the cast took are not back."
+        f"{case.name}: {len(names)} parameters that its authors keep in fp32 are fp32 again; the bits "
+        "that the cast took are not back."
+    )
+
+
+def _widen_parameters(case: _Case) -> str:
+    """Parameters in fp32 beside an input that their module casts to fp32, for all of its class."""
+    parts = find_widening(case.module, case.name, [f"{case.name}:{case.path}"])
+    names = [
+        f"{path}.{key}".removeprefix(".")
+        for path, part in parts.items()
+        for key, tensor in part.named_parameters(recurse=False)
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    ]
+    _cast(case.module, names, torch.float32, case.patches)
+    if not names:
+        return ""
+    kind = type(parts[case.path]).__name__
+    return (
+        f"{case.name}: {len(parts)} {kind} cast their input to fp32 themselves: {len(names)} parameters "
+        "of theirs are fp32; the bits that a cast took are not back."
     )
 
 
@@ -146,39 +196,41 @@ def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches
         tensor.data = tensor.data.to(dtype)
 
 
-def _cast_at_door(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    main = read_precisions(getattr(pipe, name))[0]
-    for door in find_doors(pipe):
-        if door.component.partition(".")[0] == name:
-            put_cast(door, main, patches)
-    return f"{name}: its arguments are cast to {name_dtype(main)} at its door, its outputs back."
+def _cast_at_door(case: _Case) -> str:
+    main = read_precisions(case.module)[0]
+    for door in find_doors(case.pipe):
+        if door.component.partition(".")[0] == case.name:
+            put_cast(door, main, case.patches)
+    return (
+        f"{case.name}: its arguments are cast to {name_dtype(main)} at its door, its outputs back."
+    )
 
 
-def _cast_at_module(pipe: Any, name: str, path: str, patches: Patches) -> str:
+def _cast_at_module(case: _Case) -> str:
     """Hooks that cast the inputs of a module, and of those in its place in other blocks."""
     own = [
         part
-        for place, part in getattr(pipe, name).named_modules()
-        if generalise(place) == generalise(path) and list(part.parameters(recurse=False))
+        for place, part in case.module.named_modules()
+        if generalise(place) == generalise(case.path) and list(part.parameters(recurse=False))
     ]
     for part in own:
         dtype = next(part.parameters(recurse=False)).dtype
-        hook_arguments(part, partial(cast_floats, dtype=dtype), patches)
+        hook_arguments(part, partial(cast_floats, dtype=dtype), case.patches)
     if not own:
         return ""
-    return f"{name}: {path} and {len(own) - 1} of its kind cast their input to their own dtype."
+    return f"{case.name}: {case.path} and {len(own) - 1} of its kind cast their input to their own dtype."
 
 
-def _stop_autocast(pipe: Any, name: str, path: str, patches: Patches) -> str:
+def _stop_autocast(case: _Case) -> str:
     kinds = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
 
     def call_plain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _call_without(kinds, call, args, kwargs)
 
-    for door in find_doors(pipe):
-        if door.component.partition(".")[0] == name:
-            put_layer(door.owner, door.method, call_plain, patches)
-    return f"{name}: autocast is off inside of its calls."
+    for door in find_doors(case.pipe):
+        if door.component.partition(".")[0] == case.name:
+            put_layer(door.owner, door.method, call_plain, case.patches)
+    return f"{case.name}: autocast is off inside of its calls."
 
 
 def _call_without(kinds: list[str], call: Call, args: Any, kwargs: Any) -> Any:
@@ -188,29 +240,30 @@ def _call_without(kinds: list[str], call: Call, args: Any, kwargs: Any) -> Any:
         return _call_without(kinds[1:], call, args, kwargs)
 
 
-def _upcast(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    module = getattr(pipe, name)
+def _upcast(case: _Case) -> str:
+    module = case.module
     names = [key for key, tensor in module.named_parameters() if tensor.is_floating_point()]
-    _cast(module, names, torch.float32, patches)
-    for door in find_doors(pipe):
-        if door.component.partition(".")[0] == name:
-            put_cast(door, torch.float32, patches)
-    return f"{name}: cast to fp32, as its config says, and its arguments with it."
+    _cast(module, names, torch.float32, case.patches)
+    for door in find_doors(case.pipe):
+        if door.component.partition(".")[0] == case.name:
+            put_cast(door, torch.float32, case.patches)
+    return f"{case.name}: cast to fp32, as its config says, and its arguments with it."
 
 
-def _renew_scheduler(pipe: Any, name: str, path: str, patches: Patches) -> str:
-    kind = type(pipe.scheduler)
-    patches.set_attribute(pipe, "scheduler", kind.from_config(pipe.scheduler.config))
+def _renew_scheduler(case: _Case) -> str:
+    kind = type(case.pipe.scheduler)
+    case.patches.set_attribute(case.pipe, "scheduler", kind.from_config(case.pipe.scheduler.config))
     return f"scheduler: made anew from its config, its tables in fp32 ({kind.__name__})."
 
 
-_REMEDIES: dict[str, Callable[[Any, str, str, Patches], str]] = {
+_REMEDIES: dict[str, Callable[[_Case], str]] = {
     "mixed-parameters": _unify,
     "several-dtypes": _unify,
     "island-lost": _restore_islands,
     "boundary": _cast_at_door,
     "island-not-cast-back": _cast_at_module,
     "mixed-operands": _cast_at_module,
+    "widens-itself": _widen_parameters,
     "autocast-overrides": _stop_autocast,
     "force-upcast-unread": _upcast,
     "sigmas-collapse": _renew_scheduler,

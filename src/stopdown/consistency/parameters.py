@@ -7,7 +7,7 @@ that a cast would lose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,32 @@ def find_islands(module: torch.nn.Module, precision: str) -> frozenset[str]:
     return frozenset(name for name in names if any(part in kept for part in name.split(".")))
 
 
-def check_dtypes(pipe: Any) -> Iterator[Finding]:
-    """Findings about the dtypes that parameters have, component by component."""
+def find_widening(
+    module: torch.nn.Module, name: str, sites: Collection[str]
+) -> dict[str, torch.nn.Module]:
+    """The modules of a component that cast their input to fp32 themselves, by path.
+
+    Those that a run did not reach are known by their class, unless it is one of PyTorch's, which a hook
+    made so.
+
+    Args:
+        name: of the component.
+        sites: where a run has seen it, as in `Examination.widening`.
+    """
+    parts = dict(module.named_modules())
+    paths = {site.partition(":")[2] for site in sites if site.partition(":")[0] == name}
+    kinds = {type(part) for path, part in parts.items() if path in paths}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    return {path: part for path, part in parts.items() if path in paths or type(part) in kinds}
+
+
+def check_dtypes(pipe: Any, widening: Collection[str] = ()) -> Iterator[Finding]:
+    """Findings about the dtypes that parameters have, component by component.
+
+    Args:
+        pipe: a Diffusers pipeline, or one without weights.
+        widening: sites of modules that cast their input to fp32 themselves: fp32 is right for them.
+    """
     for name, module in find_components(pipe).items():
         precisions = read_precisions(module)
         if not precisions or getattr(module, RESCALED, False):
@@ -41,7 +65,8 @@ def check_dtypes(pipe: Any) -> Iterator[Finding]:
         main = precisions[0]
         islands = find_islands(module, name_dtype(main))
         yield from _check_islands(name, module, main, islands)
-        yield from _check_others(name, module, main, islands)
+        wide = find_widening(module, name, widening)
+        yield from _check_others(name, module, main, islands, wide)
 
 
 def _check_islands(
@@ -63,12 +88,17 @@ def _check_islands(
 
 
 def _check_others(
-    name: str, module: torch.nn.Module, main: torch.dtype, islands: frozenset[str]
+    name: str,
+    module: torch.nn.Module,
+    main: torch.dtype,
+    islands: frozenset[str],
+    wide: Collection[str],
 ) -> Iterator[Finding]:
     odd: dict[str, list[tuple[str, torch.dtype]]] = {}
     for path, parameter in module.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype != main and path not in islands:
-            owner = path.rpartition(".")[0]
+        owner = path.rpartition(".")[0]
+        is_kept = path in islands or (owner in wide and parameter.dtype == torch.float32)
+        if parameter.is_floating_point() and parameter.dtype != main and not is_kept:
             odd.setdefault(generalise(owner), []).append((path, parameter.dtype))
     for found in odd.values():
         paths = [path for path, _ in found]

@@ -43,6 +43,13 @@ KINDS: dict[str, Kind] = {
         "Cast one of them in that module, for example the input: x = x.to(self.weight.dtype). Or run "
         "the component in one precision: --precision {component}=fp32.",
     ),
+    "widens-itself": Kind(
+        "error",
+        "The module casts its input to fp32 itself, so its parameters have to be fp32, too; .half() and "
+        "torch_dtype take them along, and its operation refuses them.",
+        "Leave its parameters in fp32: pipe.{component}.get_submodule('{path}').float(). Or: "
+        "stopdown.mend(pipe), which does so for all of them.",
+    ),
     "mixed-parameters": Kind(
         "error",
         "Some parameters of the component have another dtype than the rest, as after a partial load, "
@@ -323,6 +330,7 @@ def _tell_autocast(seen: Observation) -> str:
 _EVIDENCE: dict[str, Callable[[Observation], str]] = {
     "boundary": _tell_boundary,
     "mixed-operands": _tell_operands,
+    "widens-itself": _tell_operands,
     "island-not-cast-back": _tell_operands,
     "mixed-parameters": _tell_parameter,
     "not-implemented": _tell_format,
