@@ -358,6 +358,66 @@ def test_a_place_where_nobody_may_write(refuse: Any, save_tiny: SaveTiny) -> Non
     assert message.startswith("The output /proc/clip.mp4 could not be written: ")
 
 
+def test_a_record_replaces_only_a_record(refuse: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """A plan, somebody's JSON, a folder, and a name that is too long for it: refused before the run."""
+    source = save_tiny("cogvideox")
+    (here / "plan.json").write_text('{"kind": "plan", "schema": 1}')
+    (here / "data.json").write_text("[1, 2]")
+    (here / "clip.mp4.json").mkdir()
+    long = "a" * 248 + ".mp4"
+    for output, message in (
+        ("plan", "The record plan.json would replace a record of the kind plan. Only what "),
+        ("data", "The record data.json would replace a file that is no record of Stopdown. Only "),
+        ("clip.mp4", "The record clip.mp4.json is to be a file, and a folder has that name. "),
+        (long, f"The output {long}.json could not be written: the name is too long. "),
+    ):
+        assert refuse(source, "a", "-o", output).startswith(message)
+
+
+def test_an_input_is_not_replaced(refuse: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """The picture that a run starts from is no output."""
+    write_media(here / "in.png", NOISE[:1])
+    assert refuse(save_tiny("svd"), "--image", "in.png", "-o", "in.png").startswith(
+        "The output in.png is a file that this run reads. An input is left as it is."
+    )
+
+
+def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """Without -o the second video has the next number and its own record; -o replaces both."""
+    source = save_tiny("cogvideox")
+    (here / "stopdown.mp4.json").write_text("mine")
+    for number in (2, 3):
+        code, out, _ = run("generate", source, "a", *SIZES)
+        assert code == 0
+        assert out.endswith(f"Written: stopdown-{number}.mp4\n")
+        record = json.loads((here / f"stopdown-{number}.mp4.json").read_text())
+        assert record["output"] == f"stopdown-{number}.mp4"
+    assert run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4")[0] == 0
+    assert json.loads((here / "stopdown-2.mp4.json").read_text())["request"]["prompt"] == "b"
+    assert (here / "stopdown.mp4.json").read_text() == "mine"
+    assert len(list(here.iterdir())) == 5
+
+
+def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's JSON stays, another plan goes, and without -o there is a number."""
+    from stopdown.planning import plans
+    from stopdown.planning.plan_files import read_plan, seal_plan
+    from stopdown.records import Plan
+
+    made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
+    monkeypatch.setattr(plans, "make_plan", lambda *given, **named: made)
+    (here / "data.json").write_text("{}")
+    code, _, err = run("plan", "shapes", "-o", "data.json")
+    assert code == 2
+    assert "The output data.json would replace a file that is no record of Stopdown." in err
+    for arguments, name in (((), "plan"), ((), "plan-2"), (("-o", "plan.json"), "plan")):
+        code, out, err = run("plan", "shapes", *arguments)
+        assert (code, err) == (0, "")
+        assert out.endswith(f"Written: {name}.json\n")
+        assert read_plan(here / f"{name}.json") == made
+    assert sorted(path.name for path in here.iterdir()) == ["data.json", "plan-2.json", "plan.json"]
+
+
 def test_a_disk_without_room(refuse: Any, save_tiny: SaveTiny) -> None:
     """A limit on the size of files is met before the model is loaded, and nothing stays."""
     resource = pytest.importorskip("resource")
@@ -515,7 +575,7 @@ def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], he
         (
             ["taken", "--plan", plan],
             2,
-            "OUT taken exists and is not a folder with a model_index.json.",
+            "The output taken would replace a folder that convert did not write.",
         ),
         (["/proc/out", "--plan", plan], 2, "The output /proc/out could not be written: "),
         (["out", "--plan", plan, "--leave", "me"], 2, "--leave me names no component of "),

@@ -66,13 +66,42 @@ def test_report_prints_the_record(run: Any) -> None:
     assert Path("s.html").read_text() == Path("r.html").read_text()
 
 
+def test_pages_replace_only_pages(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without -o a page and its record are numbered; with it only a page of Stopdown is replaced."""
+    made = make_comparison()
+    monkeypatch.setattr("stopdown.comparison.matrix.compare", lambda *given, **named: made)
+    for name in ("report.html", "report-2.html"):
+        code, out, _ = run("compare", "shapes", "--prompt", "a")
+        assert (code, out.endswith(f"Written: {name}\n")) == (0, True)
+        assert from_json(Path(f"{name}.json").read_bytes(), Comparison) == made
+    code, out, _ = run("report", "report.html.json")
+    assert (code, out.endswith("Written: report-3.html\n")) == (0, True)
+    assert run("report", "report.html.json", "-o", "report.html")[0] == 0
+    Path("index.html").write_text("<!doctype html><html><title>Mine</title>")
+    Path("page.html.json").write_text("{}")
+    for words, message in (
+        (("report", "report.html.json", "-o", "index.html"), "The output index.html would replace a "
+         "file that is no page of Stopdown."),
+        (("compare", "shapes", "-o", "page.html"), "The record page.html.json would replace a file that "
+         "is no record of Stopdown."),
+    ):  # fmt: skip
+        code, out, err = run(*words)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert "Mine" in Path("index.html").read_text()
+    assert len(list(Path().iterdir())) == 7
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--precisions", "fp32"), 'stopdown: --precisions "fp32" is no list of precisions'),
         (("--prompts", "gone.txt"), "stopdown: The prompt file gone.txt cannot be read"),
         (("-o", "page.pdf"), "Use -o page.html"),
-        (("-o", "gone/page.html"), "could not be written"),
+        (
+            ("-o", "gone/page.html"),
+            "The output gone/page.html cannot be written: there is no folder",
+        ),
         (("--steps", "0"), "--steps 0 is less than 1"),
         (("--seed", "-1"), "--seed -1 is not a seed"),
         (("--height", "63"), "--height 63"),

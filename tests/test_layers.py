@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files"),
-    ("formats", "records"),
+    ("formats", "outputs", "records"),
     ("environment", "numerics", "patches", "media", "randomness"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
@@ -40,6 +40,7 @@ LIGHT = (
     "errors",
     "json_files",
     "formats",
+    "outputs",
     "records",
     "backends",
     "environment",

@@ -11,20 +11,17 @@ false alarm costs more trust than a miss that the guard finds elsewhere.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import math
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
+from stopdown.outputs import check_target, write_numbered, written_beside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,7 +69,9 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
     return suffix[1:]
 
 
-def check_output(path: str | os.PathLike[str], frames: int) -> str:
+def check_output(
+    path: str | os.PathLike[str], frames: int, *, inputs: Iterable[str | Path | None] = ()
+) -> str:
     """The format of an output path, once it is certain that a file can be made there now.
 
     Called before a long run. It makes a small file beside the output and removes it again.
@@ -80,132 +79,34 @@ def check_output(path: str | os.PathLike[str], frames: int) -> str:
     Args:
         path: the output path as it was typed.
         frames: how many frames will be written.
+        inputs: files that the run reads, which the output must not replace.
 
     Raises:
         OptionError: as `choose_format`.
         OutputError: the place does not exist, is taken, or cannot be written.
     """
-    chosen, target = choose_format(path, frames), Path(path)
-    parent = target.absolute().parent
-    if not parent.is_dir():
-        raise OutputError(
-            f"The output {target} cannot be written: there is no folder {parent}.",
-            expected="The folder that holds the output must exist.",
-            remedy=f"Make it first: mkdir -p {parent}",
-        )
-    _refuse_taken(target, chosen)
-    with written_beside(target, probe=True) as part:
-        part.write_bytes(bytes(65536))
+    chosen = choose_format(path, frames)
+    check_target(path, folder=chosen == FOLDER, inputs=inputs)
     return chosen
-
-
-def _refuse_taken(target: Path, chosen: str) -> None:
-    """Raises OutputError when what is at `target` now cannot be replaced by this format."""
-    if chosen == FOLDER and target.is_dir() and any(target.iterdir()):
-        raise OutputError(
-            f"The output folder {target} is not empty.",
-            expected="Frames go into a new or an empty folder, so that two clips never mix.",
-            remedy=f"Use another folder, for example -o {target}-2/, or empty this one.",
-        )
-    if chosen == FOLDER and target.exists() and not target.is_dir():
-        raise OutputError(
-            f"The output {target} is to be a folder of frames, and a file has that name.",
-            expected="A path without suffix means a folder of frames.",
-            remedy=f"Use -o {target}.mp4, or another folder.",
-        )
-    if chosen != FOLDER and target.is_dir():
-        raise OutputError(
-            f"The output {target} is to be a file, and a folder has that name.",
-            expected=f"A path that ends in {target.suffix} means a file.",
-            remedy=f"Use -o {target}/clip{target.suffix}, or another name.",
-        )
-
-
-@contextmanager
-def written_beside(
-    path: str | os.PathLike[str], *, probe: bool = False, option: str = "with -o"
-) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to `path` when the block ends without an error.
-
-    After an error, Ctrl-C included, what was written is removed and `path` is as it was.
-
-    Args:
-        path: where the finished file or folder belongs.
-        probe: remove what was written in any case, and rename nothing.
-        option: how another place is given, for the message.
-
-    Raises:
-        OutputError: the operating system refused to write; the message says why.
-    """
-    target = Path(os.path.abspath(path))
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    try:
-        yield part
-        if not probe:
-            _rename(part, target)
-    except OSError as error:
-        raise _explain_refusal(Path(path), error, option) from error
-    finally:
-        _discard(part)
-
-
-def _rename(part: Path, target: Path) -> None:
-    if part.is_dir() and target.is_dir():
-        target.rmdir()  # only an empty one; Windows does not rename over a folder
-    os.replace(part, target)
-
-
-def _discard(part: Path) -> None:
-    if part.is_dir():
-        shutil.rmtree(part, ignore_errors=True)
-    else:
-        part.unlink(missing_ok=True)
-
-
-_REFUSALS = {
-    errno.ENOSPC: ("the disk is full", "Free some space, or choose another disk with -o."),
-    errno.EDQUOT: ("your disk quota is used up", "Free some space, or choose another disk."),
-    errno.EFBIG: (
-        "the file grew larger than this system allows",
-        "Raise the limit (ulimit -f), or write fewer or smaller frames.",
-    ),
-    errno.EACCES: (
-        "you may not write there",
-        "Choose a folder of your own with -o, or change its permissions.",
-    ),
-    errno.EPERM: ("you may not write there", "Choose a folder of your own with -o."),
-    errno.EROFS: ("the disk is read-only", "Choose another disk with -o."),
-    errno.ENAMETOOLONG: ("the name is too long", "Choose a shorter name with -o."),
-}
-
-
-_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What happens to whoever asked for the right place."""
-
-
-def _explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
-    known = _REFUSALS.get(error.errno or 0)
-    cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
-    return OutputError(
-        f"The output {target} could not be written: {cause}.",
-        expected="Nothing half-written was left behind.",
-        remedy=remedy.replace("with -o", option),
-        by_system=error.errno in _FAILURES,
-    )
 
 
 # ---------------------------------------------------------------------------------------------
 # Writing
 
 
-def write_media(path: str | os.PathLike[str], frames: Frames, fps: float = 8.0) -> Path:
+def write_media(
+    path: str | os.PathLike[str], frames: Frames, fps: float = 8.0, *, numbered: bool = False
+) -> Path:
     """Write a clip in the format that the path asks for, whole or not at all.
+
+    A file that stands there is replaced; a folder has to be new or empty.
 
     Args:
         path: a .mp4, .gif or .png file, or a folder (see `choose_format`).
         frames: `[T, H, W, 3]` uint8.
         fps: frames per second, above 0; png files and folders do not keep it. A gif counts in
             hundredths of a second and shows at most 50 frames per second.
+        numbered: replace nothing: take the first free name instead, with one for its record.
 
     Returns:
         The path written.
@@ -216,8 +117,10 @@ def write_media(path: str | os.PathLike[str], frames: Frames, fps: float = 8.0) 
     """
     frames = _require_clip(frames)
     chosen, target = choose_format(path, len(frames)), Path(path)
-    _refuse_taken(target, chosen)
     writer = _write_folder if chosen == FOLDER else _WRITERS[f".{chosen}"]
+    if numbered:
+        return write_numbered(target, lambda part: writer(part, frames, fps), ".json")
+    check_target(target, folder=chosen == FOLDER)
     with written_beside(target) as part:
         writer(part, frames, fps)
     return target

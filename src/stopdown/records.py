@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stopdown.errors import InputError
+from stopdown.json_files import UnreadableError, read_small_file
 
 SCHEMA = 1
 
@@ -626,6 +627,9 @@ class Conversion:
         load: how plain Diffusers loads it, as Python.
         unread: tensors of a single file that Diffusers does not read; they were copied.
         elapsed_s: seconds that it took.
+        files: what was written into the folder besides this record, by path: bytes. Only a folder
+            that holds these and nothing else is replaced by a later conversion.
+        version: of Stopdown.
     """
 
     source: str
@@ -635,6 +639,8 @@ class Conversion:
     load: str
     unread: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+    files: dict[str, int] = field(default_factory=dict)
+    version: str = ""
     kind: str = "conversion"
     schema: int = field(default=SCHEMA)
 
@@ -853,6 +859,32 @@ def _check_header(raw: Any, kind: type) -> None:
             expected="A record has the fields that this version of Stopdown writes.",
             remedy="Make it again with this version.",
         )
+
+
+def describe_other(path: Path, *kinds: str) -> str:
+    """What a file holds when it is no record of these kinds; empty when it is one, or an empty file.
+
+    Args:
+        path: an existing file.
+        kinds: `run`, `plan`, `comparison`…
+    """
+    try:
+        content = read_small_file(path, most_bytes=_MOST_BYTES)
+        found = msgspec.json.decode(content, type=_Head) if content else None
+    except (UnreadableError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return "a file that is no record of Stopdown"
+    return "" if found is None or found.kind in kinds else f"a record of the kind {found.kind}"
+
+
+_MOST_BYTES = 2**30
+"""A comparison's record holds its pictures."""
+
+
+class _Head(msgspec.Struct):
+    """What every record says of itself."""
+
+    kind: str
+    schema: int
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
+from stopdown import __version__
 from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.pipelines import single_files
 from stopdown.pipelines.components import Door, find_components
@@ -291,7 +293,9 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
     source, output, record = single
     assert record.unread == ("model_ema.decay",)
     with safe_open(source, "pt") as before, safe_open(output, "pt") as after:
-        assert after.metadata() == before.metadata() == {"modelspec.title": "tiny"}
+        assert before.metadata() == {"modelspec.title": "tiny"}
+        mark = f"{__version__} plan {record.plan}"
+        assert after.metadata() == {"modelspec.title": "tiny", "stopdown": mark}
         names, found = list(before.keys()), list(after.keys())
         read = [name for name in names if not name.startswith("model_ema")]
         assert [name for name in found if not name.startswith("model_ema")] == read
@@ -303,6 +307,34 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
                 assert new.dtype == torch.float16
             else:
                 assert torch.equal(new, old)
+
+
+def test_force_replaces_a_file_with_its_mark_alone(
+    single: tuple[Path, Path, Conversion],
+    made: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anybody else's `.safetensors` file stays, also with `force`; one that convert wrote needs it."""
+    plan = seal_plan(dataclasses.replace(made("sd")[1], fingerprint=""))
+    foreign = Path(shutil.copy(single[0], tmp_path / "foreign.safetensors"))
+    marked = Path(shutil.copy(single[1], tmp_path / "marked.safetensors"))
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_text("mine")
+    for place, force, message in (
+        (foreign, True, "would replace a file that convert did not write."),
+        (damaged, True, "would replace a file that convert did not write."),
+        (marked, False, "would replace a model that convert wrote; --force does that."),
+    ):
+        with pytest.raises(OutputError, match=message):
+            convert(single[0], place, plan, force=force)
+
+    def open_none(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(converting, "_open", open_none)
+    with pytest.raises(InterruptedError):  # the place was accepted
+        convert(single[0], marked, plan, force=True)
 
 
 def test_a_single_file_becomes_a_folder_too(
@@ -440,7 +472,7 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
         "norm_out.linear.weight[0:32]": -1,
     }
     spread = spread_exponents(rows, {"transformer": folds}, ())
-    write_single_file(source, tmp_path / "out.safetensors", spread)
+    write_single_file(source, tmp_path / "out.safetensors", spread, {})
     loaded = read(load_file(tmp_path / "out.safetensors"), torch.float16).state_dict()
     expected = {name: tensor.float() for name, tensor in weights.items()}
     expected["transformer_blocks.0.attn.to_k.weight"] *= 2.0**-3
@@ -618,31 +650,124 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
     )
 
 
-def test_a_place_that_is_taken_is_refused(
+def test_what_convert_did_not_write_is_never_replaced(
     made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
-    """A model is replaced with `force` only, anything else never, and the source itself never."""
+    """A folder of anything, an original model, the source itself: refused, also with `force`."""
     folder, plan = made("sd")
-    taken, model = tmp_path / "taken", tmp_path / "model"
+    taken, model, inside = tmp_path / "taken", tmp_path / "model", folder / "unet"
     for place, name in ((taken, "letter.txt"), (model, "model_index.json")):
         place.mkdir()
         (place / name).write_text("{}")
-    for place, force, message in (
-        (taken, True, f"OUT {taken} exists and is not a folder with a model_index.json. It is a new "
-         "place or an empty folder; --force replaces only converted models. Give another place."),
-        (model, False, f"OUT {model} exists and holds a model. It is a new place or an empty folder. "
-         "Give another place, or add --force to replace it."),
-        (folder, True, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
+    only = "Only what Stopdown wrote there for the same purpose is replaced. Choose another name as OUT."
+    foreign = "would replace a folder that convert did not write."
+    for place, message in (
+        (taken, f"The output {taken} {foreign} {only}"),
+        (model, f"The output {model} {foreign} {only}"),
+        (folder, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
+        (inside, f"OUT {inside} lies in the folder of the model, {folder}. What is read and what is "
+         "written are apart. Give another place."),
     ):  # fmt: skip
         with pytest.raises(OutputError) as caught:
-            convert(folder, place, plan, force=force)
+            convert(folder, place, plan, force=True)
         assert str(caught.value) == message
     with pytest.raises(OptionError, match=r"is a single file and .* is a folder\. A single file"):
         convert(folder, tmp_path / "out.safetensors", plan)
-    leave = ["unet", "vae"]
-    convert_made("sd", folder, model, plan, force=True, leave=leave)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "taken"]
-    assert (model / "text_encoder" / "model.safetensors").is_file()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [
+        *("letter.txt", "model", "model_index.json", "taken")
+    ]
+
+
+def test_force_replaces_what_convert_wrote(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A converted folder is replaced with `force` alone, also through a link, which stays a link."""
+    folder, plan = made("sd")
+    out, link = tmp_path / "out", tmp_path / "link"
+    leave = ["unet", "vae", "text_encoder"]
+    first = convert_made("sd", folder, out, plan, leave=leave)
+    assert first.files["unet/config.json"] == (out / "unet" / "config.json").stat().st_size
+    with pytest.raises(OutputError, match="a model that convert wrote; --force does that"):
+        convert_made("sd", folder, out, plan, leave=leave)
+    link.symlink_to(out)
+    before = (out / "model_index.json").stat().st_ino
+    convert_made("sd", folder, link, plan, leave=leave, force=True)
+    assert (out / "model_index.json").stat().st_ino != before
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
+
+
+@pytest.mark.parametrize("name", [".git/HEAD", "lora.safetensors", "unet/config.json", "adapter"])
+def test_force_spares_what_was_put_there(
+    name: str, made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A file, a changed file, a link or an empty folder of somebody else's is named, and stays."""
+    folder, plan = made("sd")
+    leave = ["unet", "vae", "text_encoder"]
+    out = tmp_path / "out"
+    convert_made("sd", folder, out, plan, leave=leave)
+    (out / name).parent.mkdir(exist_ok=True)
+    if name == "adapter":
+        (out / name).symlink_to(tmp_path)
+    else:
+        (out / name).write_text("mine")
+    with pytest.raises(OutputError) as caught:
+        convert_made("sd", folder, out, plan, leave=leave, force=True)
+    assert f"a folder with files that convert did not write so: {name}." in str(caught.value)
+    assert (out / name).is_dir() or (out / name).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_force_spares_sources_and_plans_inside(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
+    """A model that lies in OUT, reaches into it by a link, or whose plan lies there, is not deleted."""
+    from stopdown.planning.plan_files import write_plan
+
+    folder, plan = made("sd")
+    leave = ["unet", "vae", "text_encoder"]
+    out = tmp_path / "out"
+    convert_made("sd", folder, out, plan, leave=leave)
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in folder.iterdir():
+        (linked / path.name).symlink_to(out / "unet" if path.name == "unet" else path)
+    write_plan(plan, out / "plan.json")
+    for source, given, named in (
+        (linked, plan, linked / "unet" / "config.json"),
+        (folder, out / "plan.json", out / "plan.json"),
+    ):
+        with pytest.raises(OutputError, match=r"OUT .* holds .*, which is read") as caught:
+            convert(source, out, given, leave=leave, force=True)
+        assert str(named) in str(caught.value) or "diffusion_pytorch_model" in str(caught.value)
+    assert (out / "unet" / "config.json").is_file()
+
+
+def test_what_comes_into_out_meanwhile_stays(
+    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that somebody puts into OUT while it is converted again: the new folder is kept beside."""
+    folder, plan = made("sd")
+    leave = ["unet", "vae", "text_encoder"]
+    out = tmp_path / "out"
+    convert_made("sd", folder, out, plan, leave=leave)
+    copy = converting.copy_descriptions
+
+    def come(*arguments: Any) -> None:
+        copy(*arguments)
+        (out / "mine").write_text("")
+
+    monkeypatch.setattr(converting, "copy_descriptions", come)
+    with pytest.raises(OutputError) as caught:
+        convert_made("sd", folder, out, plan, leave=leave, force=True)
+    assert str(caught.value) == (
+        f"The output {out} could not be put into its place: The output {out} would replace a folder "
+        f"with files that convert did not write so: mine. It is whole, and was kept as {out}-2. "
+        f"Move it: mv {out}-2 PLACE"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
+    assert (out / "mine").is_file()
+    assert (tmp_path / "out-2" / "stopdown.json").is_file()
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])

@@ -129,7 +129,9 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
     assert check_output(folder, 9) == "folder"
     (folder / "notes.txt").write_text("mine")
     for attempt in (check_output, lambda path, _: write_media(path, draw_clip())):
-        with pytest.raises(OutputError, match=r"frames is not empty.*another folder, for example"):
+        with pytest.raises(
+            OutputError, match=r"frames is not empty.*Choose another folder with -o"
+        ):
             attempt(folder, 9)
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
 
@@ -137,7 +139,7 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
 def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
     """A folder of frames does not replace a file, and a file does not replace a folder."""
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(OutputError, match="to be a folder of frames, and a file has that name"):
+    with pytest.raises(OutputError, match="to be a folder, and a file has that name"):
         check_output(tmp_path / "taken", 9)
     (tmp_path / "clip.mp4").mkdir()
     with pytest.raises(OutputError, match="to be a file, and a folder has that name"):

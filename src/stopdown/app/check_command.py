@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.app.request_options import refuse_ignored
-from stopdown.errors import OptionError, OutputError
+from stopdown.errors import OptionError
+from stopdown.outputs import check_target, written_beside
 from stopdown.records import CheckRecord, Finding, Price
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def check(options: CheckOptions) -> CheckRecord:
     Raises:
         SourceError: the source is unknown, or with `fix` has no weights.
         OptionError: a precision, a device or a combination of flags is refused.
-        OutputError: the folder to write is there already.
+        OutputError: the folder to write is not empty, or cannot be written.
     """
     from stopdown.consistency.checking import find_source, inspect_pipeline
     from stopdown.consistency.pricing import price_remedies
@@ -97,12 +98,8 @@ def _refuse(options: CheckOptions) -> None:
             expected="It names the folder that the mended pipeline is written to.",
             remedy="Add --fix, or leave -o away.",
         )
-    if options.output is not None and options.output.exists():
-        raise OutputError(
-            f"{options.output} is there already.",
-            expected="A mended pipeline is written to a new folder.",
-            remedy="Give another name with -o.",
-        )
+    if options.output is not None:
+        check_target(options.output, folder=True)
 
 
 def _refuse_unmendable(options: CheckOptions) -> None:
@@ -145,15 +142,10 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
 
 def _save(pipe: Any, folder: Path) -> None:
     """Write a pipeline beside its place and move it there when it is whole."""
-    import shutil
-    import tempfile
+    from stopdown.pipelines.saving import told_as_oserror
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as made:
-        pipe.save_pretrained(made)
-        whole = shutil.move(made, folder)
-        Path(made).mkdir()  # for the context to remove
-    Path(whole).chmod(0o755)
+    with written_beside(folder) as part, told_as_oserror():
+        pipe.save_pretrained(part)
 
 
 def choose_code(record: CheckRecord) -> int:

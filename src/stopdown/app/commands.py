@@ -6,6 +6,7 @@ Heavy imports stand inside functions, so that `stopdown --help` is quick.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from stopdown.app.request_options import (
     read_request,
 )
 from stopdown.errors import InputError, OptionError, StopdownError
-from stopdown.records import Finding, GuardRecord, Plan, RunRecord, to_json
+from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_other, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from stopdown.runtime.journal import Journal
 
 
+DEFAULT_OUTPUT = "stopdown.mp4"
+"""Where the output goes when nobody says; it replaces nothing there."""
+
+
 @dataclass(frozen=True)
 class GenerateOptions:
     """Options of `stopdown generate`; None leaves the model's own default.
@@ -37,7 +42,8 @@ class GenerateOptions:
     Attributes:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
         prompt, negative: texts.
-        output: file or folder to write; a folder may end in a slash.
+        output: file or folder to write; a folder may end in a slash. None takes `stopdown.mp4`,
+            numbered when that is taken.
         image, video: files to start from.
         precision: `auto`, a precision, a list by component, or a plan's path ending in `.json`.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
@@ -56,7 +62,7 @@ class GenerateOptions:
 
     source: str
     prompt: str | None = None
-    output: str = "stopdown.mp4"
+    output: str | None = None
     negative: str | None = None
     image: Path | None = None
     video: Path | None = None
@@ -114,6 +120,8 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     display = display or Silent()
     request = _read_request(options)
     check_quantiser(read_allowed(options.allow, options.memory))
+    numbered = options.output is None
+    options = dataclasses.replace(options, output=options.output or str(_find_default()))
     _check_output_early(options)
     from stopdown.environment import choose_device
     from stopdown.pipelines.sources import resolve_source, verify_source
@@ -128,8 +136,8 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     from stopdown.pipelines.quiet import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
-        record = _generate(options, request, device, source, display, started, journal)
-        _write_record(options.output, record)
+        record = _generate(options, request, device, source, display, started, journal, numbered)
+        _write_record(record)
         if journal is not None:
             journal.clear()
     return record
@@ -143,6 +151,7 @@ def _generate(
     display: Display,
     started: float,
     journal: Journal | None,
+    numbered: bool,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.environment import describe_machine, probe_formats
@@ -169,7 +178,7 @@ def _generate(
         room, request = fitted.room, fitted.request
         with room or contextlib.nullcontext():
             frames, seen, amended = _run(loaded, request, options, display, stages, journal)
-    findings = _write(options, frames, stages)
+    output, findings = _write(options, frames, stages, numbered)
     return RunRecord(
         source=options.source,
         fingerprint=fingerprint(source),
@@ -185,7 +194,7 @@ def _generate(
         peak_source=memory.method,
         own_s=seen.own_s,
         findings=findings,
-        output=options.output,
+        output=output,
         elapsed_s=time.perf_counter() - started,
         repairs=seen.repairs,
         strategy=room.taken.strategy.name if room else "",
@@ -258,8 +267,13 @@ def _read_request(options: GenerateOptions) -> Request:
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     from stopdown.media import check_output
+    from stopdown.outputs import check_target
 
-    check_output(options.output, options.frames or 1)
+    plan = options.precision.strip() if options.precision.strip().endswith(".json") else None
+    read = (options.image, options.video, options.source, plan)
+    check_output(_name_output(options), options.frames or 1, inputs=read)
+    record = find_record_path(_name_output(options))
+    check_target(record, noun="record", replaces=_describe_no_run, inputs=read)
     if options.fps <= 0:
         raise OptionError(f"--fps {options.fps} is not above 0.", remedy="Use --fps 8.")
 
@@ -268,8 +282,6 @@ def _choose_pipeline(
     source: Source, request: Request, options: GenerateOptions, display: Display
 ) -> tuple[Source, Path, dict[str, dict[str, Any]]]:
     """The source with the class that serves the request, the folder that describes it, its configs."""
-    import dataclasses
-
     from stopdown.pipelines.loading import complete_source, find_class
     from stopdown.pipelines.requests import choose_class, name_arguments
     from stopdown.pipelines.sizes import read_configs
@@ -339,7 +351,7 @@ def _run(
         display.progress(stage, component, done + (stage == "denoise"), total)
 
     arguments = build_arguments(loaded.pipe, request)
-    choose_format(options.output, find_frames(loaded.pipe, arguments))
+    choose_format(_name_output(options), find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
     guarding = guard(
         loaded.pipe,
@@ -410,18 +422,23 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def _write(options: GenerateOptions, frames: Any, stages: dict[str, float]) -> tuple[Finding, ...]:
-    """Write the file, and report what is wrong with the frames."""
+def _write(
+    options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
+) -> tuple[str, tuple[Finding, ...]]:
+    """Write the file; where it stands, and what is wrong with the frames."""
     from stopdown.media import find_frame_faults, write_media
 
     begun = time.perf_counter()
-    write_media(options.output, frames, options.fps)
+    output = write_media(_name_output(options), frames, options.fps, numbered=numbered)
+    record = find_record_path(output)
+    if record.exists() and not _describe_no_run(record):
+        record.unlink()  # it was of what has been replaced
     findings = tuple(
         Finding(f"{fault.kind}-frames", "output", fault.evidence, fault.remedy)
         for fault in find_frame_faults(frames)
     )
     stages["write"] = time.perf_counter() - begun
-    return findings
+    return str(output) if numbered else _name_output(options), findings
 
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
@@ -442,8 +459,24 @@ def find_record_path(output: str | Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _write_record(output: str, record: RunRecord) -> None:
-    from stopdown.media import written_beside
+def _describe_no_run(path: Path) -> str:
+    return describe_other(path, "run")
 
-    with written_beside(find_record_path(output)) as part:
+
+def _find_default() -> Path:
+    from stopdown.outputs import find_free
+
+    return find_free(DEFAULT_OUTPUT, ".json")
+
+
+def _name_output(options: GenerateOptions) -> str:
+    return options.output or DEFAULT_OUTPUT
+
+
+def _write_record(record: RunRecord) -> None:
+    from stopdown.outputs import written_beside
+
+    with written_beside(
+        find_record_path(record.output or DEFAULT_OUTPUT), replaces=_describe_no_run
+    ) as part:
         part.write_text(to_json(record), encoding="utf-8")

@@ -9,14 +9,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stopdown.app.commands import find_record_path
 from stopdown.app.request_options import read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import OptionError
+from stopdown.outputs import check_target, find_free, write_numbered, written_beside
+from stopdown.records import describe_other
 
 if TYPE_CHECKING:
     from stopdown.app.commands import Display
 
 
+DEFAULT_OUTPUT = Path("report.html")
+"""Where the page goes when nobody says; it replaces nothing there."""
+
+_GENERATOR = b'<meta name="generator" content="stopdown">'
 _LARGEST_SEED = 2**62 - 1
 """Prompts have the seeds that follow the first."""
 
@@ -30,7 +37,8 @@ class CompareOptions:
         prompts: file with a prompt on each line.
         prompt: prompts besides, or instead; none at all for a model that takes none.
         precisions: lists, such as `fp32,bf16,fp16,autocast,clamp,plan.json`, or one precision each.
-        output: page to write, ending in .html; the record stands beside it.
+        output: page to write, ending in .html; the record stands beside it. None takes report.html,
+            numbered when that is taken.
         negative, image, video: of every run.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
         steps, seed, frames, height, width, guidance: of the runs; each prompt has the next seed.
@@ -44,7 +52,7 @@ class CompareOptions:
     prompts: Path | None = None
     prompt: tuple[str, ...] = ()
     precisions: tuple[str, ...] = ("fp32,bf16,fp16,plan",)
-    output: Path = Path("report.html")
+    output: Path | None = None
     negative: str | None = None
     image: Path | None = None
     video: Path | None = None
@@ -63,15 +71,19 @@ class CompareOptions:
     config: str | None = None
 
 
-def compare(options: CompareOptions, display: Display) -> Comparison:
-    """Run the comparison, and write its page and its record.
+def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
+    """Run the comparison, and write its page and its record: the record, and where the page stands.
 
     A start that was interrupted goes on: cells are kept beside the output until all are done.
 
     Raises:
         StopdownError: anything that went wrong, with what to type; no half-written file is left.
     """
-    check_page(options.output)
+    output = options.output or find_free(DEFAULT_OUTPUT, ".json")
+    folder = find_cells(output)
+    check_page(output)
+    check_target(find_record_path(output), noun="record", replaces=describe_no_comparison)
+    check_target(folder, folder=True, noun="folder of finished cells", replaces=lambda path: "")
     request = read_request(
         options,
         negative=options.negative,
@@ -80,13 +92,10 @@ def compare(options: CompareOptions, display: Display) -> Comparison:
         largest_seed=_LARGEST_SEED,
     )
     numbered, bad = _read_prompts(options)
-    from stopdown.app.commands import find_record_path
     from stopdown.comparison.matrix import compare as run_matrix
-    from stopdown.media import written_beside
     from stopdown.records import to_json
     from stopdown.report.pages import render_comparison
 
-    folder = find_cells(options.output)
     try:
         made = run_matrix(
             options.source,
@@ -102,15 +111,45 @@ def compare(options: CompareOptions, display: Display) -> Comparison:
             folder=folder,
             progress=display.progress,
         )
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         display.announce(f"What is done is kept in {folder}: the same command goes on from there.")
         raise
-    with written_beside(find_record_path(options.output)) as part:
+    page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
+    with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
         part.write_text(to_json(made), encoding="utf-8")
-    with written_beside(options.output) as part:
-        part.write_text(render_comparison(made), encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
-    return made
+    return made, page
+
+
+def describe_no_comparison(path: Path) -> str:
+    """What a file holds that no comparison's record may replace; empty for one."""
+    return describe_other(path, "comparison")
+
+
+def describe_no_page(path: Path) -> str:
+    """What a file holds that no page may replace; empty for a page of Stopdown."""
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return "" if _GENERATOR in head or not head else "a file that is no page of Stopdown"
+
+
+def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
+    """Write a page; where it stands comes back.
+
+    Args:
+        path: of a new file or of another page of Stopdown.
+        text: HTML.
+        companions: as for `write_numbered`.
+        numbered: replace nothing: take the first free name instead.
+
+    Raises:
+        OutputError: the file cannot be written, or holds something else.
+    """
+    if numbered:
+        return write_numbered(path, lambda part: part.write_text(text, "utf-8"), *companions)
+    with written_beside(path, replaces=describe_no_page) as part:
+        part.write_text(text, encoding="utf-8")
+    return path
 
 
 def find_cells(output: Path) -> Path:
@@ -123,18 +162,15 @@ def check_page(output: Path) -> None:
 
     Raises:
         OptionError: it does not end in .html.
-        OutputError: nothing can be written there.
+        OutputError: nothing can be written there, or what stands there must stay.
     """
-    from stopdown.media import written_beside
-
     if output.suffix.lower() not in (".html", ".htm"):
         raise OptionError(
             f"The output {output} does not end in .html.",
             expected="A report is one HTML file.",
             remedy=f"Use -o {output.with_suffix('.html')}",
         )
-    with written_beside(output, probe=True) as part:
-        part.write_text("")
+    check_target(output, replaces=describe_no_page)
 
 
 def choose_code(made: Comparison) -> int:

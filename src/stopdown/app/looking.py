@@ -62,7 +62,8 @@ def check(
         bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
     ] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="With --fix: folder to write it to.")
+        Path | None,
+        typer.Option("-o", "--output", help="With --fix: new or empty folder to write it to."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
@@ -163,8 +164,14 @@ def compare(
         ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Page to write, ending in .html.")
-    ] = Path("report.html"),
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Page to write, ending in .html, also over another page of Stopdown. Without it "
+            "report.html, or the first free report-2.html.",
+        ),
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None,
     image: ImageOption = None,
     video: VideoOption = None,
@@ -232,7 +239,13 @@ def report(
         ),
     ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Page to write, ending in .html.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Page to write, ending in .html, also over another page of Stopdown. Without it the "
+            "record's name, numbered when that is taken.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
@@ -258,9 +271,9 @@ def _run_compare(options: CompareOptions, as_json: bool) -> Comparison:
     from stopdown.records import to_json
 
     with Bars(open_console(stderr=True)) as display:
-        made = compare_command.compare(options, display)
+        made, page = compare_command.compare(options, display)
     if as_json:
         sys.stdout.write(to_json(strip_pictures(made)))
     else:
-        print_record(made, options.output, open_console())
+        print_record(made, page, open_console())
     return made

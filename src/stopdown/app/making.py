@@ -35,11 +35,14 @@ def generate(
         str | None, typer.Argument(metavar="[PROMPT]", help="What the picture or video shows.")
     ] = None,
     output: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "-o", "--output", help="File (.mp4, .gif, .png) or folder of frames to write."
+            "-o",
+            "--output",
+            help="File (.mp4, .gif, .png) to write, also over one that is there, or new folder of "
+            "frames. Without it stopdown.mp4, or the first free stopdown-2.mp4.",
         ),
-    ] = "stopdown.mp4",
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None,
     image: ImageOption = None,
     video: VideoOption = None,
@@ -137,8 +140,14 @@ def generate(
 def plan(
     source: SourceArgument,
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="File to write, ending in .json.")
-    ] = Path("plan.json"),
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write, ending in .json, also over another plan. Without it plan.json, or "
+            "the first free plan-2.json.",
+        ),
+    ] = None,
     prompt: Annotated[
         list[str] | None,
         typer.Option(help="What to measure; give it again for more. Without it three of ours."),
@@ -244,7 +253,7 @@ def convert(
         ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a model that stands at OUT.")
+        bool, typer.Option("--force", help="Replace what convert wrote at OUT before.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="Where exponents are found anew: cuda, cuda:1, mps or cpu.")
@@ -385,11 +394,11 @@ def _run_plan(options: PlanOptions, as_json: bool) -> None:
     from stopdown.records import to_json
 
     with Bars(open_console(stderr=True)) as display:
-        made = plan_command.plan(options, display)
+        made, written = plan_command.plan(options, display)
     if as_json:
         sys.stdout.write(to_json(made))
     else:
-        plan_command.print_plan(made, options.output, open_console())
+        plan_command.print_plan(made, written, open_console())
 
 
 def _run_convert(options: ConvertOptions, as_json: bool) -> None:

@@ -18,13 +18,17 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
 
 
+DEFAULT_OUTPUT = Path("plan.json")
+"""Where a plan goes when nobody says; it replaces nothing there."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of `stopdown plan`; None leaves the model's own default.
 
     Attributes:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        output: file to write.
+        output: file to write; None takes plan.json, numbered when that is taken.
         prompts: what to measure; empty for the prompts of Stopdown's own.
         steps: denoising steps of each run.
         precision: `fp16`, which `auto` is as well; with `memory` see `memory_command`.
@@ -41,7 +45,7 @@ class PlanOptions:
     """
 
     source: str
-    output: Path = Path("plan.json")
+    output: Path | None = None
     prompts: tuple[str, ...] = ()
     steps: int = 4
     precision: str = "auto"
@@ -61,31 +65,31 @@ class PlanOptions:
     allow: tuple[str, ...] = ()
 
 
-def plan(options: PlanOptions, display: Display) -> Plan:
-    """Make a plan and write it.
+def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
+    """Make a plan and write it: the plan, and where it stands.
 
     Raises:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
-    from stopdown.media import written_beside
+    from stopdown.outputs import check_target, find_free
+    from stopdown.planning.plan_files import describe_no_plan, write_plan
     from stopdown.scaling import check_residual
     from stopdown.scaling.certificate import check_ranges
 
     check_residual(options.residual)
     check_ranges(options.ranges)
     _check_certify(options)
-    if options.output.suffix.lower() != ".json":
+    output = options.output or find_free(DEFAULT_OUTPUT)
+    if output.suffix.lower() != ".json":
         raise OptionError(
-            f"The output {options.output} does not end in .json.",
+            f"The output {output} does not end in .json.",
             expected="generate --precision knows a plan by that ending.",
-            remedy=f"Use -o {options.output.with_suffix('.json')}.",
+            remedy=f"Use -o {output.with_suffix('.json')}.",
         )
     request = read_request(options)
-    with written_beside(options.output, probe=True) as part:
-        part.write_text("")  # refused here rather than after an hour
+    check_target(output, replaces=describe_no_plan)
     from stopdown.pipelines.quiet import quiet_libraries
     from stopdown.pipelines.sources import resolve_source, verify_source
-    from stopdown.planning.plan_files import write_plan
     from stopdown.planning.plans import make_plan
 
     source = resolve_source(
@@ -96,8 +100,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
     verify_source(source)
     if options.certify:
         made = _certify(source, options, request, display)
-        write_plan(made, options.output)
-        return made
+        return made, write_plan(made, output, numbered=options.output is None)
     with quiet_libraries():
         made = make_plan(
             source,
@@ -111,8 +114,7 @@ def plan(options: PlanOptions, display: Display) -> Plan:
             config=options.config,
             progress=display.progress,
         )
-    write_plan(made, options.output)
-    return made
+    return made, write_plan(made, output, numbered=options.output is None)
 
 
 def _check_certify(options: PlanOptions) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from stopdown.app.compare_command import check_page
+from stopdown.app.compare_command import check_page, write_page
 from stopdown.comparison.records import Comparison
+from stopdown.outputs import find_free
 from stopdown.records import RunRecord
 
 _MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png"}
@@ -18,24 +19,21 @@ def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, P
 
     Args:
         record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
-        output: page to write; None takes the record's name.
+        output: page to write; None takes the record's name, numbered when that is taken.
 
     Raises:
         InputError: it is no record; the page cannot be written.
     """
-    from stopdown.media import written_beside
     from stopdown.report.pages import read_any, render_comparison, render_run
 
-    page = output or name_page(record)
+    page = output or find_free(name_page(record))
     check_page(page)
     found = read_any(record)
     if isinstance(found, Comparison):
         text = render_comparison(found)
     else:
         text = render_run(found, _read_media(record))
-    with written_beside(page) as part:
-        part.write_text(text, encoding="utf-8")
-    return found, page
+    return found, write_page(page, text, numbered=output is None)
 
 
 def name_page(record: Path) -> Path:

@@ -65,7 +65,8 @@ from stopdown.comparison.verdicts import (
     recommend,
 )
 from stopdown.environment import describe_machine
-from stopdown.media import to_uint8, written_beside
+from stopdown.media import to_uint8
+from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request
 from stopdown.planning.plan_files import read_class_versions

@@ -21,9 +21,11 @@ from stopdown.comparison.probing import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened
 from stopdown.environment import Device, peak_memory
-from stopdown.media import find_frame_faults, to_uint8, written_beside
+from stopdown.media import find_frame_faults, to_uint8
+from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.saving import told_as_oserror
 from stopdown.records import CallSummary, Finding, Repair
 from stopdown.runtime.guarding import Guard, guard
 from stopdown.runtime.watch import Fault, Observer, Watch
@@ -180,7 +182,7 @@ def write_outcome(outcome: Outcome, path: Path) -> None:
         "amax": [[*key, repr(value)] for key, value in trace.amax.items()],
         "order": trace.order,
     }
-    with written_beside(path) as part:
+    with written_beside(path) as part, told_as_oserror():
         save_file(tensors, part, metadata={"plain": json.dumps(plain)})
 
 

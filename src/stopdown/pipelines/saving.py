@@ -5,7 +5,7 @@ it stands, so that only weights and the named fields differ from the original.
 
 **Catches** nothing: what is written is what it was given.
 **Does not catch** a full disk as such: the libraries' own errors come out as `OSError`, for
-`media.written_beside` to explain.
+`outputs.written_beside` to explain.
 """
 
 from __future__ import annotations

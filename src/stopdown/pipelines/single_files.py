@@ -217,17 +217,29 @@ def _list_blocks(name: str, folds: Mapping[str, int], rows: int) -> list[tuple[i
     return blocks
 
 
-def write_single_file(source: Path, target: Path, exponents: Mapping[str, torch.Tensor]) -> None:
+def write_single_file(
+    source: Path,
+    target: Path,
+    exponents: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str],
+) -> None:
     """Write a file again with some tensors in fp16, their rows times `2**exponent`.
 
-    Names, shapes and metadata are those of the source, and so is the order but for this: wider
-    dtypes come first, as safetensors wants them aligned. One tensor after the other is in memory.
+    Names and shapes are those of the source, and so is the order but for this: wider dtypes come
+    first, as safetensors wants them aligned. One tensor after the other is in memory.
+
+    Args:
+        source: file to read.
+        target: file to write.
+        exponents: tensor name to `[rows]` exponents.
+        metadata: entries beside those that the source has.
 
     Raises:
         ScalingError: values do not fit into fp16; every such tensor is named.
         OSError: the disk refuses.
     """
     header = json.loads(read_header_bytes(source)[8:])
+    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
     names = [name for name in header if name != "__metadata__"]
     sizes = {name: _measure_entry(header[name], name in exponents) for name in names}
     by_place = sorted(names, key=lambda name: header[name]["data_offsets"][0])

@@ -16,21 +16,28 @@ import dataclasses
 import functools
 import math
 import os
-import shutil
+import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stopdown.environment import choose_device
-from stopdown.errors import CaptureError, OptionError, OutputError, ScalingError
-from stopdown.formats import FORMATS
-from stopdown.media import written_beside
+from stopdown.environment import choose_device, read_version
+from stopdown.errors import (
+    CaptureError,
+    InputError,
+    OptionError,
+    OutputError,
+    ScalingError,
+)
+from stopdown.formats import FORMATS, list_some
+from stopdown.json_files import UnreadableError, parse_json
+from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
+from stopdown.pipelines.headers import read_header_bytes
 from stopdown.pipelines.loading import complete_source, load_pipeline
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request, choose_class
@@ -39,6 +46,7 @@ from stopdown.pipelines.saving import (
     copy_weights,
     edit_config,
     find_dtype_field,
+    told_as_oserror,
     write_weights,
 )
 from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
@@ -54,12 +62,22 @@ from stopdown.planning.measuring import describe_failure
 from stopdown.planning.plan_files import read_plan
 from stopdown.planning.plans import list_requests
 from stopdown.planning.recording import Progress, RecordedCall, record_calls
-from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, to_json
+from stopdown.records import (
+    ComponentPlan,
+    Conversion,
+    ConvertedComponent,
+    Plan,
+    read_record,
+    to_json,
+)
 from stopdown.scaling import Scaling, cast_, fold_scaling
 from stopdown.scaling.folding import split_name
 
 RECORD_NAME = "stopdown.json"
-"""The record inside a converted folder."""
+"""The record inside a converted folder, with the names and sizes of all that was written there."""
+
+MARK = "stopdown"
+"""The entry in the metadata of a converted single file: the version, and the seal of the plan."""
 
 
 @dataclass
@@ -109,7 +127,8 @@ def convert(
         leave: components that are written as they are stored.
         allow_eps: write also where eps that no configuration sets change an output by more than
             `EFFECT_LIMIT`.
-        force: replace a folder that holds a `model_index.json`, or a `.safetensors` file.
+        force: replace what `convert` wrote at OUT before: a folder that holds its files and nothing
+            else, or a `.safetensors` file with its mark.
         device: where components are run when their exponents are found anew.
         request: sizes, picture or video of those runs, as for `make_plan`.
         config: for a single file, a Diffusers folder or Hub id with its configs.
@@ -129,21 +148,24 @@ def convert(
     found = source if isinstance(source, Source) else resolve_source(source)
     verify_source(found)
     target = Path(output)
-    _check_target(found, target, force)
+    path = None if isinstance(plan, Plan) else plan
+    replaces = _check_target(found, target, path, force)
     with quiet_libraries():
         work = _open(found, target, wanted, leave, device, request, config, progress)
         _express_all(work, allow_eps, request or Request(), progress)
         _refuse(work, allow_eps)
-        with _written(target, force) as part:
+        with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
-            record = _describe(work, output, unread, time.perf_counter() - started)
+            record = _describe(work, output, part, unread, time.perf_counter() - started)
             if not work.is_file:
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
     return record
 
 
-def _check_target(source: Source, target: Path, force: bool) -> None:
-    """Refuse a place before anything is loaded."""
+def _check_target(
+    source: Source, target: Path, plan: str | Path | None, force: bool
+) -> Callable[[Path], str]:
+    """Refuse a place before anything is loaded; what may be replaced there comes back."""
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and source.kind != "file":
         raise OptionError(
@@ -151,48 +173,92 @@ def _check_target(source: Source, target: Path, force: bool) -> None:
             expected="A single file is made from a single file, whose names it keeps.",
             remedy=f"Give a folder: stopdown convert {source.name} {target.with_suffix('')}",
         )
-    if target.exists() and target.resolve() == source.path.resolve():
+    _refuse_nested(source, target, plan)
+    describe = describe_other_file if is_file else describe_other_folder
+
+    def replaces(path: Path) -> str:
+        is_free = path.is_dir() and not any(path.iterdir())
+        what = "" if is_free else describe(path)
+        return what or ("" if is_free or force else "a model that convert wrote; --force does that")
+
+    check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
+    return replaces
+
+
+def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
+    """Refuse an OUT that is, holds or lies in what is read; links are followed."""
+    place = Path(os.path.realpath(target))
+    folder = Path(os.path.realpath(source.path))
+    if place == folder:
         raise OutputError(
             f"OUT {target} is the model itself.",
             remedy="Give another place; it is not overwritten.",
         )
-    if target.exists() and not _is_free(target):
-        _check_taken(target, is_file, force)
-    with written_beside(target, probe=True, option="as OUT") as part:
-        part.write_text("") if is_file else part.mkdir()
-
-
-def _is_free(target: Path) -> bool:
-    return target.is_dir() and target.suffix != ".safetensors" and not any(target.iterdir())
-
-
-def _check_taken(target: Path, is_file: bool, force: bool) -> None:
-    replaceable = target.is_file() if is_file else (target / "model_index.json").is_file()
-    if not replaceable:
-        kind = "a .safetensors file" if is_file else "a folder with a model_index.json"
+    if source.path.is_dir() and place.is_relative_to(folder):
         raise OutputError(
-            f"OUT {target} exists and is not {kind}.",
-            expected="It is a new place or an empty folder; --force replaces only converted models.",
+            f"OUT {target} lies in the folder of the model, {folder}.",
+            expected="What is read and what is written are apart.",
             remedy="Give another place.",
         )
-    if not force:
-        raise OutputError(
-            f"OUT {target} exists and holds a model.",
-            expected="It is a new place or an empty folder.",
-            remedy="Give another place, or add --force to replace it.",
-        )
+    read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
+    for path in read:
+        if Path(os.path.realpath(path)).is_relative_to(place):
+            raise OutputError(
+                f"OUT {target} holds {path}, which is read.",
+                expected="What is read and what is written are apart.",
+                remedy="Give another place.",
+            )
 
 
-@contextmanager
-def _written(target: Path, force: bool) -> Iterator[Path]:
-    """Where to write; what stood there before is removed once everything is in its place."""
-    with written_beside(target, option="as OUT") as part:
-        yield part
-        old = part.with_suffix(".old")
-        if force and target.is_dir() and any(target.iterdir()):
-            os.replace(target, old)
-    if old.is_dir():
-        shutil.rmtree(old)
+def _list_files(path: Path) -> list[Path]:
+    """A file itself; of a folder every file, also behind links."""
+    if not path.is_dir():
+        return [path]
+    return [
+        Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
+    ]
+
+
+def describe_other_folder(folder: Path) -> str:
+    """What a folder holds that `convert` did not write there; empty when that is all it holds."""
+    try:
+        record = read_record(folder / RECORD_NAME, Conversion)
+    except InputError:
+        return "a folder that convert did not write"
+    found = _measure_files(folder)
+    others = [name for name, size in found.items() if record.files.get(name) != size]
+    if not others:
+        return ""
+    return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
+
+
+def _measure_files(folder: Path) -> dict[str, int]:
+    """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        for name in [*names, *links]:
+            path = Path(place, name)
+            state = path.lstat()
+            found[path.relative_to(folder).as_posix()] = (
+                state.st_size if stat.S_ISREG(state.st_mode) else -1
+            )
+        if not folders and not names:
+            found[f"{Path(place).relative_to(folder).as_posix()}/"] = -1
+    found.pop(RECORD_NAME, None)
+    return found
+
+
+def describe_other_file(path: Path) -> str:
+    """What a `.safetensors` file is that `convert` did not write; empty when it did."""
+    try:
+        header = parse_json(read_header_bytes(path)[8:])
+        return "" if MARK in header["__metadata__"] else _NOT_CONVERTED
+    except (UnreadableError, KeyError, TypeError):
+        return _NOT_CONVERTED
+
+
+_NOT_CONVERTED = "a file that convert did not write"
 
 
 def _open(
@@ -379,7 +445,8 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         rows = trace_rows(work.source, work.described)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
-        write_single_file(work.source.path, part, spread)
+        mark = f"{read_version('stopdown')} plan {work.plan.seal}"
+        write_single_file(work.source.path, part, spread, {MARK: mark})
     except ScalingError as error:
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",
@@ -391,7 +458,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
 
 
 def _describe(
-    work: _Work, output: str | Path, unread: tuple[str, ...], elapsed_s: float
+    work: _Work, output: str | Path, part: Path, unread: tuple[str, ...], elapsed_s: float
 ) -> Conversion:
     components = tuple(_describe_component(work, entry) for entry in work.plan.components)
     return Conversion(
@@ -402,6 +469,8 @@ def _describe(
         load=_describe_load(work, output),
         unread=unread,
         elapsed_s=round(elapsed_s, 3),
+        files={} if work.is_file else _measure_files(part),
+        version=read_version("stopdown") or "",
     )
 
 

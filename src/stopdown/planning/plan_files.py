@@ -16,8 +16,8 @@ import msgspec
 
 from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
-from stopdown.media import written_beside
-from stopdown.records import Plan, from_json, to_json
+from stopdown.outputs import write_numbered, written_beside
+from stopdown.records import Plan, describe_other, from_json, to_json
 
 PACKAGES = ("diffusers", "transformers")
 """The packages whose classes a plan belongs to."""
@@ -40,14 +40,27 @@ def _compute_seal(text: str | bytes) -> str:
     return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
 
 
-def write_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan as JSON, whole or not at all.
+def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
+    """Write a plan as JSON, whole or not at all; where it stands comes back.
+
+    Args:
+        path: of a new file or of another plan.
+        numbered: replace nothing: take the first free name instead.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: the file cannot be written, or holds something else than a plan.
     """
-    with written_beside(Path(path)) as part:
-        part.write_text(to_json(plan), encoding="utf-8")
+    text = to_json(plan)
+    if numbered:
+        return write_numbered(path, lambda part: part.write_text(text, encoding="utf-8"))
+    with written_beside(path, replaces=describe_no_plan) as part:
+        part.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def describe_no_plan(path: Path) -> str:
+    """What a file holds that no plan may replace; empty for a plan."""
+    return describe_other(path, "plan")
 
 
 def read_plan(path: str | Path) -> Plan:

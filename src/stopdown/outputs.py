@@ -1,0 +1,390 @@
+"""Where results go: a place is checked before the run, written beside, and renamed when it is whole.
+
+A file or folder is made under a temporary name in the folder of its target and renamed at the end, so
+that a full disk, Ctrl-C or `kill -9` leaves nothing half-written. Links are followed: what a link
+points to is written, and the link stays. What a process that was killed left under a temporary name is
+removed by the next one that writes there. A name that Stopdown chose itself replaces nothing: it is
+numbered (`stopdown-2.mp4`).
+
+**Catches**, before the run, folders that are missing or cannot be written, names that are too long, a
+file where a folder is to be and the other way round, pipes and devices, an output that is an input of
+the same run, and files that the caller says must stay.
+**Does not catch** a disk that is too small for a result that is not there yet: that is told at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stopdown.errors import OutputError
+
+Replaces = Callable[[Path], str]
+"""Why what stands at a path must stay, in words such as `a plan`; empty when it may be replaced."""
+
+_PROBE_BYTES = 65536
+
+
+def check_target(
+    path: str | os.PathLike[str],
+    *,
+    folder: bool = False,
+    noun: str = "output",
+    option: str = "with -o",
+    replaces: Replaces | None = None,
+    inputs: Iterable[str | os.PathLike[str] | None] = (),
+) -> None:
+    """Refuse a place that could not be written, before hours are spent on what belongs there.
+
+    A small file is made beside the target, and removed.
+
+    Args:
+        path: where the result will go, as it was typed.
+        folder: it will be a folder; one that is there has to be empty unless `replaces` is given.
+        noun: what is written there, for the message.
+        option: how another place is given, for the message.
+        replaces: which file may be replaced; None for any. Of a folder: which one that is not empty.
+        inputs: files that the run reads, which the output must not replace; None is passed over.
+
+    Raises:
+        OutputError: the place does not exist, is taken, or cannot be written.
+    """
+    shown, target = Path(path), _resolve(path)
+    try:
+        found = _find_kind(target)
+        if not target.parent.is_dir():
+            raise OutputError(
+                f"The {noun} {shown} cannot be written: there is no folder {target.parent}.",
+                expected="The folder that holds the output must exist.",
+                remedy=f"Make it first: mkdir -p {target.parent}",
+            )
+        _refuse_kind(shown, noun, found, folder)
+        _refuse_inputs(shown, noun, target, inputs)
+        _refuse_taken(shown, noun, target, option, replaces)
+        if folder and os.path.ismount(target):
+            raise OutputError(
+                f"The output {shown} is where a disk is mounted, and cannot be replaced.",
+                expected="A folder is made beside its place and renamed.",
+                remedy=f"Name a folder inside of it: {shown / 'out'}",
+            )
+        with _made_beside(target) as part:
+            part.write_bytes(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise explain_refusal(shown, error, option) from error
+
+
+@contextmanager
+def written_beside(
+    path: str | os.PathLike[str], *, option: str = "with -o", replaces: Replaces | None = None
+) -> Iterator[Path]:
+    """A temporary path beside `path`, renamed to `path` when the block ends without an error.
+
+    After an error, Ctrl-C included, what was written is removed and `path` is as it was. When the
+    name has been taken meanwhile by what must stay, what was written is kept under a numbered one.
+
+    Args:
+        path: where the finished file or folder belongs.
+        option: how another place is given, for the message.
+        replaces: as for `check_target`.
+
+    Raises:
+        OutputError: the operating system refused to write; the message says why.
+    """
+    shown, target = Path(path), _resolve(path)
+    try:
+        with _made_beside(target) as part:
+            yield part
+            _settle(part, shown, target, option, replaces)
+    except OSError as error:
+        raise explain_refusal(shown, error, option) from error
+
+
+def write_numbered(
+    path: str | os.PathLike[str], write: Callable[[Path], object], *companions: str
+) -> Path:
+    """Write under a name that Stopdown chose, or the first numbered one that is free.
+
+    Args:
+        path: the first choice.
+        write: makes the file or folder at the path that it is given.
+        companions: endings of further names that have to be free: `.json` for `clip.mp4.json`.
+
+    Returns:
+        The path written; nothing was replaced, also not what another process wrote meanwhile.
+
+    Raises:
+        OutputError: the operating system refused to write; the message says why.
+    """
+    shown = Path(path)
+    try:
+        with _made_beside(_resolve(shown.parent) / shown.name) as part:
+            write(part)
+            return _rename_numbered(part, shown, *companions)
+    except OSError as error:
+        raise explain_refusal(shown, error, "with -o") from error
+
+
+def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
+    """The path itself, or the first of `NAME-2.SUFFIX`, `NAME-3.SUFFIX`… that is free.
+
+    Args:
+        path: the first choice.
+        companions: as for `write_numbered`.
+    """
+    first = Path(path)
+    for number in itertools.count(2):
+        names = [path, *(f"{path}{end}" for end in companions)]
+        if not any(os.path.lexists(name) for name in names):
+            break
+        path = first.with_name(f"{first.stem}-{number}{first.suffix}")
+    return Path(path)
+
+
+# ---------------------------------------------------------------------------------------------
+# What stands there
+
+
+def _resolve(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.realpath(path))
+
+
+_KINDS = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+
+
+def _find_kind(target: Path) -> str:
+    """What stands at a path; empty when nothing does."""
+    try:
+        return _KINDS[stat.S_IFMT(target.stat().st_mode)]
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _refuse_kind(shown: Path, noun: str, found: str, folder: bool) -> None:
+    """Refuse a file in the place of a folder, a folder in the place of a file, and everything else."""
+    if found in ("pipe", "socket", "device"):
+        raise OutputError(
+            f"The {noun} {shown} is a {found}.",
+            expected="An output is a file or a folder: it is written beside its place and renamed, "
+            f"which would replace the {found}.",
+            remedy="Write a file, and pass that on.",
+        )
+    if folder and found == "file":
+        raise OutputError(
+            f"The {noun} {shown} is to be a folder, and a file has that name.",
+            expected="A path without suffix means a folder.",
+            remedy="Choose another name.",
+        )
+    if not folder and found == "folder":
+        raise OutputError(
+            f"The {noun} {shown} is to be a file, and a folder has that name.",
+            expected=f"A path that ends in {shown.suffix} means a file.",
+            remedy=f"Name a file inside of it, {shown / f'out{shown.suffix}'}, or another name.",
+        )
+
+
+def _refuse_inputs(
+    shown: Path, noun: str, target: Path, inputs: Iterable[str | os.PathLike[str] | None]
+) -> None:
+    for given in inputs:
+        if given is not None and target.exists() and _resolve(given) == target:
+            raise OutputError(
+                f"The {noun} {shown} is a file that this run reads.",
+                expected="An input is left as it is.",
+                remedy="Choose another name with -o.",
+            )
+
+
+def _refuse_taken(
+    shown: Path, noun: str, target: Path, option: str, replaces: Replaces | None
+) -> None:
+    """Refuse what stands at the target and must stay."""
+    if target.is_dir() and replaces is None and any(target.iterdir()):
+        raise OutputError(
+            f"The {noun} folder {shown} is not empty.",
+            expected="It has to be new or empty, so that nothing is mixed or replaced.",
+            remedy=f"Choose another folder {option}, for example {shown}-2/, or empty this one.",
+        )
+    if replaces is not None and target.exists() and (what := replaces(target)):
+        raise OutputError(
+            f"The {noun} {shown} would replace {what}.",
+            expected="Only what Stopdown wrote there for the same purpose is replaced.",
+            remedy=f"Choose another name {option}.",
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Temporary names
+
+
+@contextmanager
+def _made_beside(target: Path) -> Iterator[Path]:
+    """A temporary path in the folder of a target; whatever stands there at the end is removed."""
+    _sweep(target.parent)
+    part = target.with_name(
+        f".stopdown-{_name_machine()}-{os.getpid()}-{secrets.token_hex(4)}.part"
+    )
+    try:
+        yield part
+    finally:
+        discard(part)
+
+
+@functools.cache
+def _name_machine() -> str:
+    """Where process ids mean the same: the host, and on Linux the namespace of a container."""
+    with contextlib.suppress(OSError):
+        return _hash(socket.gethostname() + os.readlink("/proc/self/ns/pid"))
+    return _hash(socket.gethostname())
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()[:8]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes of this machine left that are no more."""
+    pattern = re.compile(rf"\.stopdown-{_name_machine()}-(\d{{1,9}})-[0-9a-f]{{8}}\.part")
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            found = pattern.fullmatch(name)
+            if found and not _is_alive(int(found[1])):
+                discard(folder / name)
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process is there; where asking would end it (Windows), it is."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def discard(part: Path) -> None:
+    """Remove a file or folder; nothing happens when there is none, or when it cannot be removed."""
+    if part.is_dir() and not part.is_symlink():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+# ---------------------------------------------------------------------------------------------
+# Renaming
+
+
+def _settle(part: Path, shown: Path, target: Path, option: str, replaces: Replaces | None) -> None:
+    """Rename what is whole; when its place cannot be had, to a numbered name, which the error tells."""
+    try:
+        _refuse_taken(shown, "output", target, option, replaces)
+        _rename(part, target)
+    except (OSError, OutputError) as error:
+        kept = _rename_numbered(part, target)
+        why = error.what if isinstance(error, OutputError) else f"{error.strerror}."
+        raise OutputError(
+            f"The output {shown} could not be put into its place: {why}",
+            expected=f"It is whole, and was kept as {kept}.",
+            remedy=f"Move it: mv {kept} PLACE",
+        ) from error
+
+
+def _rename(part: Path, target: Path) -> None:
+    """In one step where the system can; a folder with files in it stays until the new one is there."""
+    if not (part.is_dir() and target.is_dir()):
+        os.replace(part, target)
+    elif not any(target.iterdir()):
+        target.rmdir()  # Windows does not rename over a folder
+        os.replace(part, target)
+    else:
+        old = part.with_suffix(".old")  # not swept: until the next line it is the only one
+        os.replace(target, old)
+        try:
+            os.replace(part, target)
+        except OSError:
+            os.replace(old, target)
+            raise
+        os.replace(old, part)  # removed by whoever made `part`, or when that is killed swept
+
+
+def _rename_numbered(part: Path, shown: Path, *companions: str) -> Path:
+    """Rename to the first free name without replacing what comes there at the same moment."""
+    while True:
+        free = find_free(shown, *companions)
+        try:
+            if part.is_dir():
+                os.rename(part, free)
+            else:
+                _link(part, free)
+        except FileExistsError:
+            continue
+        return free
+
+
+def _link(part: Path, free: Path) -> None:
+    try:
+        os.link(part, free)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        os.rename(part, free)
+
+
+# ---------------------------------------------------------------------------------------------
+# What a system refuses
+
+
+_REFUSALS = {
+    errno.ENOSPC: ("the disk is full", "Free some space, or choose another disk with -o."),
+    errno.EDQUOT: ("your disk quota is used up", "Free some space, or choose another disk."),
+    errno.EFBIG: (
+        "the file grew larger than this system allows",
+        "Raise the limit (ulimit -f), or write fewer or smaller frames.",
+    ),
+    errno.EACCES: (
+        "you may not write there",
+        "Choose a folder of your own with -o, or change its permissions.",
+    ),
+    errno.EPERM: ("you may not write there", "Choose a folder of your own with -o."),
+    errno.EROFS: ("the disk is read-only", "Choose another disk with -o."),
+    errno.ENAMETOOLONG: ("the name is too long", "Choose a shorter name with -o."),
+    errno.ELOOP: ("its links lead in a circle", "Choose another name with -o."),
+}
+
+
+_FAILURES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What happens to whoever asked for the right place."""
+
+
+def explain_refusal(target: Path, error: OSError, option: str = "with -o") -> OutputError:
+    """What the system said about a place, as an error with cause and remedy."""
+    known = _REFUSALS.get(error.errno or 0)
+    cause, remedy = known or (error.strerror or str(error), "Choose another place with -o.")
+    return OutputError(
+        f"The output {target} could not be written: {cause}.",
+        expected="Nothing half-written was left behind.",
+        remedy=remedy.replace("with -o", option),
+        by_system=error.errno in _FAILURES,
+    )

@@ -1,0 +1,246 @@
+"""Where results go: places that are refused before a run, names that are kept, what a kill leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stopdown import outputs
+from stopdown.errors import OutputError
+from stopdown.outputs import check_target, find_free, write_numbered, written_beside
+
+posix = pytest.mark.skipif(os.name != "posix", reason="pipes and sockets are files on POSIX")
+
+
+def write(text: str) -> Callable[[Path], int]:
+    return lambda part: part.write_text(text)
+
+
+def refuse(path: str | Path, **options: object) -> str:
+    with pytest.raises(OutputError) as caught:
+        check_target(path, **options)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+@posix
+def test_pipes_sockets_and_devices_stay(tmp_path: Path) -> None:
+    """None is written into, and none is replaced; each is named."""
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.path.relpath(tmp_path / "socket"))
+    (tmp_path / "null").symlink_to(os.devnull)
+    for name, kind in (("pipe", "pipe"), ("socket", "socket"), ("null", "device")):
+        before = (tmp_path / name).lstat().st_ino
+        assert refuse(tmp_path / name) == (
+            f"The output {tmp_path / name} is a {kind}. An output is a file or a folder: it is written "
+            f"beside its place and renamed, which would replace the {kind}. Write a file, and pass that "
+            "on."
+        )
+        assert (tmp_path / name).lstat().st_ino == before
+
+
+def test_the_longest_name_works_and_a_longer_one_is_refused(tmp_path: Path) -> None:
+    """A name of 255 bytes is written; the temporary one beside it does not grow with it."""
+    longest = tmp_path / ("é" * 125 + ".json")
+    check_target(longest)
+    with written_beside(longest) as part:
+        part.write_text("{}")
+    assert longest.read_text() == "{}"
+    assert "could not be written: the name is too long." in refuse(tmp_path / ("a" * 256))
+    assert "could not be written: the name is too long." in refuse(tmp_path / ("a" * 256) / "b")
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    """What a link points to is written, there or not there yet; links in a circle are refused."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "file")
+    for text in ("new", "again"):
+        check_target(tmp_path / "link")
+        with written_beside(tmp_path / "link") as part:
+            assert part.parent == tmp_path / "disk"
+            part.write_text(text)
+        assert (tmp_path / "disk" / "file").read_text() == text
+    assert (tmp_path / "link").is_symlink()
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert "could not be written: its links lead in a circle." in refuse(tmp_path / "a")
+    (tmp_path / "far").symlink_to(tmp_path / "none" / "file")
+    assert f"there is no folder {tmp_path / 'none'}." in refuse(tmp_path / "far")
+
+
+def test_an_input_is_not_replaced(tmp_path: Path) -> None:
+    """The file that a run reads is no output, also by another name for it."""
+    (tmp_path / "clip.mp4").write_text("mine")
+    (tmp_path / "link.mp4").symlink_to("clip.mp4")
+    assert refuse(tmp_path / "link.mp4", inputs=(None, tmp_path / "clip.mp4")) == (
+        f"The output {tmp_path / 'link.mp4'} is a file that this run reads. An input is left as it is. "
+        "Choose another name with -o."
+    )
+
+
+def test_the_caller_says_what_stays(tmp_path: Path) -> None:
+    """Its reason stands in the refusal; without one the file may be replaced."""
+    (tmp_path / "file").write_text("mine")
+    check_target(tmp_path / "file", replaces=lambda path: "")
+    assert refuse(tmp_path / "file", noun="record", replaces=lambda path: "a letter") == (
+        f"The record {tmp_path / 'file'} would replace a letter. Only what Stopdown wrote there for the "
+        "same purpose is replaced. Choose another name with -o."
+    )
+
+
+def test_a_mounted_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder cannot be renamed over a place where a disk is mounted, so that is said before."""
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: True)
+    assert refuse(tmp_path / "disk", folder=True).endswith(
+        f"Name a folder inside of it: {tmp_path / 'disk' / 'out'}"
+    )
+
+
+def test_what_is_taken_meanwhile_stays(tmp_path: Path) -> None:
+    """A target that fills during the run is not replaced; the result is kept beside it, and where."""
+    target = tmp_path / "plan.json"
+
+    def fill() -> None:
+        with written_beside(target, replaces=lambda path: "a letter") as part:
+            part.write_text("new")
+            target.write_text("mine")
+
+    with pytest.raises(OutputError) as caught:
+        fill()
+    kept = tmp_path / "plan-2.json"
+    assert str(caught.value) == (
+        f"The output {target} could not be put into its place: The output {target} would replace a "
+        f"letter. It is whole, and was kept as {kept}. Move it: mv {kept} PLACE"
+    )
+    assert (target.read_text(), kept.read_text()) == ("mine", "new")
+
+
+def test_a_result_that_cannot_be_renamed_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A system that refuses the rename at the end (a mounted file) does not cost what was made."""
+
+    def refuse_rename(old: object, new: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(os, "replace", refuse_rename)
+    (tmp_path / "clip.mp4").write_text("old")
+    with (
+        pytest.raises(OutputError, match=r"Device or resource busy.*was kept as"),
+        written_beside(tmp_path / "clip.mp4") as part,
+    ):
+        part.write_text("new")
+    assert (tmp_path / "clip-2.mp4").read_text() == "new"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_chosen_names_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first free name, whose companions are free too; a link to nothing takes a name as well."""
+    monkeypatch.chdir(tmp_path)
+    assert str(find_free("clip.mp4", ".json")) == "clip.mp4"
+    (tmp_path / "clip.mp4").write_text("mine")
+    (tmp_path / "clip-2.mp4.json").write_text("mine")
+    (tmp_path / "clip-3.mp4").symlink_to("none")
+    assert str(find_free("clip.mp4", ".json")) == "clip-4.mp4"
+    assert str(write_numbered("clip.mp4", write("new"), ".json")) == "clip-4.mp4"
+    assert str(write_numbered("new.mp4", write("new"))) == "new.mp4"
+    assert str(write_numbered("frames", lambda part: part.mkdir())) == "frames"
+    assert str(write_numbered("frames", lambda part: part.mkdir())) == "frames-2"
+    assert (tmp_path / "clip.mp4").read_text() == "mine"
+    assert sorted(os.listdir()) == sorted(
+        ["clip.mp4", "clip-2.mp4.json", "clip-3.mp4", "clip-4.mp4", "new.mp4", "frames", "frames-2"]
+    )
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_number_that_another_takes_first_is_passed_over(
+    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs without -o in one folder: the later one takes the next number, nothing is lost."""
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse_link)
+
+    def write_late(part: Path) -> None:
+        part.write_text("second")
+        (tmp_path / "clip.mp4").write_text("first")
+
+    assert write_numbered(tmp_path / "clip.mp4", write_late) == tmp_path / "clip-2.mp4"
+    assert (tmp_path / "clip.mp4").read_text() == "first"
+    assert (tmp_path / "clip-2.mp4").read_text() == "second"
+
+
+def refuse_link(old: object, new: object) -> None:
+    raise OSError(1, "Operation not permitted")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from stopdown.outputs import written_beside
+with written_beside(sys.argv[1]) as part:
+    part.mkdir()
+    (part / "weights").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@posix
+def test_what_a_kill_leaves_is_swept(tmp_path: Path) -> None:
+    """A killed process leaves a hidden part and no target; the next writer there removes the part."""
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")])
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".stopdown-")
+    with written_beside(tmp_path / "other") as part:
+        assert not left.exists()
+        part.write_text("")
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+@posix
+def test_parts_of_the_living_and_of_other_machines_stay(tmp_path: Path) -> None:
+    """Another run's part, another host's, and files with names like them, are not swept."""
+    with written_beside(tmp_path / "one") as part:
+        part.write_text("mine")
+        machine = part.name.split("-")[1]
+        (tmp_path / ".stopdown-00000000-999999999-00000000.part").write_text("")
+        (tmp_path / f".stopdown-{machine}-1-00000000.part").write_text("")
+        (tmp_path / f".stopdown-{machine}-999999999.part").write_text("")
+        with written_beside(tmp_path / "two") as other:
+            other.write_text("")
+        assert part.read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old folder stays until the new one has its name; when that fails it comes back."""
+    target = tmp_path / "out"
+    for text in ("old", "new"):
+        with written_beside(target, replaces=lambda path: "") as part:
+            part.mkdir()
+            (part / "file").write_text(text)
+        assert (target / "file").read_text() == text
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    replace = os.replace
+
+    def fail(old: Path, new: Path) -> None:
+        if Path(old).suffix == ".part":
+            raise OSError(5, "Input/output error")
+        replace(old, new)
+
+    monkeypatch.setattr(outputs.os, "replace", fail)
+    with (
+        pytest.raises(OutputError, match="was kept as"),
+        written_beside(target, replaces=lambda path: "") as part,
+    ):
+        part.mkdir()
+    assert (target / "file").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out-2"]
