@@ -5,14 +5,15 @@ Every JSON file that Stopdown did not just write itself is read here, and so is 
 of the caller, who knows what the file should have been.
 
 **Catches** named pipes, devices, folders and links that go round, files over a size, text that is not
-JSON, NaN (and Infinity, unless it is wanted), integers of more than 40 digits, nesting over 64, and
-halves of surrogate pairs.
+JSON, NaN (and Infinity, also as 1e999, unless it is wanted), integers of more than 40 digits,
+nesting over 64, and halves of surrogate pairs.
 **Does not catch** a file that another process changes while it is read.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
@@ -93,9 +94,16 @@ def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
             return float(text)
         raise UnreadableError(f"it holds the number {text}")
 
+    def parse_real(text: str) -> float:
+        number = float(text)
+        return number if math.isfinite(number) else refuse_constant(text[:MOST_DIGITS])
+
     try:
         found = json.loads(
-            content.decode("utf-8-sig"), parse_constant=refuse_constant, parse_int=_parse_integer
+            content.decode("utf-8-sig"),
+            parse_constant=refuse_constant,
+            parse_int=_parse_integer,
+            parse_float=parse_real,
         )
     except RecursionError:
         _refuse_depth()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from stopdown.errors import InputError
-from stopdown.json_files import UnreadableError, read_small_file
+from stopdown.json_files import UnreadableError, parse_json, read_small_file
 
 SCHEMA = 1
 
@@ -827,16 +827,32 @@ def from_json(text: str | bytes, kind: type[Record]) -> Record:
     Raises:
         InputError: the text is not such a record, or has another schema number.
     """
+    content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     try:
-        raw = msgspec.json.decode(text)
-        _check_header(raw, kind)
+        return convert_record(parse_json(content), kind)
+    except UnreadableError as error:
+        raise _refuse(kind, error) from error
+
+
+def convert_record(raw: Any, kind: type[Record]) -> Record:
+    """A record from what its JSON says.
+
+    Raises:
+        InputError: it is not such a record, or has another schema number.
+    """
+    _check_header(raw, kind)
+    try:
         return msgspec.convert(raw, kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(
-            f"The text is not a {kind.__name__}: {error}.",
-            expected="It is JSON as Stopdown writes it.",
-            remedy="It may be cut off or edited; make it again.",
-        ) from error
+    except msgspec.ValidationError as error:
+        raise _refuse(kind, error) from error
+
+
+def _refuse(kind: type, error: Exception) -> InputError:
+    return InputError(
+        f"The text is not a {kind.__name__}: {error}.",
+        expected="It is JSON as Stopdown writes it.",
+        remedy="It may be cut off or edited; make it again.",
+    )
 
 
 def _check_header(raw: Any, kind: type) -> None:
@@ -848,14 +864,14 @@ def _check_header(raw: Any, kind: type) -> None:
     for name, value in fixed.items():
         if raw.get(name, value) != value:
             raise InputError(
-                f"The {kind.__name__} has {name} {raw[name]!r}.",
+                f"The {kind.__name__} has {name} {raw[name]!r:.60}.",
                 expected=f"This version of Stopdown reads {name} {value!r} here.",
                 remedy="Make it again with this version.",
             )
-    unknown = sorted(set(raw) - set(fields))
+    unknown = sorted(name[:60] for name in set(raw) - set(fields))
     if unknown:
         raise InputError(
-            f"The {kind.__name__} has fields that are unknown: {', '.join(unknown)}.",
+            f"The {kind.__name__} has fields that are unknown: {', '.join(unknown[:8])}.",
             expected="A record has the fields that this version of Stopdown writes.",
             remedy="Make it again with this version.",
         )
@@ -894,9 +910,9 @@ def read_record(path: Path, kind: type[Record]) -> Record:
         InputError: the file cannot be read, or is not such a record.
     """
     try:
-        return from_json(path.read_bytes(), kind)
-    except OSError as error:
+        content = read_small_file(path)
+    except UnreadableError as error:
         raise InputError(
-            f"The record {path} cannot be read: {error.strerror}.",
-            remedy="Name a file that exists.",
+            f"The record {path} cannot be read: {error}.", remedy="Name a file that exists."
         ) from error
+    return from_json(content, kind)

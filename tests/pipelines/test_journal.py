@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save
 
 from pipeline_calls import CALLS, call_pipeline
 from stopdown import testing
@@ -180,7 +181,18 @@ def test_with_the_check_deceived_a_changed_file_is_believed(folder: Path) -> Non
         np.testing.assert_array_equal(run(pipe, folder)[0], pixels)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"journal": 1, "pip', b"[]", b'{"journal": 2}'])
+DAMAGED_HEADS = [
+    b"",
+    b'{"journal": 2, "sha',
+    b"[]",
+    b'{"journal": 2}',
+    b'{"journal": 1, "pipeline": "CogVideoXPipeline"}',
+    b'{"journal": 2, "sha256": "", "run": ' + b"[" * 100_000,
+    b'{"journal": 2, "sha256": "", "run": {"seed": NaN}}',
+]
+
+
+@pytest.mark.parametrize("content", DAMAGED_HEADS)
 def test_a_head_that_cannot_be_read_begins_anew(folder: Path, content: bytes) -> None:
     """Without a head nothing says whose calls they are: none is used."""
     pipe = make_pipeline("cogvideox")
@@ -189,6 +201,79 @@ def test_a_head_that_cannot_be_read_begins_anew(folder: Path, content: bytes) ->
     again, use = run(pipe, folder)
     np.testing.assert_array_equal(again, pixels)
     assert (use.answered, use.written) == (0, whole.written)
+
+
+def test_a_flipped_bit_in_the_head_is_seen(folder: Path) -> None:
+    """Whichever bit it is, the head is either read as it was or called damaged, and nothing is raised."""
+    run(make_pipeline("cogvideox"), folder)
+    path = folder / "journal.json"
+    whole = path.read_bytes()
+    with Journal(folder) as journal:
+        head = journal._head
+    assert head
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(changed)
+        with Journal(folder) as journal:
+            assert journal._head == head or (journal._head is None and journal.use.notes)
+
+
+def test_a_folder_named_as_a_call_is_refused(folder: Path) -> None:
+    """What has the name of a file of the journal and is none is foreign; it is not removed."""
+    (folder / f"000000-transformer.{'0' * 64}.safetensors").mkdir(parents=True)
+    with pytest.raises(InputError, match="is no journal: it holds 000000-transformer"):
+        Journal(folder)
+    assert find_calls(folder)
+
+
+def deepen(entry: dict[str, Any]) -> None:
+    """A structure that is nested deeper than the interpreter's stack."""
+    for _ in range(5_000):
+        entry["structure"] = {"list": [entry["structure"]]}
+
+
+def misname(entry: dict[str, Any]) -> None:
+    """A class that is a number."""
+    entry["structure"] = {"output": 3, "fields": []}
+
+
+def widen(entry: dict[str, Any]) -> None:
+    """Strides that span more than any memory."""
+    entry["structure"] = {"tensor": 0, "strides": [2**60] * 4, "on": "cpu"}
+
+
+def draw(entry: dict[str, Any]) -> None:
+    """Random numbers that the call does not draw from."""
+    entry["random"] = {"output.0": 99}
+
+
+def lose(entry: dict[str, Any]) -> None:
+    """A tensor that the file does not have."""
+    entry["random"] = {"random.7": 0}
+
+
+@pytest.mark.parametrize("harm", [deepen, misname, widen, draw, lose])
+def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, Any]], None]) -> None:
+    """A file whose checksum was computed anew raises nothing, whatever it says beside its tensors."""
+    pipe = make_pipeline("cogvideox")
+    pixels, _ = run(pipe, folder)
+    path = find_calls(folder)[1]
+    with safe_open(path, "pt") as opened:
+        entry = json.loads(opened.metadata()["call"])
+    harm(entry)
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(100_000)
+    said = json.dumps(entry)
+    sys.setrecursionlimit(limit)
+    content = save(load_file(path), {"call": said})
+    path.unlink()
+    named = f"{path.name.rsplit('.', 2)[0]}.{hashlib.sha256(content).hexdigest()}.safetensors"
+    path.with_name(named).write_bytes(content)
+    again, use = run(pipe, folder)
+    np.testing.assert_array_equal(again, pixels)
+    assert use.answered == 1
+    assert use.notes[0].startswith(f"Call 1 of the journal {folder} is of no use: ")
 
 
 @pytest.mark.parametrize(

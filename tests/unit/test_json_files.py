@@ -36,6 +36,13 @@ def test_plain_json_is_read_as_it_was_written(value: object) -> None:
     assert parse_json(json.dumps(value).encode(), allows_infinity=True) == value
 
 
+def test_a_number_beyond_a_double_is_infinity() -> None:
+    """1e999 is refused where Infinity is, and read where it is wanted."""
+    with pytest.raises(UnreadableError, match=r"^it holds the number -1e999$"):
+        parse_json(b"[-1e999]")
+    assert parse_json(b"[-1e999]", allows_infinity=True) == [float("-inf")]
+
+
 @given(
     st.binary(max_size=200)
     | st.text('[]{}",:0123456789.eE-+NaInfity \\u', max_size=200).map(str.encode)

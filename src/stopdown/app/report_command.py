@@ -26,9 +26,11 @@ def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, P
     """
     from stopdown.report.pages import read_any, render_comparison, render_run
 
+    if output is not None:
+        check_page(output)
+    found = read_any(record)
     page = output or find_free(name_page(record))
     check_page(page)
-    found = read_any(record)
     if isinstance(found, Comparison):
         text = render_comparison(found)
     else:

@@ -16,6 +16,7 @@ import msgspec
 
 from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
+from stopdown.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.outputs import write_numbered, written_beside
 from stopdown.records import Plan, describe_other, from_json, to_json
 
@@ -36,8 +37,8 @@ def seal_plan(plan: Plan) -> Plan:
 
 def _compute_seal(text: str | bytes) -> str:
     """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
-    content = {**msgspec.json.decode(text), "seal": ""}
-    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+    content = text.encode() if isinstance(text, str) else text
+    return hashlib.sha256(msgspec.json.encode({**parse_json(content), "seal": ""})).hexdigest()
 
 
 def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
@@ -70,10 +71,10 @@ def read_plan(path: str | Path) -> Plan:
         PlanError: there is no such file, or it is not a plan as it was written.
     """
     try:
-        text = Path(path).read_bytes()
-    except OSError as error:
+        text = read_small_file(Path(path))
+    except UnreadableError as error:
         raise PlanError(
-            f"The plan {path} cannot be read: {error.strerror}.",
+            f"The plan {path} cannot be read: {error}.",
             remedy=f"Make it: stopdown plan SOURCE -o {path}",
         ) from error
     try:

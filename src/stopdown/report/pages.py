@@ -6,14 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.formats import format_bytes
-from stopdown.records import RunRecord, from_json
+from stopdown.json_files import UnreadableError, read_json_table
+from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures
 
 WORDS = {
@@ -30,7 +29,7 @@ SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "fa
 
 STAGES = ("encode", "denoise", "decode", "all")
 
-_KINDS = {"comparison": Comparison, "run": RunRecord}
+_KINDS = ("comparison", "run")
 
 
 def read_any(path: Path) -> Comparison | RunRecord:
@@ -40,31 +39,60 @@ def read_any(path: Path) -> Comparison | RunRecord:
         InputError: it cannot be read, or is none that has a report.
     """
     try:
-        text = path.read_bytes()
-        kind = msgspec.json.decode(text).get("kind")
-    except OSError as error:
-        raise InputError(
-            f"The record {path} cannot be read: {error.strerror}.",
-            remedy="Name a record: the .json beside an output of generate, or of compare.",
-        ) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError) as error:
+        raw = read_json_table(path)
+    except UnreadableError as error:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
             expected="generate and compare write one in JSON beside their output.",
             remedy="Name that one: stopdown report circle.mp4.json",
         ) from error
-    if kind not in _KINDS:
+    kind = raw.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(
-            f"The file {path} holds a record of the kind {kind!r}, which has no report.",
+            f"The file {path} holds a record of the kind {ascii(kind)[:60]}, which has no report.",
             expected=f"There is a report of: {', '.join(_KINDS)}.",
             remedy="Name the .json beside an output of generate, or of compare.",
         )
-    return from_json(text, _KINDS[kind])
+    if kind == "run":
+        return convert_record(raw, RunRecord)
+    found = convert_record(raw, Comparison)
+    if problem := find_problem(found):
+        raise InputError(
+            f"The comparison {path} does not fit together: {problem}.",
+            expected="Its parts belong to each other as compare writes them.",
+            remedy="It may be edited; make it again: stopdown compare SOURCE -o report.html",
+        )
+    return found
+
+
+def find_problem(comparison: Comparison) -> str:
+    """What in a comparison belongs to nothing else in it, or cannot be drawn; "" for none."""
+    names = [variant.name for variant in comparison.variants]
+    cells = [cell for row in comparison.rows for cell in row.cells]
+    heats = [heat for variant in comparison.variants for heat in variant.heats]
+    verdicts = {entry.verdict for entry in comparison.variants} | {cell.verdict for cell in cells}
+    checks = {
+        f"the verdict {min(verdicts - set(WORDS), default='')[:60]!r} is unknown": verdicts
+        <= set(WORDS),
+        "two precisions have one name": len(set(names)) == len(names),
+        "a prompt has other precisions than the comparison": all(
+            [cell.precision for cell in row.cells] == names for row in comparison.rows
+        ),
+        "an error of the latents is below 0": all(
+            error is None or error >= 0 for cell in cells for error in cell.latents_rel_err
+        ),
+        "a map of headroom has not one row for each block": all(
+            len(heat.sites) == len(heat.bits) for heat in heats
+        ),
+    }
+    return next((said for said, is_right in checks.items() if not is_right), "")
 
 
 def render_comparison(comparison: Comparison) -> str:
     """A comparison as an HTML page."""
+    versions = comparison.machine.get("versions")
     return _read_template("comparison.html").render(
+        version=versions.get("stopdown") or "" if isinstance(versions, dict) else "",
         title=f"{comparison.source}: {', '.join(v.name for v in comparison.variants)}",
         c=comparison,
         summaries=[_summarise(v, comparison) for v in comparison.variants],

@@ -37,6 +37,7 @@ import torch
 from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.formats import name_dtype
+from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors, read_precisions
 from stopdown.pipelines.doors import Call, find_module, put_door
@@ -48,8 +49,9 @@ from stopdown.runtime.packing import PackingError, digest_call, pack, unpack
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
 
-_SCHEMA = 1
+_SCHEMA = 2
 _HEAD = "journal.json"
+_MOST_HEAD_BYTES = 2**20
 _PARTS = ".*.part"
 _ENTRY = re.compile(r"(\d{6})-[\w.]+\.([0-9a-f]{64})\.safetensors")
 
@@ -160,7 +162,8 @@ class Journal:
         """Start anew: without a head that can be read, no call can be trusted."""
         self._drop_from(0)
         self._head = head
-        content = msgspec.json.format(msgspec.json.encode({"journal": _SCHEMA, **head}), indent=1)
+        sealed = {"journal": _SCHEMA, "sha256": _digest_head(head), "run": head}
+        content = msgspec.json.format(msgspec.json.encode(sealed), indent=1)
         try:
             _write_whole(self.folder / _HEAD, content)
         except OSError as error:
@@ -200,7 +203,7 @@ class Journal:
             return call(*args, **kwargs)
         digest = digest_call(door.component, args, kwargs)
         sources = find_random(_find_device(door), (*args, *kwargs.values()))
-        found = self._read(number, digest)
+        found = self._read(number, digest, len(sources))
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
@@ -258,7 +261,7 @@ class Journal:
         self._notes.append(text)
         self._announce(text)
 
-    def _read(self, number: int, digest: str) -> _Answer | None:
+    def _read(self, number: int, digest: str, sources: int) -> _Answer | None:
         """A call as it was written; None where the journal has no such call, or none to trust."""
         path = self._find_entry(number)
         if path is None:
@@ -271,7 +274,12 @@ class Journal:
                 raise PackingError("it was made with other arguments")
             kept = [tensors[f"output.{i}"] for i in range(len(tensors) - len(entry.random))]
             random = {i: tensors[name] for name, i in entry.random.items()}
+            if not all(0 <= index < sources for index in random):
+                raise PackingError("it names random numbers that no call draws from")
             return _Answer(unpack(entry.structure, kept), random, entry.repaired)
+        except KeyError as error:
+            self._rebuild(number, f"is of no use: it lacks the tensor {error}")
+            return None
         except PackingError as error:
             self._rebuild(number, f"is of no use: {error}")
             return None
@@ -294,13 +302,19 @@ class Journal:
     def _read_head(self) -> dict[str, Any] | None:
         """What the journal was written for; None when there is none, or when it is damaged."""
         path = self.folder / _HEAD
+        why = "is damaged"
         try:
-            head = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            return head if head.pop("journal", None) == _SCHEMA else None
-        except (OSError, msgspec.MsgspecError):
-            if path.exists() or self._list_entries():
-                self._note(f"The head of the journal {self.folder} is damaged. It is begun anew.")
-            return None
+            sealed = read_json_table(path, most_bytes=_MOST_HEAD_BYTES)
+            head = sealed.get("run")
+            if sealed.get("journal") != _SCHEMA:
+                why = "was written by another version of Stopdown, or is damaged"
+            elif isinstance(head, dict) and sealed.get("sha256") == _digest_head(head):
+                return head
+        except UnreadableError:
+            if not path.exists() and not self._list_entries():
+                return None
+        self._note(f"The head of the journal {self.folder} {why}. It is begun anew.")
+        return None
 
     def _refuse_differences(self, wanted: dict[str, Any]) -> None:
         head = self._head or {}
@@ -332,15 +346,22 @@ def _load_entry(path: Path) -> tuple[_Entry, dict[str, torch.Tensor]]:
         PackingError: they are not.
     """
     matched = _ENTRY.fullmatch(path.name)
-    content = path.read_bytes()
+    try:
+        content = read_small_file(path, most_bytes=LIMIT_BYTES)
+    except UnreadableError as error:
+        raise PackingError(str(error)) from error
     if matched is None or _digest_bytes(content) != matched[2]:
         raise PackingError("its bytes are not those that were written")
     try:
         with safetensors.safe_open(path, framework="pt") as opened:
-            entry = msgspec.json.decode((opened.metadata() or {}).get("call", ""), type=_Entry)
-        return entry, safetensors.torch.load(content)
-    except (msgspec.MsgspecError, safetensors.SafetensorError) as error:
+            said = parse_json((opened.metadata() or {}).get("call", "").encode())
+        return msgspec.convert(said, _Entry), safetensors.torch.load(content)
+    except (msgspec.MsgspecError, UnreadableError, safetensors.SafetensorError) as error:
         raise PackingError(f"it is no entry of a journal ({error})") from error
+
+
+def _digest_head(head: dict[str, Any]) -> str:
+    return _digest_bytes(msgspec.json.encode(head))
 
 
 def _digest_bytes(content: bytes) -> str:
@@ -373,8 +394,8 @@ def _write_whole(path: Path, content: bytes) -> None:
 def _refuse_foreign(folder: Path) -> None:
     """Refuse a folder with other things in it, before anything is written there."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        is_own = path.name in (_HEAD, ".lock") or path.match(_PARTS)
-        if not is_own and not _ENTRY.fullmatch(path.name):
+        is_own = path.name in (_HEAD, ".lock") or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
+        if not is_own or not path.is_file():
             raise InputError(
                 f"The folder {folder} is no journal: it holds {path.name}.",
                 expected="A journal has a folder of its own.",

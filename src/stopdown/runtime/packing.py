@@ -80,7 +80,9 @@ def unpack(structure: Any, tensors: list[torch.Tensor]) -> Any:
     made: dict[int, torch.Tensor] = {}
     try:
         return _unpack(structure, tensors, made)
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+    except PackingError:
+        raise
+    except Exception as error:  # what classes of outputs make of fields that are not theirs
         raise PackingError(f"its structure is not right: {error}") from error
 
 
