@@ -18,7 +18,7 @@ import os
 import re
 import stat
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 MOST_BYTES = 64 * 2**20
 """The largest JSON file of a model is a tokenizer's, of 35 MB (Gemma)."""
@@ -56,22 +56,29 @@ def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     Raises:
         UnreadableError: it is not there, not a regular file, larger, or the system refuses.
     """
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise UnreadableError(f"it has {size} bytes, and at most {most_bytes} are read")
+        return file.read(most_bytes)
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """A regular file to read bytes from, at its beginning.
+
+    Raises:
+        UnreadableError: it is not there, not a regular file, or the system refuses.
+    """
     try:
         # Without O_NONBLOCK opening a named pipe waits for somebody who writes into it.
-        with open(path, "rb", opener=_open_at_once) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise UnreadableError("it is not a regular file")
-            if status.st_size > most_bytes:
-                raise UnreadableError(
-                    f"it has {status.st_size} bytes, and at most {most_bytes} are read"
-                )
-            return file.read(most_bytes)
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115  # the caller closes it
     except (OSError, ValueError) as error:
-        if isinstance(error, UnreadableError):
-            raise
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreadableError(f"it cannot be opened: {reason}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UnreadableError("it is not a regular file")
+    return file
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -162,8 +162,8 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
     """An index that is not JSON stops at once."""
     (folder / "model_index.json").write_text("{")
     assert read_error(lambda: resolve_source(folder)) == (
-        f"{folder}/model_index.json cannot be read as a table in JSON. It names the pipeline class "
-        f"and its components. {AGAIN}"
+        f"{folder}/model_index.json cannot be read as a table in JSON: it is not JSON at line 1, "
+        f"column 2: Expecting property name enclosed in double quotes. It describes the model. {AGAIN}"
     )
 
 
@@ -321,7 +321,8 @@ def test_a_damaged_configuration_is_named(folder: Path) -> None:
     path = folder / "vae" / "config.json"
     path.write_text(path.read_text()[:50])
     assert read_error(lambda: verify(folder)) == (
-        f"{path} cannot be read as a table in JSON. It describes the component. {AGAIN}"
+        f"{path} cannot be read as a table in JSON: it is not JSON at line 3, column 3: Unterminated "
+        f"string starting at. It describes the component. {AGAIN}"
     )
 
 
@@ -429,8 +430,9 @@ def test_a_damaged_index_of_shards_is_named(sharded: Path) -> None:
     """An index of shards that is not JSON."""
     index = sharded / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     index.write_text("[]")
-    assert f"{index} is damaged: it cannot be read as an index of shards." in read_error(
-        lambda: verify(sharded)
+    assert (
+        f"{index} is damaged: it cannot be read as an index of shards: it holds a list"
+        in read_error(lambda: verify(sharded))
     )
 
 

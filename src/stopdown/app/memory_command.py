@@ -59,7 +59,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     limit = _read_limit(str(options.memory), profile)
     found = sources.resolve_source(options.source, revision=options.revision, with_weights=False)
     if found.kind != "file":
-        sources.verify_index(found)
+        sources.verify_descriptions(found)
     with quiet_libraries():
         source, _ = complete_source(found, config=options.config)
         ways = _list_ways(source, options.precision, profile)

@@ -150,7 +150,7 @@ def find_source(
     """
     source = sources.resolve_source(name, revision=revision, with_weights=False)
     if source.kind != "file":
-        sources.verify_index(source)
+        sources.verify_descriptions(source)
         return source
     described, folder = complete_source(source, config=config)
     return dataclasses.replace(described, path=folder)  # `name` still tells the file

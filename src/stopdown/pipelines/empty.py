@@ -10,17 +10,15 @@ lifetimes of the real thing, and no values.
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stopdown.capture import build_fake
-from stopdown.errors import SourceError
 from stopdown.formats import name_dtype
 from stopdown.pipelines.components import find_kept_fp32
-from stopdown.pipelines.loading import LOADING_ERRORS, find_class
+from stopdown.pipelines.loading import describing_failures, find_class, limited_building
 from stopdown.pipelines.sources import Source
 
 
@@ -35,14 +33,9 @@ def build_empty_component(
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
     factory = functools.partial(_build, module_class, source.path / name)
-    try:
+    failures = describing_failures(source.path / name, class_name, has_weights=False)
+    with failures, limited_building():
         module = build_fake(factory, dtype)
-    except (*LOADING_ERRORS, json.JSONDecodeError) as error:
-        raise SourceError(
-            f"{class_name} could not be built from {source.path / name}: {error}.",
-            expected="config.json there describes it.",
-            remedy="Download or save the model again.",
-        ) from error
     if keep_fp32:
         kept = find_kept_fp32(module_class, name_dtype(dtype))
         _widen(module, kept)

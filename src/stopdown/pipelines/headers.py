@@ -11,18 +11,19 @@ not fit the shapes, shards that are absent or that lack a tensor of the index.
 
 from __future__ import annotations
 
-import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from stopdown.formats import find_format
+from stopdown.json_files import UnreadableError, open_regular_file, parse_json, read_json_table
 
-LARGEST_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+LARGEST_HEADER_BYTES = 32 * 2**20
+"""The safetensors library reads up to 100 MB; the largest of a published model has 5 MB."""
 
 INTEGER_DTYPES = {
     "BOOL": ("bool", 8),
@@ -37,6 +38,7 @@ INTEGER_DTYPES = {
 }
 """dtype in a header → our name, and bits of one value."""
 
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,15}", re.ASCII)
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 
 
@@ -71,6 +73,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     ranges = []
     for name, entry in header.items():
         if name == "__metadata__":
+            _check_metadata(entry)
             continue
         tensors[name], start, end = _parse_entry(name, entry)
         ranges.append((start, end))
@@ -80,7 +83,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def read_header_bytes(path: Path) -> bytes:
     """The raw header of a safetensors file, its length included."""
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         prefix = file.read(8)
         return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
 
@@ -88,7 +91,7 @@ def read_header_bytes(path: Path) -> bytes:
 def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> bytes:
     """Blocks of a file, evenly spread from its beginning to its end."""
     last = max(path.stat().st_size - block_bytes, 0)
-    with path.open("rb") as file:
+    with open_regular_file(path) as file:
         samples = []
         for number in range(blocks):
             file.seek(last * number // (blocks - 1))
@@ -97,38 +100,57 @@ def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> by
 
 
 def _read_json(path: Path) -> tuple[dict[str, Any], int]:
-    size = path.stat().st_size
-    if size < 8:
-        raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > LARGEST_HEADER_BYTES:
-            raise DamagedFileError("it does not begin with the header of a safetensors file")
-        if length > size - 8:
-            raise DamagedFileError(f"its header needs {length} bytes and {size - 8} are there")
-        content = file.read(length)
     try:
-        header = json.loads(content)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DamagedFileError("its header cannot be read as JSON") from error
+        with open_regular_file(path) as file:
+            content, size = _read_header_text(file)
+        header = parse_json(content)
+    except UnreadableError as error:
+        raise DamagedFileError(f"its header cannot be read as JSON: {error}") from error
     if not isinstance(header, dict):
         raise DamagedFileError("its header is not a table of tensors")
-    return header, size - 8 - length
+    return header, size - 8 - len(content)
+
+
+def _read_header_text(file: BinaryIO) -> tuple[bytes, int]:
+    """The header's JSON, and the size of the whole file."""
+    size = os.fstat(file.fileno()).st_size
+    if size < 8:
+        raise DamagedFileError(f"it has {size} bytes, and a safetensors file has at least 8")
+    length = int.from_bytes(file.read(8), "little")
+    if length > LARGEST_HEADER_BYTES:
+        raise DamagedFileError("it does not begin with the header of a safetensors file")
+    if length > size - 8:
+        raise DamagedFileError(f"its header needs {length} bytes and {size - 8} are there")
+    return file.read(length), size
 
 
 def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
-    try:
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
-        start, end = (int(offset) for offset in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamagedFileError(f"its header does not describe the tensor {name!r}") from error
+    if not _is_entry(entry):
+        raise DamagedFileError(f"its header does not describe the tensor {name[:200]!r}")
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     our_name, bits = _name_dtype(dtype)
     expected = math.prod(shape) * bits // 8
     if bits and end - start != expected:
         raise DamagedFileError(
-            f"the tensor {name!r} takes {end - start} bytes and its shape needs {expected}"
+            f"the tensor {name[:200]!r} takes {end - start} bytes and its shape needs {expected}"
         )
     return StoredTensor(our_name, shape, end - start), start, end
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether this is what the format says of a tensor: a name, sizes, and two offsets."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        return False
+    is_short = len(shape) <= 64 and _DTYPE.fullmatch(entry["dtype"]) is not None
+    return is_short and all(type(x) is int and 0 <= x < 2**63 for x in (*shape, *offsets))
+
+
+def _check_metadata(entry: Any) -> None:
+    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in entry.values()):
+        raise DamagedFileError("its metadata is not a table of texts")
 
 
 def _name_dtype(dtype: str) -> tuple[str, int]:
@@ -176,28 +198,47 @@ def choose_weights(names: list[str]) -> tuple[str, list[str]]:
     return variant, by_variant[variant]
 
 
-def find_missing_shards(index: Path) -> list[str]:
-    """What an index of shards (`*.safetensors.index.json`) names and its folder lacks.
+def read_shard_index(index: Path) -> dict[str, str]:
+    """Tensor → its file, from an index of shards (`*.safetensors.index.json`).
 
     Raises:
-        DamagedFileError: the index cannot be read.
+        DamagedFileError: it cannot be read, or names a file that a component is not loaded from.
     """
     try:
-        weight_map: Mapping[str, str] = json.loads(index.read_bytes())["weight_map"]
-        shards = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        weight_map = read_json_table(index)["weight_map"]
+        if not isinstance(weight_map, dict):
+            raise TypeError
+    except UnreadableError as error:
+        raise DamagedFileError(f"it cannot be read as an index of shards: {error}") from error
+    except (KeyError, TypeError) as error:
         raise DamagedFileError("it cannot be read as an index of shards") from error
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
-    for shard in shards:
-        if shard not in missing:
-            missing += _find_missing_tensors(index.parent / shard, weight_map)
+    names = set(map(str, weight_map.values()))
+    plain = set(choose_weights([name for name in names if "/" not in name and "\\" not in name])[1])
+    for shard in weight_map.values():
+        if not isinstance(shard, str) or shard not in plain:
+            raise DamagedFileError(
+                f"it names the file {str(shard)[:100]!r}, which is no shard's name"
+            )
+    return weight_map
+
+
+def find_missing_shards(index: Path, shards: Mapping[str, str]) -> list[str]:
+    """What an index of shards names and its folder lacks.
+
+    Args:
+        shards: as `read_shard_index` gives them.
+    """
+    missing = []
+    for shard in sorted(set(shards.values())):
+        path = index.parent / shard
+        missing += _find_missing_tensors(path, shards) if path.is_file() else [shard]
     return missing
 
 
 def _find_missing_tensors(shard: Path, weight_map: Mapping[str, str]) -> list[str]:
     try:
         present = read_header(shard)
-    except DamagedFileError:
+    except (DamagedFileError, OSError):
         return []  # reported for the file itself
     return [
         f"the tensor {name!r} of {shard.name}"

@@ -4,8 +4,9 @@ Each component with weights is loaded by its own class, from safetensors only an
 network, so that an error names it and progress counts its bytes. The classes keep in fp32 what
 their authors pinned. Diffusers then builds the pipeline around the components.
 
-**Catches** weights that lack tensors of the model, or whose shapes do not fit it (Transformers
-would fill them at random).
+**Catches** weights that lack tensors of the model, have others than it, are integers where it has
+floats, or whose shapes do not fit it (Transformers would fill them at random); configurations of far
+more than the weights, before memory is taken.
 **Does not catch** wrong values.
 """
 
@@ -13,27 +14,36 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from stopdown.errors import SourceError
-from stopdown.formats import list_some
+from stopdown.capture import name_parameters
+from stopdown.errors import SourceError, StopdownError, take_first_line
+from stopdown.formats import FORMATS, list_some
+from stopdown.patches import Patches
 from stopdown.pipelines import hub
 from stopdown.pipelines.components import cast_component_
-from stopdown.pipelines.headers import find_weights, read_header
+from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.quiet import quiet_libraries
-from stopdown.pipelines.sources import Source, list_weight_files, resolve_source, verify_index
+from stopdown.pipelines.sources import (
+    Source,
+    list_weight_files,
+    resolve_source,
+    verify_descriptions,
+)
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One dtype, or component → dtype with `default` for the others (fp32 without it)."""
 
-LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError)
-"""What Diffusers and Transformers raise for weights and configurations that do not fit."""
+MOST_PARTS = 200_000
+"""Modules and parameters that a component is built of; the largest published have some thousand."""
 
 
 def load_pipeline(
@@ -79,7 +89,7 @@ def complete_source(
     if source.kind != "file":
         return source, source.path
     found = _find_configuration(source, config, progress)
-    verify_index(found)
+    verify_descriptions(found)
     return dataclasses.replace(
         source, pipeline_class=found.pipeline_class, components=found.components
     ), found.path
@@ -115,8 +125,9 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
 def _load_component(source: Source, name: str, dtype: torch.dtype) -> Any:
     library, class_name = source.components[name]
     folder = source.path / name
-    variant, _ = find_weights(folder)
-    try:
+    variant, files = find_weights(folder)
+    tensors = {key: entry for path in files for key, entry in read_header(path).items()}
+    with describing_failures(folder, class_name), limited_building(tensors.values()):
         model, report = find_class(library, class_name).from_pretrained(
             folder,
             dtype=dtype,
@@ -125,26 +136,131 @@ def _load_component(source: Source, name: str, dtype: torch.dtype) -> Any:
             output_loading_info=True,
             **({"variant": variant} if variant else {}),
         )
-    except LOADING_ERRORS as error:
-        raise _describe_misfit(folder, class_name, _shorten(error)) from error
-    _check_report(folder, class_name, report)
+    _check_report(folder, model, report)
+    _check_stored_dtypes(folder, model, tensors)
     return model.eval()
 
 
 def find_class(library: str, class_name: str) -> Any:
-    """The class that a model index names, from Diffusers or Transformers and nowhere else."""
+    """The class that a model index names, from Diffusers or Transformers and nowhere else.
+
+    Raises:
+        SourceError: the installed version has no such class, or it cannot be a component.
+    """
     if library not in ("diffusers", "transformers"):
         library = f"diffusers.pipelines.{library}"
-    return getattr(importlib.import_module(library), class_name)
+    try:
+        found = getattr(importlib.import_module(library), class_name)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        package = library.partition(".")[0]
+        version = importlib.import_module(package).__version__
+        raise SourceError(
+            f"model_index.json names the class {class_name!r} of {library}, which {package} {version} "
+            f"does not have here: {take_first_line(error)}.",
+            expected="Components are classes of the installed Diffusers and Transformers.",
+            remedy=f"A newer version may know it: pip install -U {package}",
+        ) from error
+    if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
+        raise SourceError(
+            f"model_index.json names {library}.{class_name}, which is no class of components.",
+            expected="A component is a model, scheduler, tokenizer or processor.",
+            remedy="Download or save the model again.",
+        )
+    return found
 
 
-def _check_report(folder: Path, class_name: str, report: dict[str, Any]) -> None:
+@contextmanager
+def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
+    """No component of more parts than any has, or of far more values than are stored for it.
+
+    Without it a configuration of a few bytes takes hours, or all memory: layers are built one by one,
+    and Transformers fills what the weights lack.
+
+    Args:
+        stored: the tensors that it is loaded from; without them its values are not limited.
+
+    Raises:
+        SourceError: a limit is passed, while the component is built.
+    """
+    count, values = 0, 0
+    # Each parameter is registered once without values and once with; 4 bits are the fewest of a value.
+    most = 4 * sum(entry.size_bytes for entry in stored) + 2**24 if stored else math.inf
+
+    def register(module: torch.nn.Module, name: str, part: Any) -> None:
+        nonlocal count, values
+        count += 1
+        values += part.numel() if isinstance(part, torch.Tensor) else 0
+        if count > MOST_PARTS or values > most:
+            found = f"more than {MOST_PARTS} parts" if count > MOST_PARTS else f"{values} values"
+            raise SourceError(
+                f"A configuration describes {found}, found in {type(module).__name__}.",
+                expected="A component has as many as its weights.",
+                remedy="Download or save the model again, weights and config.json from one version.",
+            )
+
+    hooks = torch.nn.modules.module
+    with Patches() as patches:
+        patches.defer(hooks.register_module_parameter_registration_hook(register).remove)
+        patches.defer(hooks.register_module_module_registration_hook(register).remove)
+        yield
+
+
+@contextmanager
+def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
+    """Whatever Diffusers and Transformers raise while they build from a model's files, as a SourceError.
+
+    Args:
+        has_weights: False where only configurations are read.
+
+    Raises:
+        SourceError: instead of any other exception.
+    """
+    try:
+        yield
+    except StopdownError:
+        raise
+    except ImportError as error:
+        raise SourceError(
+            f"{class_name} in {path} needs a library that is not here: {_shorten(error)}.",
+            expected="Its config.json asks for it, as quantised weights do.",
+            remedy="Install that library, or give a model whose weights are not quantised.",
+        ) from error
+    except Exception as error:  # no list is long enough for wrong configurations
+        if has_weights:
+            raise _describe_misfit(path, class_name, _shorten(error)) from error
+        raise SourceError(
+            f"{class_name} could not be built from {path}: {_shorten(error)}.",
+            expected="The JSON files there describe it.",
+            remedy="Download or save the model again.",
+        ) from error
+
+
+def _check_report(folder: Path, model: torch.nn.Module, report: dict[str, Any]) -> None:
+    # Buffers that are computed anew; older versions stored them.
+    unstored = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
     missing = sorted(map(str, report.get("missing_keys") or ()))
     misfits = sorted(map(str, report.get("mismatched_keys") or ()))
-    if missing or misfits:
-        found = [f"they lack {list_some(missing)}"] if missing else []
-        found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
-        raise _describe_misfit(folder, class_name, "; ".join(found))
+    unknown = sorted({*map(str, report.get("unexpected_keys") or ())} - unstored)
+    found = [f"they lack {list_some(missing)}"] if missing else []
+    found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
+    found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
+    if found:
+        raise _describe_misfit(folder, type(model).__name__, "; ".join(found))
+
+
+def _check_stored_dtypes(
+    folder: Path, model: torch.nn.Module, tensors: Mapping[str, StoredTensor]
+) -> None:
+    """Refuse integers where a model has floats: they would be taken for values."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return
+    floats = {name for name, x in name_parameters(model).items() if x.is_floating_point()}
+    wrong = [name for name in floats & tensors.keys() if tensors[name].dtype not in FORMATS]
+    if wrong:
+        name = min(wrong)
+        raise _describe_misfit(
+            folder, type(model).__name__, f"{name} is stored as {tensors[name].dtype}"
+        )
 
 
 def _describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
@@ -171,23 +287,16 @@ def _build_pipeline(source: Source, components: dict[str, Any]) -> Any:
     if "safety_checker" in absent:
         absent["requires_safety_checker"] = False
     pipeline_class = getattr(diffusers, source.pipeline_class)
-    try:
+    with describing_failures(source.path, source.pipeline_class, has_weights=False):
         return pipeline_class.from_pretrained(
             source.path, use_safetensors=True, local_files_only=True, **components, **absent
         )
-    except LOADING_ERRORS as error:
-        raise SourceError(
-            f"{source.pipeline_class} could not be built from {source.path}: {_shorten(error)}.",
-            expected="model_index.json and the folders beside it fit the pipeline class.",
-            remedy="Download or save the model again.",
-        ) from error
 
 
 def _load_single_file(
     source: Source, dtypes: Dtypes, config: str | Path | None, progress: Progress | None
 ) -> Any:
     import diffusers
-    from diffusers.loaders.single_file_utils import SingleFileComponentError
 
     described = _find_configuration(source, config, progress)
     class_name = source.pipeline_class or described.pipeline_class
@@ -200,15 +309,13 @@ def _load_single_file(
         )
     size = source.path.stat().st_size
     _report(progress, source.path.name, 0, size)
-    try:
+    with describing_failures(source.path, class_name), limited_building():
         pipe = pipeline_class.from_single_file(
             str(source.path),
             config=str(described.path),
             local_files_only=True,
             dtype=_choose_common_dtype(dtypes),
         )
-    except (SingleFileComponentError, *LOADING_ERRORS) as error:
-        raise _describe_misfit(source.path, class_name, _shorten(error)) from error
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             _check_filled(component, source.path)

@@ -5,7 +5,8 @@ id. `resolve_source` finds it (and downloads it), `verify_source` reports everyt
 with it. Neither imports torch or Diffusers, and nothing that was downloaded is executed.
 
 **Catches** unknown models and pipeline classes, missing folders and configurations, missing, cut
-off and damaged weights, pickles, and configurations that ask for the model's own code.
+off and damaged weights, pickles, adapters beside weights, and what `descriptions` finds: configurations
+that ask for code, or for more than a model has.
 **Does not catch** weights that fit the file but not the model: `load_pipeline` reports those.
 """
 
@@ -15,7 +16,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
-import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stopdown.errors import SourceError
+from stopdown.json_files import MOST_BYTES, UnreadableError
 from stopdown.pipelines import hub
+from stopdown.pipelines.descriptions import (
+    BUILT_IN,
+    find_code,
+    find_excess,
+    find_kernels,
+    read_description,
+    read_table,
+)
 from stopdown.pipelines.headers import (
     DamagedFileError,
     find_missing_shards,
@@ -32,6 +42,7 @@ from stopdown.pipelines.headers import (
     read_header,
     read_header_bytes,
     read_samples,
+    read_shard_index,
 )
 from stopdown.pipelines.hub import Progress
 
@@ -76,6 +87,9 @@ class Problem:
 
 
 REFUSED, UNKNOWN, PICKLED, MISSING, DAMAGED = range(5)
+_AGAIN = "Download or save the model again."
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
+"""Components and classes are Python's names."""
 
 
 def resolve_source(
@@ -180,15 +194,16 @@ def _read_file(name: str, path: Path) -> Source:
 
 def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"]) -> Source:
     index = path / "model_index.json"
-    if not index.is_file():
+    if not index.exists() and not index.is_symlink():
         raise _describe_plain_folder(path)
-    content = _read_json_object(index)
-    if content is None:
-        raise SourceError(
-            f"{index} cannot be read as a table in JSON.",
-            expected="It names the pipeline class and its components.",
-            remedy="Download or save the model again.",
-        )
+    content = read_description(index)
+    for key in filter(lambda key: _is_component(key, content[key]), content):
+        if not _NAME.fullmatch(key):
+            raise SourceError(
+                f"{index} names the component {key!r}.",
+                expected="A component is a folder beside it, and an argument of the pipeline class.",
+                remedy=_AGAIN,
+            )
     components = {
         key: (str(value[0]), str(value[1]))
         for key, value in content.items()
@@ -224,14 +239,6 @@ def _describe_plain_folder(path: Path) -> SourceError:
     )
 
 
-def _read_json_object(path: Path) -> dict[str, Any] | None:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
 def verify_source(source: Source) -> None:
     """Check a whole source before anything of it is loaded.
 
@@ -245,13 +252,16 @@ def verify_source(source: Source) -> None:
     refuse(source.name, problems)
 
 
-def verify_index(source: Source) -> None:
-    """Check what `model_index.json` alone is refused for: foreign code and unknown classes.
+def verify_descriptions(source: Source) -> None:
+    """Check what its JSON files alone are refused for; weights and folders may be missing.
 
     Raises:
         SourceError: as `verify_source`.
     """
-    refuse(source.name, list(_find_refusals(source)))
+    found = list(_find_refusals(source))
+    for name, (_, class_name) in source.components.items():
+        found += _check_configurations(source.path / name, class_name, may_lack=True)
+    refuse(source.name, found)
 
 
 def refuse(name: str, problems: list[Problem]) -> None:
@@ -274,8 +284,8 @@ def refuse(name: str, problems: list[Problem]) -> None:
 
 def _find_refusals(source: Source) -> Iterator[Problem]:
     """What `model_index.json` alone is refused for: foreign code and unknown classes."""
-    content = _read_json_object(source.path / "model_index.json") or {}
     index = source.path / "model_index.json"
+    content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
         yield _describe_code(f"{index} asks for a pipeline class of its own")
     elif source.pipeline_class not in list_pipeline_classes():
@@ -364,28 +374,80 @@ def _find_damages(source: Source) -> Iterator[Problem]:
 
 
 def _describe_missing(what: str, expected: str) -> Problem:
-    return Problem(MISSING, what, expected, "Download or save the model again.")
+    return Problem(MISSING, what, expected, _AGAIN)
 
 
-def _check_configurations(folder: Path, class_name: str) -> Iterator[Problem]:
+def _check_configurations(
+    folder: Path, class_name: str, *, may_lack: bool = False
+) -> Iterator[Problem]:
+    yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
-        if path.name.endswith(".index.json"):
-            continue
-        content = _read_json_object(path)
-        if content is None:
-            if "config" in path.name:
+        if path.name == "adapter_config.json":
+            yield _describe_adapter(path)
+        elif not path.name.endswith(".index.json"):
+            yield from _check_configuration(path)
+    wanted = _name_configuration(class_name)
+    if wanted and not may_lack and not any(_is_there(folder / name) for name in wanted):
+        yield _describe_missing(f"{folder} has no {wanted[0]}.", f"{class_name} is built from it.")
+
+
+def _check_side_files(folder: Path) -> Iterator[Problem]:
+    """Vocabularies and templates, which other libraries open: regular files, and of a size."""
+    for path in sorted(folder.rglob("*")):
+        is_plain = path.is_file() and path.stat().st_size <= MOST_BYTES
+        if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
+            what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
+            if path.suffix in hub.SIDE_FILES or not path.is_file():
                 yield Problem(
                     DAMAGED,
-                    f"{path} cannot be read as a table in JSON.",
-                    "It describes the component.",
-                    "Download or save the model again.",
+                    f"{path} {what}.",
+                    f"A model's side files have {MOST_BYTES} at most.",
+                    _AGAIN,
                 )
-        elif "auto_map" in content or content.get("trust_remote_code"):
-            key = "auto_map" if "auto_map" in content else "trust_remote_code"
-            yield _describe_code(f"{path} asks for classes of its own ({key})")
-    wanted = _name_configuration(class_name)
-    if wanted and not any((folder / name).is_file() for name in wanted):
-        yield _describe_missing(f"{folder} has no {wanted[0]}.", f"{class_name} is built from it.")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a name is taken, by whatever: what cannot be read is another problem."""
+    return path.exists() or path.is_symlink()
+
+
+def _check_configuration(path: Path) -> Iterator[Problem]:
+    try:
+        content = read_table(path)
+    except UnreadableError as error:
+        yield Problem(
+            DAMAGED,
+            f"{path} cannot be read as a table in JSON: {error}.",
+            "It describes the component.",
+            _AGAIN,
+        )
+        return
+    if "config" not in path.name:
+        return  # vocabularies name tokens, not choices
+    for where in find_code(content):
+        yield _describe_code(f"{path} asks for classes of its own ({where})")
+    for where in find_kernels(content):
+        yield _describe_kernel(path, where)
+    for what, most in find_excess(content):
+        yield Problem(DAMAGED, f"{path} asks for {what}.", f"A model has {most}.", _AGAIN)
+
+
+def _describe_kernel(path: Path, where: str) -> Problem:
+    return Problem(
+        REFUSED,
+        f"{path} asks for {where}, which Transformers may fetch from the Hub and run.",
+        f"Nothing that a model names is executed; built in are {', '.join(BUILT_IN)}.",
+        "Delete that field of the file.",
+    )
+
+
+def _describe_adapter(path: Path) -> Problem:
+    return Problem(
+        REFUSED,
+        f"{path} belongs to an adapter, which would be put on the component while it is loaded.",
+        "A component is the weights in its folder, and its plans and journals know it by them.",
+        "Merge the adapter into the weights, or move it away and load it with load_lora_weights.",
+    )
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
@@ -408,12 +470,8 @@ def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
         yield _describe_no_weights(folder, source)
     for path in files:
         yield from _check_weight_file(path, "the component")
-    for index in indices if not _has_whole_file(files) else []:
-        yield from _check_index(index)
-
-
-def _has_whole_file(files: list[Path]) -> bool:
-    return any("-of-" not in path.name for path in files)
+    for index in indices:
+        yield from _check_index(index, {path.name for path in files})
 
 
 def _describe_no_weights(folder: Path, source: Source) -> Problem:
@@ -436,21 +494,21 @@ def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
             DAMAGED,
             f"The weights {path} are damaged or cut off: {error}.",
             f"A safetensors file begins with a header that describes every byte of {owner}.",
-            f"Delete {path.resolve()} and download or save it again.",
+            f"Delete {os.path.realpath(path)} and download or save it again.",
         )
 
 
-def _check_index(index: Path) -> Iterator[Problem]:
+def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
     try:
-        missing = find_missing_shards(index)
-    except (DamagedFileError, OSError) as error:
+        shards = read_shard_index(index)
+    except DamagedFileError as error:
         yield Problem(
-            DAMAGED,
-            f"{index} is damaged: {error}.",
-            "It names the file of every tensor.",
-            "Download or save the model again.",
+            DAMAGED, f"{index} is damaged: {error}.", "It names the file of every tensor.", _AGAIN
         )
         return
+    if any("-of-" not in name for name in files):
+        return  # the weights are in one file, which comes first
+    missing = find_missing_shards(index, shards)
     if missing:
         rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         yield _describe_missing(
