@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,5 +156,256 @@ def test_a_json_file_that_cannot_be_read(row: Attack, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", PRODUCT, ids=lambda row: row.name)
 def test_a_json_file_that_cannot_be_read_by_any_command(row: Attack, tmp_path: Path) -> None:
+    """The whole product."""
+    run_attack(row, tmp_path)
+
+
+# What follows is whole JSON that says something hostile. Each row runs for the commands that it names.
+
+BOTH = ("generate", "check")
+ALL = tuple(COMMANDS)
+INDEX, DENOISER, ENCODER = "model_index.json", "transformer/config.json", "text_encoder/config.json"
+VAE, SCHEDULER = "vae/config.json", "scheduler/scheduler_config.json"
+TOKENS = "tokenizer/tokenizer_config.json"
+KERNEL = "which Transformers may fetch from the Hub and run."
+
+
+def fields(file: str, **entries: Any) -> Damage:
+    """Other fields in a JSON file of a model."""
+    return lambda model: edit(model / file, **entries)
+
+
+def grow_rows(
+    cases: Sequence[tuple[str, Damage, str]], commands: Sequence[str] = BOTH, **more: Any
+) -> list[Attack]:
+    return [
+        make_row(name, command, damage, message, **more)
+        for name, damage, message in cases
+        for command in commands
+    ]
+
+
+CLASSES = grow_rows(
+    [
+        (
+            "a denoiser of a newer Diffusers",
+            fields(INDEX, transformer=["diffusers", "FluxTransformer9D"]),
+            "model_index.json names the class 'FluxTransformer9D' of diffusers, which diffusers",
+        ),
+        (
+            "an encoder of a newer Transformers",
+            fields(INDEX, text_encoder=["transformers", "T6EncoderModel"]),
+            "model_index.json names the class 'T6EncoderModel' of transformers, which transformers",
+        ),
+        (
+            "a scheduler of a newer Diffusers",
+            fields(INDEX, scheduler=["diffusers", "NewScheduler"]),
+            "model_index.json names the class 'NewScheduler' of diffusers, which diffusers",
+        ),
+        (
+            "a tokenizer of a newer Transformers",
+            fields(INDEX, tokenizer=["transformers", "NewTokenizer"]),
+            "model_index.json names the class 'NewTokenizer' of transformers, which transformers",
+        ),
+        (
+            "a function as encoder",
+            fields(INDEX, text_encoder=["transformers", "pipeline"]),
+            "model_index.json names transformers.pipeline, which is no class of components.",
+        ),
+        (
+            "a module as denoiser",
+            fields(INDEX, transformer=["diffusers", "utils"]),
+            "model_index.json names diffusers.utils, which is no class of components.",
+        ),
+        (
+            "a pipeline as denoiser",
+            fields(INDEX, transformer=["diffusers", "CogVideoXPipeline"]),
+            "MODEL/model_index.json asks for the pipeline CogVideoXPipeline as the component transformer.",
+        ),
+        (
+            "any pipeline as vae",
+            fields(INDEX, vae=["diffusers", "DiffusionPipeline"]),
+            "MODEL/model_index.json asks for the pipeline DiffusionPipeline as the component vae.",
+        ),
+        (
+            "a path as class",
+            fields(INDEX, transformer=["diffusers", "../../evil"]),
+            "MODEL/model_index.json names the class '../../evil' for the component transformer.",
+        ),
+        (
+            "a private class",
+            fields(INDEX, transformer=["diffusers", "__loader__"]),
+            "MODEL/model_index.json names the class '__loader__' for the component transformer.",
+        ),
+        (
+            "a library as path",
+            fields(INDEX, transformer=["../evil", "Model"]),
+            "MODEL/model_index.json asks for the component transformer as ../evil.Model.",
+        ),
+        (
+            "a submodule",
+            fields(INDEX, transformer=["diffusers.utils", "logging"]),
+            "MODEL/model_index.json asks for the component transformer as diffusers.utils.logging.",
+        ),
+        (
+            "an absolute component",
+            fields(INDEX, **{"/etc": ["diffusers", "AutoencoderKL"]}),
+            "MODEL/model_index.json names the component '/etc'.",
+        ),
+        (
+            "a component above",
+            fields(INDEX, **{"../model": ["diffusers", "AutoencoderKL"]}),
+            "MODEL/model_index.json names the component '../model'.",
+        ),
+        (
+            "a component with no name",
+            fields(INDEX, **{"": ["diffusers", "AutoencoderKL"]}),
+            "MODEL/model_index.json names the component ''.",
+        ),
+        (
+            "a pipeline of a newer Diffusers",
+            fields(INDEX, _class_name="CogVideoY"),
+            "MODEL/model_index.json names the pipeline class 'CogVideoY', which Diffusers does not",
+        ),
+        (
+            "a number as pipeline",
+            fields(INDEX, _class_name=7),
+            "MODEL/model_index.json names the pipeline class '', which Diffusers does not have.",
+        ),
+        (
+            "a pipeline of its own",
+            fields(INDEX, _class_name=["pipeline", "Mine"]),
+            "MODEL/model_index.json asks for a pipeline class of its own, which is code",
+        ),
+    ]
+)
+
+CODE = grow_rows(
+    [
+        (f"{file} {field}", fields(file, **{field: value}), f"MODEL/{file} asks for {said}")
+        for file, field, value, said in (
+            (
+                ENCODER,
+                "attn_implementation",
+                "owner/kernel",
+                "attn_implementation = 'owner/kernel', " + KERNEL,
+            ),
+            (ENCODER, "_attn_implementation", "owner/kernel@main", "_attn_implementation = "),
+            (
+                ENCODER,
+                "_attn_implementation_internal",
+                "owner/kernel:f",
+                "_attn_implementation_internal",
+            ),
+            (
+                ENCODER,
+                "attn_implementation",
+                {"text_config": "o/k"},
+                "attn_implementation = 'o/k', ",
+            ),
+            (ENCODER, "attn_implementation", "flash_attention_2", "attn_implementation = 'flash_"),
+            (ENCODER, "experts_implementation", "owner/kernel", "experts_implementation = 'owner/"),
+            (ENCODER, "text_config__attn_implementation", "owner/kernel", "text_config.attn_impl"),
+            (
+                ENCODER,
+                "a__b__c__attn_implementation",
+                "owner/kernel",
+                "a.b.c.attn_implementation = ",
+            ),
+            (
+                DENOISER,
+                "attn_implementation",
+                "owner/kernel",
+                "attn_implementation = 'owner/kernel'",
+            ),
+            (VAE, "_attn_implementation", "owner/kernel", "_attn_implementation = 'owner/kernel'"),
+            (
+                ENCODER,
+                "auto_map",
+                {"AutoModel": "mine.Model"},
+                "classes of its own (auto_map), which",
+            ),
+            (
+                ENCODER,
+                "text_config__auto_map",
+                {},
+                "classes of its own (text_config.auto_map), which",
+            ),
+            (
+                TOKENS,
+                "auto_map",
+                {"AutoTokenizer": ["mine.T", None]},
+                "classes of its own (auto_map)",
+            ),
+            (SCHEDULER, "auto_map", {}, "classes of its own (auto_map), which"),
+            (VAE, "trust_remote_code", True, "classes of its own (trust_remote_code), which"),
+        )
+    ],
+    ALL,
+)
+
+
+def put_adapter(component: str) -> Damage:
+    text = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "owner/other"})
+    return lambda model: void((model / component / "adapter_config.json").write_text(text))
+
+
+ADAPTERS = grow_rows(
+    [
+        (
+            f"an adapter beside {component}",
+            put_adapter(component),
+            f"MODEL/{component}/adapter_config.json belongs to an adapter, which would be put on",
+        )
+        for component in ("text_encoder", "transformer")
+    ],
+    ALL,
+)
+
+COUNTS = grow_rows(
+    [
+        (
+            f"{file} {field} = {value!r}",
+            fields(file, **{field: value}),
+            f"MODEL/{file} asks for {said}.",
+        )
+        for file, field, value, said in (
+            (DENOISER, "num_layers", 10**9, "num_layers = 1e+09"),
+            (DENOISER, "num_layers", 1e9, "num_layers = 1e+09"),
+            (DENOISER, "num_layers", -(10**9), "num_layers = -1e+09"),
+            (DENOISER, "sample_height", 10**9, "sample_height = 1e+09"),
+            (DENOISER, "sample_frames", 10**9, "sample_frames = 1e+09"),
+            (ENCODER, "num_layers", 10**9, "num_layers = 1e+09"),
+            (
+                ENCODER,
+                "text_config__num_hidden_layers",
+                10**9,
+                "text_config.num_hidden_layers = 1e+09",
+            ),
+            (VAE, "layers_per_block", 10**9, "layers_per_block = 1e+09"),
+            (VAE, "layers_per_block", [1, 10**9], "layers_per_block = 1e+09"),
+            (VAE, "scaling_factor", 0, "scaling_factor = 0"),
+            (VAE, "scaling_factor", 0.0, "scaling_factor = 0.0"),
+            (VAE, "scaling_factor", float("inf"), "scaling_factor = inf"),
+            (TOKENS, "extra_ids", 10**9, "extra_ids = 1e+09"),
+            (TOKENS, "extra_ids", 1e9, "extra_ids = 1e+09"),
+            (SCHEDULER, "num_train_timesteps", 10**12, "num_train_timesteps = 1e+12"),
+        )
+    ],
+    ALL,
+)
+
+EVERY = [*CLASSES, *CODE, *ADAPTERS, *COUNTS]
+
+
+@pytest.mark.parametrize("row", EVERY[::3], ids=lambda row: row.name)
+def test_a_model_that_asks_for_what_it_may_not(row: Attack, tmp_path: Path) -> None:
+    """Classes, code, adapters and counts are refused by name before anything is built."""
+    run_attack(row, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", EVERY, ids=lambda row: row.name)
+def test_a_model_that_asks_for_what_it_may_not_by_any_command(row: Attack, tmp_path: Path) -> None:
     """The whole product."""
     run_attack(row, tmp_path)

@@ -88,20 +88,24 @@ def find_kernels(content: dict[str, Any]) -> Iterator[str]:
             yield from (f"{path} = {name!r}" for name in _list_texts(value) if name not in BUILT_IN)
 
 
-def find_excess(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def find_excess(content: dict[str, Any]) -> list[tuple[str, str]]:
     """Fields whose number no model has, and what they may be."""
-    for path, key, value in _walk(content):
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, bool) or not isinstance(number, (int, float)):
-                continue
-            most = next((most for name, most in LIMITS if name.search(key)), math.inf)
-            if abs(number) > most and math.isfinite(number):
-                yield f"{path} = {number:.6g}", f"at most {most}"
-            if key in _DIVISORS and (not number or not math.isfinite(number)):
-                yield f"{path} = {number}", "a number other than 0, by which latents are divided"
+    found = [entry for path, key, value in _walk(content) for entry in _judge(path, key, value)]
     positions = _count_positions(content)
-    if positions > MOST_POSITIONS:
-        yield f"{positions} latent positions", f"at most {MOST_POSITIONS}"
+    if positions > MOST_POSITIONS and not found:
+        found.append((f"{positions} latent positions", f"at most {MOST_POSITIONS}"))
+    return found
+
+
+def _judge(path: str, key: str, value: Any) -> Iterator[tuple[str, str]]:
+    most = next((most for name, most in LIMITS if name.search(key)), math.inf)
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            continue
+        if abs(number) > most:
+            yield f"{path} = {number:.6g}", f"at most {most}"
+        if key in _DIVISORS and (not number or not math.isfinite(number)):
+            yield f"{path} = {number}", "a number other than 0, by which latents are divided"
 
 
 def _count_positions(content: dict[str, Any]) -> int:

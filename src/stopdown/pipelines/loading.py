@@ -100,6 +100,9 @@ def _load_folder(source: Source, dtypes: Dtypes, progress: Progress | None) -> A
         name: sum(path.stat().st_size for path in files)
         for name, files in list_weight_files(source).items()
     }
+    for name, (library, class_name) in source.components.items():
+        if (source.path / name).is_dir():
+            find_class(library, class_name)  # before hours are spent on another
     components: dict[str, Any] = {}
     done, total = 0, sum(sizes.values())
     for name, size in sizes.items():

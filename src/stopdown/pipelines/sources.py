@@ -291,7 +291,15 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
     elif source.pipeline_class not in list_pipeline_classes():
         yield _describe_unknown_class(index, source.pipeline_class)
     for name, (library, class_name) in source.components.items():
-        if library in ("diffusers", "transformers") or library in _list_pipeline_modules():
+        if not _NAME.fullmatch(class_name):
+            yield _describe_wrong(
+                f"{index} names the class {class_name!r} for the component {name}."
+            )
+        elif class_name.endswith("Pipeline"):
+            yield _describe_wrong(
+                f"{index} asks for the pipeline {class_name} as the component {name}."
+            )
+        elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
             if class_name.startswith(("Flax", "Onnx")):
                 yield _describe_foreign_library(index, name, library, class_name)
         elif (source.path / name / f"{library}.py").exists() or (
@@ -308,6 +316,12 @@ def _describe_code(what: str) -> Problem:
         f"{what}, which is code that comes with the model.",
         "Nothing that comes with a model is executed.",
         "Use a model whose classes are part of Diffusers or Transformers.",
+    )
+
+
+def _describe_wrong(what: str) -> Problem:
+    return Problem(
+        REFUSED, what, "A component is a model, scheduler, tokenizer or processor.", _AGAIN
     )
 
 
