@@ -7,7 +7,7 @@ raise where a real device does (linear, layer_norm, group_norm), so a check comp
 captured graph shows with these rules.
 
 **Catches** operands of different dtypes, and formats that an operation is not implemented in, by
-backend, capability, and versions of macOS and torch.
+backend, capability, versions of macOS and torch, and what a CPU's instruction sets leave to oneDNN.
 **Does not catch** what depends on sizes, layouts or values. The CPU's rows are held against what torch
 does (tests/unit/test_rules.py); those of CUDA and MPS rest on their sources.
 """
@@ -56,12 +56,19 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         source: where that is said, or what holds it.
         also: beside `same`: formats in the order of the operation's operands, `*` for any.
         gaps: formats that are not implemented.
+        onednn: `also` holds only where PyTorch does not give the first operand's format to oneDNN.
     """
 
     accepts: Literal["same", "promoted"]
     source: str
     also: tuple[tuple[str, ...], ...] = ()
     gaps: tuple[Gap, ...] = ()
+    onednn: bool = False
+
+    def list_also(self, place: Place) -> list[tuple[str, ...]]:
+        """The patterns of `also` that hold at a place; where nothing is known of oneDNN, fp64's alone."""
+        taken = ("fp32", "bf16", "fp16") if place.onednn is None else place.onednn
+        return [pattern for pattern in self.also if not self.onednn or pattern[0] not in taken]
 
 
 class Operation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -155,12 +162,15 @@ class Place:
         capability: CUDA compute capability, None when unknown or elsewhere.
         macos: version of macOS, empty when unknown.
         torch: version of torch, empty when unknown.
+        onednn: on a CPU, formats whose convolutions PyTorch gives to oneDNN, which depends on its
+            instruction sets (`environment.find_onednn_formats`); None when unknown.
     """
 
     backend: str
     capability: tuple[int, int] | None = None
     macos: tuple[int, ...] = ()
     torch: tuple[int, ...] = ()
+    onednn: tuple[str, ...] | None = None
 
 
 def find_operation(target: object) -> Operation | None:
@@ -176,28 +186,29 @@ def find_operation(target: object) -> Operation | None:
 
 
 def judge_operands(
-    operation: Operation, backend: str, operands: Mapping[str, str | Sequence[str] | None]
+    operation: Operation, place: Place, operands: Mapping[str, str | Sequence[str] | None]
 ) -> Ruling:
-    """Whether a backend takes operands of these formats together.
+    """Whether operands of these formats are taken together at a place.
 
     Args:
         operation: as `find_operation` gives it.
-        backend: `cpu`, `cuda` or `mps`.
+        place: where it would run.
         operands: format by argument name; a sequence of formats for a list of tensors. Names that the
             operation does not compare, and None, are passed over.
     """
-    row = operation.rows.get(backend)
+    row = operation.rows.get(place.backend)
     given = _flatten(operation, operands)
     if row is None or row.accepts == "promoted" or len({fmt for _, fmt in given}) < 2:
         return Ruling(True)
     positions = {name: at for at, name in enumerate(operation.operands)}
-    for pattern in row.also:
+    also = row.list_also(place)
+    for pattern in also:
         if all(pattern[positions[name]] in (ANY, fmt) for name, fmt in given):
             return Ruling(True)
     listed = ", ".join(f"{name} {fmt}" for name, fmt in given)
     return Ruling(
         False,
-        f"{operation.name} on {backend} takes operands of one dtype{_say_also(operation, row)}, and "
+        f"{operation.name} on {place.backend} takes operands of one dtype{_say_also(operation, also)}, and "
         f"got {listed}.",
         row.source,
     )
@@ -272,9 +283,9 @@ def _flatten(
     return given
 
 
-def _say_also(operation: Operation, row: Row) -> str:
+def _say_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str:
     kinds = [
-        ", ".join(f"{n} {f}" for n, f in zip(operation.operands, p, strict=True)) for p in row.also
+        ", ".join(f"{n} {f}" for n, f in zip(operation.operands, p, strict=True)) for p in also
     ]
     return f" (or {'; or '.join(kinds)})" if kinds else ""
 

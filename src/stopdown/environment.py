@@ -20,9 +20,11 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -381,10 +383,11 @@ def judge_mps(chip: str, macos: tuple[int, ...]) -> dict[str, Verdict]:
     return {"fp32": _FP32, "bf16": bf16, "fp16": Verdict(True, f"{chip} has fp16 arithmetic.")}
 
 
-_CPU_FLAGS = {
-    "bf16": ("amx_bf16", "avx512_bf16", "avx_ne_convert", "sve_bf16", "arm_bf16"),
-    "fp16": ("amx_fp16", "avx512_fp16", "avx_ne_convert", "arm_fp16"),
-}
+@functools.cache
+def _read_instructions() -> dict[str, Any]:
+    """What instruction sets decide: `knowledge/rules/instructions.toml`."""
+    path = resources.files("stopdown") / "knowledge" / "rules" / "instructions.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
@@ -394,7 +397,9 @@ def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
     """
     have = set(flags)
     verdicts = {"fp32": _FP32}
-    for name, wanted in _CPU_FLAGS.items():
+    arithmetic = _read_instructions()["arithmetic"]
+    for name in ("bf16", "fp16"):
+        wanted = arithmetic[name]
         found = [flag for flag in wanted if flag in have]
         reason = (
             f"The CPU has {name} instructions ({', '.join(found)})."
@@ -406,7 +411,10 @@ def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
     return verdicts
 
 
-_ARM_FLAGS = {
+_SPELLINGS = {
+    "avx512bw": "avx512_bw",
+    "avx512dq": "avx512_dq",
+    "avx512vl": "avx512_vl",
     "bf16": "arm_bf16",
     "svebf16": "sve_bf16",
     "asimdhp": "arm_fp16",
@@ -414,21 +422,69 @@ _ARM_FLAGS = {
     "hw.optional.arm.FEAT_BF16": "arm_bf16",
     "hw.optional.arm.FEAT_FP16": "arm_fp16",
 }
-_KNOWN_FLAGS = frozenset(flag for flags in _CPU_FLAGS.values() for flag in flags)
+
+
+def list_known_flags() -> frozenset[str]:
+    """The instruction sets that something depends on."""
+    data = _read_instructions()
+    sets = [data["arithmetic"][name] for name in ("bf16", "fp16")]
+    sets += [one for name in PRECISIONS for one in data["onednn"][name]]
+    return frozenset(flag for flags in sets for flag in flags)
 
 
 def normalise_cpu_flags(flags: Iterable[str]) -> frozenset[str]:
     """The flags that matter for 16-bit formats, in one spelling for Linux, macOS and torch."""
-    return frozenset(_ARM_FLAGS.get(flag, flag) for flag in flags) & _KNOWN_FLAGS
+    return frozenset(_SPELLINGS.get(flag, flag) for flag in flags) & list_known_flags()
+
+
+def limit_cpu_flags(flags: Iterable[str], limit: str) -> frozenset[str]:
+    """The flags that oneDNN uses under a limit.
+
+    Args:
+        flags: in the spelling of `read_cpu_flags`; those of Arm are not limited.
+        limit: what the variable ONEDNN_MAX_CPU_ISA says; "" and names that are unknown limit nothing.
+    """
+    found = frozenset(flags)
+    for entry in _read_instructions()["limits"]:
+        if limit.strip().upper() in entry["names"]:
+            return frozenset(
+                x for x in found if x in entry["flags"] or x.startswith(("arm", "sve"))
+            )
+    return found
 
 
 @functools.cache
 def read_cpu_flags() -> frozenset[str]:
-    """The 16-bit instruction sets of this CPU: from the system, and from torch where it knows."""
-    found = {name for name in _ARM_FLAGS if name.startswith("hw.") and _read_sysctl(name) == "1"}
+    """The 16-bit instruction sets of this CPU: from the system, and from torch where it knows.
+
+    Without those that ONEDNN_MAX_CPU_ISA keeps oneDNN from using.
+    """
+    found = {name for name in _SPELLINGS if name.startswith("hw.") and _read_sysctl(name) == "1"}
     lines = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", _read_text("/proc/cpuinfo"), re.M)
     found.update(lines[0].split() if lines else ())
-    return normalise_cpu_flags(found | _ask_torch_for_flags())
+    known = normalise_cpu_flags(found | _ask_torch_for_flags())
+    return limit_cpu_flags(known, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+
+
+def find_onednn_formats(flags: Iterable[str]) -> tuple[str, ...]:
+    """The formats whose convolutions PyTorch gives to oneDNN on a CPU with these flags."""
+    have, sets = set(flags), _read_instructions()["onednn"]
+    return tuple(name for name in PRECISIONS if any(have >= set(one) for one in sets[name]))
+
+
+def read_onednn_formats() -> tuple[str, ...]:
+    """The formats whose convolutions PyTorch gives to oneDNN on this machine, as PyTorch says."""
+    import torch
+
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return ()
+    known = find_onednn_formats(read_cpu_flags())
+    found = ["fp32"]
+    for name in ("bf16", "fp16"):
+        ask = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)  # not in every build
+        if name in known if ask is None else ask():
+            found.append(name)
+    return tuple(found)
 
 
 def _ask_torch_for_flags() -> set[str]:

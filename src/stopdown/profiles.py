@@ -28,8 +28,11 @@ from stopdown.environment import (
     Device,
     Support,
     Verdict,
+    find_onednn_formats,
     judge_device,
     list_devices,
+    read_cpu_flags,
+    read_onednn_formats,
     select_device,
 )
 from stopdown.errors import OptionError
@@ -111,6 +114,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         macos: version of macOS that the facts hold for, on mps.
         memory: None when it differs from machine to machine.
         faults: what is known to go wrong.
+        instructions: of a CPU, the instruction sets that `knowledge/rules/instructions.toml` names;
+            None when they are not known.
+        onednn: of a CPU, formats whose convolutions PyTorch gives to oneDNN, where PyTorch was asked.
     """
 
     name: str
@@ -124,6 +130,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     macos: tuple[int, ...] = ()
     memory: Memory | None = None
     faults: tuple[DeviceFault, ...] = ()
+    instructions: tuple[str, ...] | None = None
+    onednn: tuple[str, ...] | None = None
+
+    @property
+    def onednn_formats(self) -> tuple[str, ...] | None:
+        """Formats whose convolutions PyTorch gives to oneDNN; None when that is not known."""
+        if self.onednn is None and self.instructions is not None:
+            return find_onednn_formats(self.instructions)
+        return self.onednn
 
     @property
     def number(self) -> tuple[int, int] | None:
@@ -235,6 +250,8 @@ def describe_device(device: Device) -> Profile:
         macos=known.macos if known else (),
         memory=Memory(device.memory_bytes / 2**30, "read here"),
         faults=known.faults if known else (),
+        instructions=tuple(sorted(read_cpu_flags())) if device.type == "cpu" else None,
+        onednn=read_onednn_formats() if device.type == "cpu" else None,
     )
 
 

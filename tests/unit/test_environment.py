@@ -359,7 +359,64 @@ def test_cpus_are_judged_by_their_flags(flags: str, fp16: bool, bf16: bool) -> N
 
 def test_flags_of_this_cpu_are_of_the_known_spelling() -> None:
     """What is read from this machine is in the spelling that the table judges."""
-    assert read_cpu_flags() <= environment._KNOWN_FLAGS
+    assert read_cpu_flags() <= environment.list_known_flags()
+
+
+EPYC = ["avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx_vnni"]
+SAPPHIRE = [*EPYC, "avx512_fp16", "amx_tile", "amx_bf16"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "native", "onednn"),
+    [
+        (SAPPHIRE, "", {"bf16", "fp16"}, {"bf16", "fp16"}),
+        (SAPPHIRE, "AVX512_CORE_AMX", {"bf16", "fp16"}, {"bf16", "fp16"}),
+        (SAPPHIRE, "avx512_core_bf16", {"bf16"}, {"bf16"}),
+        (SAPPHIRE, "AVX512_CORE", set(), {"bf16"}),
+        (SAPPHIRE, "AVX2", set(), set()),
+        (SAPPHIRE, "of no such name", {"bf16", "fp16"}, {"bf16", "fp16"}),
+        (EPYC, "", {"bf16"}, {"bf16"}),
+        (EPYC, "DEFAULT", {"bf16"}, {"bf16"}),
+        (EPYC, "AVX512_CORE_FP16", {"bf16"}, {"bf16"}),
+        (EPYC, "AVX512_CORE", set(), {"bf16"}),
+        (EPYC, "AVX2_VNNI", set(), set()),
+        (["avx2", "avx_vnni", "avx_ne_convert"], "", {"bf16", "fp16"}, {"bf16", "fp16"}),
+        (["avx2", "avx_ne_convert"], "AVX2_VNNI_2", {"bf16", "fp16"}, {"bf16", "fp16"}),
+        (["avx2"], "", set(), set()),
+        (["asimdhp", "bf16"], "AVX2", {"bf16", "fp16"}, set()),
+    ],
+)
+def test_a_limit_of_onednn_limits_the_flags(
+    flags: list[str], limit: str, native: set[str], onednn: set[str]
+) -> None:
+    """ONEDNN_MAX_CPU_ISA leaves no more than its instruction set; Arm's are another matter."""
+    found = environment.limit_cpu_flags(normalise_cpu_flags(flags), limit)
+    verdicts = judge_cpu(found)
+    assert {name for name in ("bf16", "fp16") if verdicts[name].native} == native
+    assert set(environment.find_onednn_formats(found)) == {"fp32", *onednn}
+
+
+def test_flags_of_this_cpu_obey_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is read with the flags, and nothing of 16 bits is left below AVX-512."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    left = read_cpu_flags.__wrapped__()
+    assert not {flag for flag in left if flag.startswith(("avx", "amx"))}
+
+
+@pytest.mark.parametrize("is_fp16", [True, False])
+def test_pytorch_says_what_onednn_takes(monkeypatch: pytest.MonkeyPatch, is_fp16: bool) -> None:
+    """PyTorch's answer outweighs the flags; without oneDNN nothing is given to it."""
+    backend = torch.backends.mkldnn
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: is_fp16)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(backend, "is_available", lambda: True)
+    wanted = ("fp32", "bf16", "fp16") if is_fp16 else ("fp32", "bf16")
+    assert environment.read_onednn_formats() == wanted
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "enabled", False)
+        assert environment.read_onednn_formats() == ()
+    monkeypatch.setattr(backend, "is_available", lambda: False)
+    assert environment.read_onednn_formats() == ()
 
 
 # Formats: what a timed probe says

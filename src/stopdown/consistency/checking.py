@@ -341,7 +341,7 @@ def make_place(profile: Profile) -> Place:
     """Where a profile's operations run, as the rules ask for it."""
     version = (read_version("torch") or "0").partition("+")[0].split(".")
     numbers = tuple(int(part) for part in version if part.isdigit())
-    return Place(profile.kind, profile.number, profile.macos, numbers)
+    return Place(profile.kind, profile.number, profile.macos, numbers, profile.onednn_formats)
 
 
 def read_stored(source: Source) -> dict[str, str]:

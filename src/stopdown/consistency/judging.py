@@ -132,7 +132,7 @@ class Judge:
         if len(step.dtypes) < 2 or is_autocast:
             return False
         operation = look_up(step.name)
-        reason, source, refused = _rule(operation, step, self.case.place.backend)
+        reason, source, refused = _rule(operation, step, self.case.place)
         if refused:
             odd = self._find_odd(step)
             facts = {"reason": reason, "source": source, "operands": list_operands(step)}
@@ -214,10 +214,10 @@ def _widens_itself(step: Step) -> bool:
     return casts and step.path in owners
 
 
-def _rule(operation: Operation | None, step: Step, backend: str) -> tuple[str, str, bool]:
-    """Why a backend refuses a step's operands, by its rules or, without one, by their kind."""
-    if operation is not None and backend in operation.rows:
-        ruling = judge_operands(operation, backend, _name_formats(operation, step))
+def _rule(operation: Operation | None, step: Step, place: Place) -> tuple[str, str, bool]:
+    """Why a place refuses a step's operands, by its rules or, without one, by their kind."""
+    if operation is not None and place.backend in operation.rows:
+        ruling = judge_operands(operation, place, _name_formats(operation, step))
         return ruling.reason, ruling.source, not ruling.accepted
     refused = step.name in SAME_DTYPE and step.name != "rms_norm"
     reason = f"{step.name} takes operands of one dtype, and got {list_operands(step)}."
