@@ -521,6 +521,8 @@ class ComponentPlan:
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
         trial: what it gave when it was run once as planned; None where nobody tried.
+        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
+        note: why it runs otherwise than it was asked for; "" when there is nothing to say.
     """
 
     component: str
@@ -548,6 +550,8 @@ class ComponentPlan:
     accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
     trial: Trial | None = None
+    range_note: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,17 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         assert plan_files.read_plan(path) == plan
 
 
+def test_a_plan_of_before_is_read(tmp_path: Path) -> None:
+    """A file that lacks the fields that came later is a plan still, with their defaults."""
+    content = json.loads(to_json(PLAN))
+    for name in ("trial", "note", "range_note"):
+        del content["components"][0][name]
+    content["seal"] = plan_files._compute_seal(json.dumps(content))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    assert plan_files.read_plan(path).components == PLAN.components
+
+
 def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
     """No file: the command that makes it stands in the message."""
     with pytest.raises(PlanError, match=r"No such file.*Make it: stopdown plan SOURCE -o"):
@@ -244,7 +255,7 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Kept as they are for want of a rule: bessel.",
     )
-    assert applying.read_scaling(entry) == scaling
+    assert plans.read_scaling(entry) == scaling
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", but for 1.2 % of that work.")])

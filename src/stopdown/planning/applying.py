@@ -27,7 +27,7 @@ from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.planning.adapters import watch_adapters
 from stopdown.planning.loading import Loaded, Standing
 from stopdown.planning.plan_files import read_class_versions
-from stopdown.planning.plans import count_folds, sample_weights
+from stopdown.planning.plans import count_folds, read_scaling, sample_weights
 from stopdown.planning.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
@@ -168,25 +168,6 @@ def _widen(module: torch.nn.Module) -> None:
     for tensor in name_parameters(module).values():
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
-
-
-def read_scaling(entry: ComponentPlan) -> Scaling:
-    """A component's exponents as `fold_scaling` takes them."""
-    return Scaling(
-        exponents=entry.exponents,
-        eps=entry.eps,
-        multiplies=entry.multiplies,
-        islands=entry.islands,
-        headroom_bits=float("inf") if entry.headroom_bits is None else entry.headroom_bits,
-        tightest=entry.tightest,
-        certified=entry.certified,
-        pinned=entry.pinned,
-        island_flops=entry.island_flops,
-        kept_buffers=entry.kept_buffers,
-        outputs={int(number): exponent for number, exponent in entry.outputs.items()},
-        stream=entry.stream,
-        trial=entry.trial,
-    )
 
 
 def _cast_plainly(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
@@ -357,7 +338,7 @@ def _describe_basis(entry: ComponentPlan) -> str:
     if entry.certified:
         return "certified"
     if not entry.values:
-        return f"calibrated on {entry.calls} calls"
+        return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
     return describe_share(entry.values, entry.bounded).removesuffix(".")
 
 

@@ -56,11 +56,11 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.planning.applying import apply_plan, check_source, read_scaling
+from stopdown.planning.applying import apply_plan, check_source
 from stopdown.planning.expressing import EFFECT_LIMIT, Expressed, express_component
 from stopdown.planning.measuring import describe_failure
 from stopdown.planning.plan_files import read_plan
-from stopdown.planning.plans import list_requests
+from stopdown.planning.plans import list_requests, read_scaling
 from stopdown.planning.recording import Progress, RecordedCall, record_calls
 from stopdown.records import (
     ComponentPlan,

@@ -276,32 +276,35 @@ def describe_scaling(
     calls: int,
     notes: tuple[str, ...] = (),
 ) -> ComponentPlan:
-    """A component's entry from its exponents."""
+    """A component's entry from its exponents; `read_scaling` is the way back.
+
+    Args:
+        bare: what is kept besides: names, digest of the weights, prompts, accumulation.
+        calls: how many were measured.
+        notes: what else is to be said, in whole sentences.
+    """
+    held = {x.name: getattr(scaling, x.name) for x in dataclasses.fields(Scaling)}
+    if not scaling.range_note:  # nobody asked for bounds: what is uncertain would be everything
+        held |= {"values": 0, "bounded": 0, "uncertain": ()}
     finite = math.isfinite(scaling.headroom_bits)
-    entry = dataclasses.replace(
-        bare,
-        precision=precision,
-        exponents=dict(scaling.exponents),
-        eps=dict(scaling.eps),
-        multiplies=dict(scaling.multiplies),
-        islands=scaling.islands,
-        island_flops=scaling.island_flops,
-        headroom_bits=round(scaling.headroom_bits, 3) if finite else None,
-        tightest=scaling.tightest,
-        certified=scaling.certified,
-        values=scaling.values if scaling.range_note else 0,
-        bounded=scaling.values - len(scaling.uncertain) if scaling.range_note else 0,
-        uncertain=tuple(dict.fromkeys(scaling.uncertain)) if scaling.range_note else (),
-        limits=dict(scaling.limits),
-        calls=calls,
-        pinned=dict(scaling.pinned),
-        kept_buffers=scaling.kept_buffers,
-        outputs={str(number): exponent for number, exponent in scaling.outputs.items()},
-        stream=scaling.stream,
-        trial=scaling.trial,
-    )
+    held |= {
+        "headroom_bits": round(scaling.headroom_bits, 3) if finite else None,
+        "uncertain": tuple(dict.fromkeys(held["uncertain"])),
+        "outputs": {str(number): exponent for number, exponent in scaling.outputs.items()},
+    }
+    entry = dataclasses.replace(bare, precision=precision, calls=calls, **held)
     said = [x for x in (scaling.range_note, scaling.note, *notes) if x]
     return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
+
+
+def read_scaling(entry: ComponentPlan) -> Scaling:
+    """A component's exponents as `fold_scaling` takes them."""
+    held = {x.name: getattr(entry, x.name) for x in dataclasses.fields(Scaling)}
+    held |= {
+        "headroom_bits": math.inf if entry.headroom_bits is None else entry.headroom_bits,
+        "outputs": {int(number): exponent for number, exponent in entry.outputs.items()},
+    }
+    return Scaling(**held)
 
 
 def _list_reasons(entry: ComponentPlan) -> list[str]:

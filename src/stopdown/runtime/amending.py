@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from stopdown.planning.applying import read_scaling
-from stopdown.planning.plans import describe_scaling
+from stopdown.planning.plans import describe_scaling, read_scaling
 from stopdown.records import ComponentPlan
 from stopdown.runtime.repairs import Applied
+from stopdown.scaling import Scaling
+
+_NOT_BOUNDED = "Its bounds did not hold in a run: it is not certified any more."
 
 
 def prescribe(entry: ComponentPlan) -> tuple[Applied, ...]:
@@ -36,15 +38,28 @@ def amend_entry(
         reasons: why, in whole sentences.
     """
     bare = ComponentPlan(entry.component, entry.class_name, entry.weights, entry.precision)
+    bare = dataclasses.replace(bare, accumulation=entry.accumulation)
     found = dataclasses.replace(bare, prompts=entry.prompts)
     notes = tuple(reasons)
     for one in applied:
         if one.scaling is not None:
             measured = entry.calls + calls
-            found = describe_scaling(found, one.scaling, one.precision, measured, notes)
+            scaling = _withdraw_claims(one.scaling)
+            found = describe_scaling(found, scaling, one.precision, measured, notes)
         elif one.action == "cast":
             found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
         else:
             islands = tuple(dict.fromkeys((*found.islands, one.path)))
             found = dataclasses.replace(found, islands=islands, reasons=(*found.reasons, *notes))
     return found
+
+
+def _withdraw_claims(scaling: Scaling) -> Scaling:
+    """Exponents under which a call failed, or that were found since: no bound or trial speaks for them.
+
+    The limits of the inputs stay: calls beyond them are still named.
+    """
+    note = _NOT_BOUNDED if scaling.certified or scaling.bounded else scaling.range_note
+    return dataclasses.replace(
+        scaling, certified=False, values=0, bounded=0, uncertain=(), trial=None, range_note=note
+    )

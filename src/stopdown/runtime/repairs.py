@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, cast_component_, read_precisions
 from stopdown.pipelines.doors import Call, bared, call_cast
 from stopdown.pipelines.step_caches import without_caches
+from stopdown.records import ResidualStream
 from stopdown.runtime.policy import Remedy
 from stopdown.scaling import Scaling, cast_, fold_scaling
 
@@ -235,7 +236,8 @@ class Patient:
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)
             if known is None:
                 return found
-            return merge_scalings(known, found, _find_used(self._calibration))
+            methods = {x.capture.method or "forward" for x in self._calibration.measured}
+            return merge_scalings(known, found, _find_used(self._calibration), methods)
         finally:
             self.put_on(before)
 
@@ -254,33 +256,69 @@ class Patient:
         return tuple(name_dtype(dtype) for dtype in read_precisions(self.module))
 
 
-def merge_scalings(before: Scaling, found: Scaling, used: Iterable[str]) -> Scaling:
-    """New exponents, and the old ones of the parts that the new ones say nothing about.
+def merge_scalings(
+    before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
+) -> Scaling:
+    """New exponents, and what the old ones have for parts that the new ones say nothing about.
+
+    What is certified or tried is so as a whole, so the new ones say it: measured, and not tried.
 
     Args:
         before: in force so far.
         found: solved for the calls that failed, relative to the component as it was.
         used: parameters that take part in those calls.
+        methods: of the component that those calls are calls of.
     """
     parts = {name.partition(".")[0] for name in used}
+    if "forward" in methods:
+        parts.add("")  # the component's own hooks
+
+    def keeps(name: str) -> bool:
+        return name.partition(".")[0] not in parts
 
     def keep(entries: Mapping[str, int]) -> dict[str, int]:
-        return {name: x for name, x in entries.items() if name.partition(".")[0] not in parts}
+        return {name: x for name, x in entries.items() if keeps(name)}
 
-    exponents = keep(before.exponents)
-    headroom = before.headroom_bits if exponents else found.headroom_bits
-    islands = [path for path in before.islands if path.partition(".")[0] not in parts]
+    kept = replace(before, exponents=keep(before.exponents), multiplies=keep(before.multiplies))
+    tightest = min(found, kept if kept.exponents else found, key=lambda x: x.headroom_bits)
+    islands = tuple(filter(keeps, before.islands))
     known = before.kept_buffers is not None and found.kept_buffers is not None
     buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}
+    limits = {x: y for x, y in before.limits.items() if x.partition(".")[0] not in methods}
+    notes = dict.fromkeys((before.note, found.note))
     return replace(
         found,
-        exponents={**exponents, **found.exponents},
+        exponents={**kept.exponents, **found.exponents},
         eps={**keep(before.eps), **found.eps},
-        multiplies={**keep(before.multiplies), **found.multiplies},
+        multiplies={**kept.multiplies, **found.multiplies},
         islands=(*islands, *found.islands),
+        island_flops=min(1.0, found.island_flops + (before.island_flops if islands else 0.0)),
         kept_buffers=tuple(sorted(buffers)) if known else None,
-        headroom_bits=min(headroom, found.headroom_bits),
+        headroom_bits=tightest.headroom_bits,
+        tightest=tightest.tightest,
+        pinned={**before.pinned, **found.pinned},
+        outputs=found.outputs if "forward" in methods else before.outputs,
+        stream=_merge_streams(before.stream, found.stream, keeps),
+        limits={**limits, **found.limits},
+        note=" ".join(filter(None, notes)),
     )
+
+
+def _merge_streams(
+    before: ResidualStream | None, found: ResidualStream | None, keeps: Callable[[str], bool]
+) -> ResidualStream | None:
+    """What is new, and the casts of the old stream on parts that are kept; None for none at all."""
+    if before is None:
+        return found
+    paths: dict[str, Any] = {
+        x.name: tuple(filter(keeps, getattr(before, x.name)))
+        for x in fields(ResidualStream)
+        if x.name != "returns"
+    }
+    if found is None:
+        return replace(before, **paths) if any(paths.values()) else None
+    joined: dict[str, Any] = {name: (*x, *getattr(found, name)) for name, x in paths.items()}
+    return replace(found, **joined)
 
 
 def _find_used(calibration: Calibration) -> set[str]:

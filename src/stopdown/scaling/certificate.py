@@ -131,7 +131,7 @@ def scale_by_bounds(
     plain = [kind.measured for kind in kinds]
     scaling, taken = _find_most(module, plain, mixes, find, free=ranges == "auto")
     if not taken:
-        return replace(scaling, values=0, uncertain=(), range_note=_NONE_TAKEN)
+        return replace(scaling, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
     return _describe(scaling, stated, bounds)
 
 
@@ -354,8 +354,7 @@ _GUESSED = (
 def _describe(
     scaling: Scaling, stated: Sequence[Stated], bounds: Sequence[Bounds], rest: str = _MEASURED
 ) -> Scaling:
-    bounded, note = scaling.values - len(scaling.uncertain), note_limits(stated)
-    share = describe_share(scaling.values, bounded, rest, note)
+    share = describe_share(scaling.values, scaling.bounded, rest, note_limits(stated))
     scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
     said = [share]
     if scores:

@@ -42,6 +42,7 @@ class Scaling:
             the exponent that is taken off there.
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
         values: how many fp16 values there are; 0 where nobody counted.
+        bounded: how many of them rest on bounds.
         uncertain: places of those whose ranges were measured and not bounded.
         limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
@@ -62,6 +63,7 @@ class Scaling:
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
     values: int = 0
+    bounded: int = 0
     uncertain: tuple[str, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
     range_note: str = ""

@@ -454,6 +454,7 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
         tightest=tightest,
         certified=bool(values) and not uncertain,
         values=values,
+        bounded=values - len(uncertain),
         uncertain=uncertain,
         pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
         island_flops=sum(problem.flops.get(path, 0.0) for path in solution.islands),
