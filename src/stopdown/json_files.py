@@ -60,7 +60,7 @@ def read_small_file(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise UnreadableError(f"it has {size} bytes, and at most {most_bytes} are read")
-        return file.read(most_bytes)
+        return file.read(min(most_bytes, max(size, 2**16)))  # the buffer is made at once
 
 
 def open_regular_file(path: Path) -> BinaryIO:

@@ -37,6 +37,7 @@ from stopdown.environment import (
 )
 from stopdown.errors import OptionError
 from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.json_files import UnreadableError, read_small_file
 
 State = Literal["native", "emulated", "slow", "broken", "missing"]
 """`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small
@@ -301,10 +302,14 @@ def _unknown_profile(name: str) -> OptionError:
 # Files
 
 
+_MOST_BYTES = 2**16
+"""The longest profile of the package has 1,400."""
+
+
 def _read_own(path: Path) -> Profile:
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_small_file(path, most_bytes=_MOST_BYTES).decode("utf-8")
+    except (UnreadableError, UnicodeDecodeError) as error:
         raise OptionError(
             f"The profile {path} cannot be read: {error}.",
             remedy="Name a TOML file that exists; stopdown doctor --device v100 --toml prints one "
@@ -325,10 +330,10 @@ def parse_profile(text: str, name: str) -> Profile:
     """
     try:
         profile = msgspec.convert(tomllib.loads(text), Profile)
-    except tomllib.TOMLDecodeError as error:
-        raise _bad_profile(name, f"is not TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise _bad_profile(name, f"is not complete: {error}") from None
+    except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error
+        raise _bad_profile(name, f"is not TOML: {error}") from None
     problem = _find_problem(profile)
     if problem:
         raise _bad_profile(name, problem)
@@ -344,6 +349,8 @@ def _find_problem(profile: Profile) -> str:
         return f"does not say how {absent[0]} is computed (table [formats.{absent[0]}])"
     if profile.kind == "cuda" and not profile.capability and not profile.architecture:
         return "is of the kind cuda and has neither capability nor architecture"
+    if profile.memory and not 0 <= profile.memory.gib <= _LARGEST_GIB:
+        return f"gives it {profile.memory.gib} GiB of memory, which no device has"
     return _find_bad_fact(profile.formats)
 
 
@@ -351,9 +358,16 @@ def _find_bad_fact(formats: Mapping[str, FormatFact]) -> str:
     for name, fact in formats.items():
         if not fact.source.strip():
             return f"gives no source for formats.{name}"
-        if fact.rate is not None and fact.rate <= 0:
+        if fact.rate is not None and not fact.rate > 0:
             return f"gives formats.{name} the rate {fact.rate}, which is not above 0"
+        for what, number in (("rate", fact.rate), ("tflops", fact.tflops)):
+            if number is not None and not _LEAST_RATE <= number <= _LARGEST_RATE:
+                return f"gives formats.{name} {number} for {what}, which no device has"
     return ""
+
+
+_LEAST_RATE, _LARGEST_RATE = 1e-6, 1e6
+_LARGEST_GIB = 1e6
 
 
 def format_profile(profile: Profile) -> str:

@@ -10,9 +10,14 @@ from pathlib import Path
 
 from stopdown.comparison.records import BadLine
 from stopdown.errors import InputError
+from stopdown.json_files import UnreadableError, read_small_file
 
 LONGEST = 4096
 """Characters of a prompt; T5 with 512 tokens reads about 2,000."""
+
+
+MOST_LINES = 10_000
+_MOST_BYTES = 4 * LONGEST * 1_000
 
 
 def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
@@ -22,13 +27,20 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
         InputError: the file cannot be read, or holds no prompt at all.
     """
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").splitlines()
-    except OSError as error:
+        content = read_small_file(path, most_bytes=_MOST_BYTES)
+    except UnreadableError as error:
         raise InputError(
-            f"The prompt file {path} cannot be read: {error.strerror}.",
+            f"The prompt file {path} cannot be read: {error}.",
             expected="It is a text file with one prompt on each line.",
             remedy="Name a file that exists: --prompts prompts.txt",
         ) from error
+    lines = content.removeprefix(b"\xef\xbb\xbf").splitlines()
+    if len(lines) > MOST_LINES:
+        raise InputError(
+            f"The prompt file {path} has {len(lines)} lines.",
+            expected=f"At most {MOST_LINES} prompts are compared at a time.",
+            remedy=f"Take the first of them: head -n {MOST_LINES} {path} > fewer.txt",
+        )
     good: list[tuple[int, str]] = []
     bad: list[BadLine] = []
     for number, line in enumerate(lines, 1):

@@ -30,6 +30,8 @@ SIGNS = {"reference": "◎", "same": "✓", "other": "≠", "broken": "✕", "fa
 STAGES = ("encode", "denoise", "decode", "all")
 
 _KINDS = ("comparison", "run")
+_MOST_BYTES = 2**28
+"""A comparison holds its pictures, of 30 MB in all, and the numbers of every call."""
 
 
 def read_any(path: Path) -> Comparison | RunRecord:
@@ -39,7 +41,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
         InputError: it cannot be read, or is none that has a report.
     """
     try:
-        raw = read_json_table(path)
+        raw = read_json_table(path, most_bytes=_MOST_BYTES)
     except UnreadableError as error:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
