@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
 import typer
 
+from documentation import Run, check_command, read_console
 from stopdown.app import cli
 
 ROOT = Path(__file__).parents[2]
@@ -26,18 +25,6 @@ def find_commands(text: str) -> list[str]:
     lines = re.findall(r"^\s*\$ (stopdown .+)$", text, re.MULTILINE)
     nodes = [part for label in re.findall(r'"([^"]*)"', text) for part in label.split("<br/>")]
     return [*spans, *lines, *(node for node in nodes if node.startswith("stopdown "))]
-
-
-def find_runs(text: str) -> list[tuple[str, int]]:
-    """Each command of the `console` blocks with the exit code that stands below it (0 without)."""
-    runs: list[tuple[str, int]] = []
-    for block in re.findall(r"^ *```console\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
-        for line in block.splitlines():
-            if line.strip().startswith("$ "):
-                runs.append((line.strip()[2:], 0))
-            elif match := re.fullmatch(r"\s*exit (\d)", line):
-                runs[-1] = (runs[-1][0], int(match[1]))
-    return runs
 
 
 def parse_command(command: str) -> str:
@@ -95,23 +82,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pages")
 
 
-RUNS = [run for page in PAGES for run in find_runs(page.read_text(encoding="utf-8"))]
+RUNS = [run for page in PAGES for run in read_console(page.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize(("command", "expected"), RUNS)
-def test_commands_run(command: str, expected: int, folder: Path) -> None:
+def test_commands_run(
+    command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every command in a `console` block ends with the exit code that it promises."""
-    words = shlex.split(command)
-    assert words[0] == "stopdown"
-    run = subprocess.run(
-        [sys.executable, "-m", "stopdown.app.cli", *words[1:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == expected, run.stderr
-    assert "Traceback" not in run.stderr
+    monkeypatch.chdir(folder)
+    check_command(command, expected, run)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from documentation import Run, check_command, read_console, run_process
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -21,15 +20,9 @@ def read_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
 
 
-def read_commands() -> list[tuple[str, int]]:
-    """Each command of the `console` blocks with the exit code that stands below it (0 without)."""
-    commands: list[tuple[str, int]] = []
-    for line in "".join(read_blocks("console")).splitlines():
-        if line.startswith("$ "):
-            commands.append((line[2:], 0))
-        elif match := re.fullmatch(r"exit (\d)", line):
-            commands[-1] = (commands[-1][0], int(match[1]))
-    return commands
+COMMANDS = read_console(README)
+IN_A_PROCESS = ("generate", "doctor", "check", "explain")
+"""The first command of each of these runs as it is installed; the others in this process."""
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +31,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("readme")
 
 
-@pytest.mark.parametrize(("command", "expected"), read_commands())
-def test_commands_run(command: str, expected: int, folder: Path) -> None:
+@pytest.mark.parametrize(("command", "expected"), COMMANDS)
+def test_commands_run(
+    command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every command of the README ends with the exit code that it promises, and writes its file."""
-    words = shlex.split(command)
-    assert words[0] == "stopdown"
-    run = subprocess.run(
-        [sys.executable, "-m", "stopdown.app.cli", *words[1:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == expected, run.stderr
-    assert "Traceback" not in run.stderr
-    if "-o" in words:
-        output = folder / words[words.index("-o") + 1]
-        assert output.exists() == (expected == 0)
+    monkeypatch.chdir(folder)
+    firsts = [next(c for c, _ in COMMANDS if c.split()[1] == name) for name in IN_A_PROCESS]
+    check_command(command, expected, run_process if command in firsts else run)
 
 
 def test_python_runs() -> None:
@@ -100,15 +84,11 @@ def test_links_exist() -> None:
     assert broken == []
 
 
-def test_every_option_is_documented() -> None:
+def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """`stopdown generate --help` names every option of the command with a sentence."""
-    run = subprocess.run(
-        [sys.executable, "-m", "stopdown.app.cli", "generate", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"COLUMNS": "200", "PATH": "", "TERM": "dumb"},
-    )
+    monkeypatch.setenv("COLUMNS", "200")
+    code, shown, _ = run("generate", "--help")
+    assert code == 0
     from dataclasses import fields
 
     from stopdown.app.commands import GenerateOptions
@@ -116,7 +96,5 @@ def test_every_option_is_documented() -> None:
     for entry in fields(GenerateOptions):
         flag = f"--{entry.name.replace('_', '-')}"
         name = {"source": "SOURCE", "prompt": "PROMPT"}.get(entry.name, flag)
-        line = next(
-            line for line in run.stdout.splitlines() if name in line and "Usage" not in line
-        )
+        line = next(line for line in shown.splitlines() if name in line and "Usage" not in line)
         assert len(line.split()) > 3
