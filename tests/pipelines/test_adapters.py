@@ -12,10 +12,13 @@ from safetensors.torch import save_file
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
+from stopdown.consistency.checking import check
+from stopdown.consistency.parameters import check_rescaled
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.components import Door, find_components
 from stopdown.pipelines.doors import cast_floats
+from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.tiny import overflow_
 from stopdown.planning.applying import apply_plan
 from stopdown.planning.measuring import scale_component
@@ -170,3 +173,28 @@ def test_a_layer_that_was_replaced_is_refused(bare_plan: Plan) -> None:
         with pytest.raises(PlanError, match=r"its modules are others \(\d+ then, \d+ now\)"):
             call_transformer(pipe, torch.float16)
         block.to_q = held
+
+
+def mark_rescaled(pipe: Any, folder: Path) -> None:
+    """The transformer as if it had been loaded from what `convert` wrote."""
+    metadata = {RESCALED_ENTRY: "transformer: weights are times powers of two"}
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors", metadata=metadata)
+    pipe.transformer.register_to_config(_name_or_path=str(folder))
+
+
+def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
+    """`check` warns of rescaled weights, and calls an adapter on them wrong, naming it."""
+    pipe = build()
+    mark_rescaled(pipe, tmp_path)
+    (bare,) = check_rescaled(pipe)
+    assert (bare.kind, bare.severity, bare.site) == ("rescaled-weights", "note", "transformer")
+    load_lora(pipe, write_lora(pipe, tmp_path))
+    (found,) = check_rescaled(pipe)
+    assert (found.kind, found.severity) == ("adapter-on-rescaled", "wrong")
+    assert found.evidence.endswith("times powers of two. It has the adapter style.")
+    assert "adapter-on-rescaled" in {x.kind for x in check(pipe)}
+
+
+def test_an_adapter_on_its_own_model_is_no_finding(styled: tuple[Any, Plan]) -> None:
+    """Weights that nobody rescaled take adapters."""
+    assert list(check_rescaled(styled[0])) == []

@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
 from stopdown import __version__
+from stopdown.consistency import checking as consistency
 from stopdown.errors import OptionError, OutputError, ScalingError
-from stopdown.pipelines import single_files
+from stopdown.pipelines import saving, single_files
 from stopdown.pipelines.components import Door, find_components
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
+from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
     Rows,
@@ -212,7 +214,7 @@ def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Convers
     folder, output, record = converted
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     found = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()}
-    assert found == names | {"stopdown.json"}
+    assert found == names | {"stopdown.json", "README.md"}
     assert from_json((output / "stopdown.json").read_bytes(), Conversion) == record
     for entry in record.components:
         old = json.loads((folder / entry.component / "config.json").read_text())
@@ -224,6 +226,50 @@ def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Convers
             assert {x.dtype for x in load_file(path).values() if x.is_floating_point()} == {
                 torch.float16
             }
+
+
+def test_a_folder_says_that_it_is_rescaled(converted: tuple[Path, Path, Conversion]) -> None:
+    """In the metadata of each file and first in its card: an adapter for the original does not fit."""
+    _, output, record = converted
+    for entry in record.components:
+        (path,) = (output / entry.component).glob("*.safetensors")
+        with safe_open(path, "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            said = file.metadata().get("stopdown.rescaled", "")
+        assert bool(said) == bool(entry.folded)
+        if said:
+            assert said.startswith(f"{entry.component}: weights are times powers of two")
+    assert any(entry.folded for entry in record.components)
+    card = (output / "README.md").read_text()
+    assert "converted to fp16 by Stopdown" in card.splitlines()[0]
+    assert "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the" in card
+
+
+@pytest.mark.parametrize("front", ["", "---\nlicense: mit\n---\n"])
+def test_a_card_keeps_what_was_there(tmp_path: Path, front: str) -> None:
+    """Ours comes first, but behind the front matter that the Hub reads."""
+    (tmp_path / "README.md").write_text(f"{front}# Model\n\nIts words.\n")
+    saving.write_card(tmp_path, "# Ours\n")
+    assert (tmp_path / "README.md").read_text() == (
+        f"{front}{chr(10) if front else ''}# Ours\n\n# Model\n\nIts words.\n"
+    )
+
+
+def test_check_warns_of_rescaled_weights(
+    converted: tuple[Path, Path, Conversion], single: tuple[Path, Path, Conversion]
+) -> None:
+    """A converted folder, file and pipeline are named as such; the original is not."""
+    folder, output, record = converted
+    rescaled = {entry.component for entry in record.components if entry.folded}
+
+    def find(source: Any, **options: Any) -> set[str]:
+        found = consistency.inspect_pipeline(source, precision="fp32", **options).findings
+        return {x.site for x in found if x.kind == "rescaled-weights"}
+
+    assert find(str(output)) == rescaled
+    assert find(load_pipeline(resolve_source(str(output)), torch_dtypes=torch.float32)) == rescaled
+    assert find(str(single[1]), config=folder) == {"checkpoint"}
+    assert find(str(folder)) == set()
 
 
 def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion]) -> None:
@@ -295,7 +341,10 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
     with safe_open(source, "pt") as before, safe_open(output, "pt") as after:
         assert before.metadata() == {"modelspec.title": "tiny"}
         mark = f"{__version__} plan {record.plan}"
-        assert after.metadata() == {"modelspec.title": "tiny", "stopdown": mark}
+        rescaled = after.metadata().pop("stopdown.rescaled")
+        assert rescaled.startswith("unet: weights are times powers of two")
+        entries = {name: x for name, x in after.metadata().items() if name != "stopdown.rescaled"}
+        assert entries == {"modelspec.title": "tiny", "stopdown": mark}
         names, found = list(before.keys()), list(after.keys())
         read = [name for name in names if not name.startswith("model_ema")]
         assert [name for name in found if not name.startswith("model_ema")] == read
@@ -781,8 +830,8 @@ def test_a_conversion_that_ends_early_leaves_nothing(
     folder, plan = made("sd")
     write = converting.write_weights
 
-    def fail(module: torch.nn.Module, place: Path) -> None:
-        write(module, place)
+    def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
+        write(module, place, *metadata)
         raise failure
 
     monkeypatch.setattr(converting, "write_weights", fail)

@@ -149,8 +149,10 @@ def _save(pipe: Any, folder: Path) -> None:
 
 
 def choose_code(record: CheckRecord) -> int:
-    """Exit code: 0 without a finding, 1 with one."""
-    return 1 if record.findings else 0
+    """Exit code: 0 without a finding of something wrong, 1 with one."""
+    from stopdown.consistency.wording import TELLING
+
+    return 1 if any(found.kind not in TELLING for found in record.findings) else 0
 
 
 def print_check(record: CheckRecord, console: Console) -> None:

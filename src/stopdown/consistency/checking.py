@@ -181,6 +181,7 @@ def _check_live(
         found = [finding for made in fresh for finding in parameters.check_dtypes(made, widening)]
         found += [f for each in options.list_formats() for f in parameters.check_values(pipe, each)]
         chosen = options.chosen
+    found += parameters.check_rescaled(pipe)
     return _join(found, parts, profile, chosen, {})
 
 
@@ -217,6 +218,7 @@ def _check_source(
             for finding in parameters.check_files(files, _add_whole(each))
         ]
         chosen = options.chosen
+    found += parameters.check_rescaled_files(files)
     return _join(found, parts, profile, chosen, stored)
 
 

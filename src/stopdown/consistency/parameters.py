@@ -16,6 +16,8 @@ import torch
 from stopdown.consistency.wording import generalise, make_finding
 from stopdown.formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
+from stopdown.pipelines.headers import read_rescaled
+from stopdown.planning.adapters import read_structure
 from stopdown.records import Finding
 from stopdown.scaling.folding import RESCALED
 
@@ -109,6 +111,49 @@ def _check_others(
         owner = paths[0].rpartition(".")[0]
         site = f"{name}:{owner}" if owner else name
         yield make_finding("several-dtypes", site, evidence, dtype=str(main))
+
+
+# ---------------------------------------------------------------------------------------------
+# Rescaled weights
+
+
+def check_rescaled_files(files: Mapping[str, list[Path]]) -> Iterator[Finding]:
+    """Findings about files that say of themselves that their weights are rescaled.
+
+    Args:
+        files: component → its files.
+    """
+    for name, paths in files.items():
+        said = next(filter(None, map(read_rescaled, paths)), "")
+        if said:
+            yield make_finding("rescaled-weights", name, f"Its file says: {said}.")
+
+
+def check_rescaled(pipe: Any) -> Iterator[Finding]:
+    """Findings about components of a live pipeline whose weights are rescaled, and adapters on them."""
+    for name, module in find_components(pipe).items():
+        said = _describe_rescaled(module)
+        if not said:
+            continue
+        structure = read_structure(module, pipe)
+        adapters = sorted({*structure.adapters, *structure.fused})
+        if adapters:
+            evidence = (
+                f"{said} It has the adapter{'s' * (len(adapters) > 1)} {', '.join(adapters)}."
+            )
+            yield make_finding("adapter-on-rescaled", name, evidence)
+        else:
+            yield make_finding("rescaled-weights", name, said)
+
+
+def _describe_rescaled(module: torch.nn.Module) -> str:
+    """What the files that a module was loaded from say of themselves."""
+    folder = getattr(getattr(module, "config", None), "_name_or_path", "")
+    if not folder or not Path(str(folder)).is_dir():
+        return ""
+    files = sorted(Path(str(folder)).glob("*.safetensors"))
+    said = next(filter(None, map(read_rescaled, files)), "")
+    return f"{folder} says: {said}." if said else ""
 
 
 # ---------------------------------------------------------------------------------------------

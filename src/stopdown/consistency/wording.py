@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from stopdown.consistency.judging import Observation
 from stopdown.records import Finding
 
+TELLING = frozenset({"rescaled-weights"})
+"""Kinds that say what a model is, and not that anything is wrong with it."""
+
 SEVERITIES = ("error", "wrong", "slow", "note")
 """From the worst on."""
 
@@ -194,6 +197,21 @@ KINDS: dict[str, Kind] = {
         "NaN or black behind it.",
         "Make a plan first: stopdown plan SOURCE -o plan.json, then --precision plan.json. Or: "
         "--precision {component}=bf16.",
+    ),
+    "rescaled-weights": Kind(
+        "note",
+        "Stopdown wrote these weights times powers of two. The model computes what the original does; "
+        "an adapter (LoRA) that was trained for the original does not fit, and gives wrong pictures "
+        "without an error.",
+        "Load adapters into the original, plan with them in place, stopdown.make_plan(pipe), and "
+        "convert that.",
+    ),
+    "adapter-on-rescaled": Kind(
+        "wrong",
+        "The weights are times powers of two and the adapter adds values of another scale: pictures "
+        "are wrong, and there is no error.",
+        "Take it out: pipe.unload_lora_weights(). Then load the original model and the adapter, and make "
+        "a plan: stopdown.make_plan(pipe).",
     ),
     "model-needs": Kind("wrong", "{reason}", "{remedy}"),
     "unchecked": Kind(

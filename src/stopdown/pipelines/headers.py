@@ -11,6 +11,7 @@ not fit the shapes, shards that are absent or that lack a tensor of the index.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -24,6 +25,9 @@ from stopdown.json_files import UnreadableError, open_regular_file, parse_json, 
 
 LARGEST_HEADER_BYTES = 32 * 2**20
 """The safetensors library reads up to 100 MB; the largest of a published model has 5 MB."""
+
+RESCALED_ENTRY = "stopdown.rescaled"
+"""The entry in the metadata of a file whose weights are times powers of two: what that means."""
 
 INTEGER_DTYPES = {
     "BOOL": ("bool", 8),
@@ -86,6 +90,22 @@ def read_header_bytes(path: Path) -> bytes:
     with open_regular_file(path) as file:
         prefix = file.read(8)
         return prefix + file.read(min(int.from_bytes(prefix, "little"), LARGEST_HEADER_BYTES))
+
+
+def encode_header(header: Mapping[str, Any]) -> bytes:
+    """A header as it stands at the beginning of a file, its length included."""
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_rescaled(path: Path) -> str:
+    """What a file says of rescaled weights in it; "" when it says nothing, or is no such file."""
+    try:
+        metadata = _read_json(path)[0].get("__metadata__")
+    except (DamagedFileError, OSError):
+        return ""
+    return str(metadata.get(RESCALED_ENTRY, "")) if isinstance(metadata, dict) else ""
 
 
 def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> bytes:

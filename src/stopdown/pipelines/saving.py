@@ -23,10 +23,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from stopdown.pipelines.headers import find_weights, read_header
+from stopdown.pipelines.headers import (
+    encode_header,
+    find_weights,
+    read_header,
+    read_header_bytes,
+)
 
 _DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")
 """How the names of files end that describe a component."""
+
+_PIECE_BYTES = 1 << 24
+"""How much of a file is copied at a time."""
 
 _LEGAL = ("license", "licence", "notice", "readme")
 
@@ -45,8 +53,13 @@ def copy_descriptions(folder: Path, target: Path, components: Iterable[str]) -> 
                 shutil.copyfile(path, copied)
 
 
-def write_weights(module: torch.nn.Module, folder: Path) -> None:
+def write_weights(
+    module: torch.nn.Module, folder: Path, metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a component's weights as its class does, and nothing else, into its folder.
+
+    Args:
+        metadata: entries beside those that the class writes into each file.
 
     Raises:
         OSError: the disk is full, or may not be written.
@@ -58,7 +71,34 @@ def write_weights(module: torch.nn.Module, folder: Path) -> None:
         if path.suffix == ".safetensors" or ".safetensors.index." in path.name:
             shutil.copymode(folder / "config.json", path)  # safetensors writes for its owner alone
             path.rename(folder / path.name)
+            if metadata and path.suffix == ".safetensors":
+                _add_metadata(folder / path.name, metadata)
     shutil.rmtree(part)
+
+
+def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file again with more entries in its metadata; the values follow as they are."""
+    raw = read_header_bytes(path)
+    header = json.loads(raw[8:])
+    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+    part = path.with_name(f"{path.name}.part")
+    with path.open("rb") as old, part.open("wb") as new:
+        old.seek(len(raw))
+        new.write(encode_header(header))
+        shutil.copyfileobj(old, new, _PIECE_BYTES)
+    shutil.copymode(path, part)
+    part.replace(path)
+
+
+def write_card(folder: Path, text: str) -> None:
+    """Put a text first in a folder's `README.md`, behind its front matter; the rest stays below."""
+    path = folder / "README.md"
+    old = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    front, rest = "", old
+    if old.startswith("---\n") and (end := old.find("\n---\n")) >= 0:
+        front, rest = old[: end + 5], old[end + 5 :].lstrip("\n")
+    parts = [part for part in (front, text, rest) if part]
+    path.write_text("\n".join(parts), encoding="utf-8")
 
 
 def copy_weights(folder: Path, target: Path) -> None:

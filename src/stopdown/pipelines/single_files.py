@@ -14,7 +14,6 @@ values that do not fit into fp16.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from stopdown.errors import ScalingError
 from stopdown.formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.headers import StoredTensor, read_header, read_header_bytes
+from stopdown.pipelines.headers import StoredTensor, encode_header, read_header, read_header_bytes
 from stopdown.pipelines.loading import load_pipeline
 from stopdown.pipelines.sources import Source
 
@@ -250,11 +249,9 @@ def write_single_file(
         offset += sizes[name][0]
         if name in exponents:
             header[name]["dtype"] = "F16"
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     too_large = []
     with target.open("wb") as file, safe_open(source, framework="pt") as tensors:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(encode_header(header))
         for name in by_place:
             value = tensors.get_tensor(name)
             if name in exponents:

@@ -37,7 +37,7 @@ from stopdown.formats import FORMATS, list_some
 from stopdown.json_files import UnreadableError, parse_json
 from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
-from stopdown.pipelines.headers import read_header_bytes
+from stopdown.pipelines.headers import RESCALED_ENTRY, read_header_bytes
 from stopdown.pipelines.loading import complete_source, load_pipeline
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request, choose_class
@@ -47,6 +47,7 @@ from stopdown.pipelines.saving import (
     edit_config,
     find_dtype_field,
     told_as_oserror,
+    write_card,
     write_weights,
 )
 from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
@@ -156,6 +157,8 @@ def convert(
         _refuse(work, allow_eps)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
+            if not work.is_file:
+                write_card(part, _word_card(work))
             record = _describe(work, output, part, unread, time.perf_counter() - started)
             if not work.is_file:
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
@@ -388,7 +391,8 @@ def _write_component(work: _Work, name: str, folder: Path) -> None:
     fold_scaling(module, found.scaling)
     cast_(module, torch.float16, found.scaling)
     _demand_finite(name, module)
-    write_weights(module, folder)
+    entries = {RESCALED_ENTRY: _word_entry([name])} if found.scaling.exponents else None
+    write_weights(module, folder, entries)
     changes = _list_fields(work, name)
     if dtype_field := find_dtype_field(folder / "config.json"):
         changes[dtype_field] = "float16"
@@ -445,8 +449,10 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         rows = trace_rows(work.source, work.described)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
-        mark = f"{read_version('stopdown')} plan {work.plan.seal}"
-        write_single_file(work.source.path, part, spread, {MARK: mark})
+        entries = {MARK: f"{read_version('stopdown')} plan {work.plan.seal}"}
+        if rescaled := [name for name, exponents in folds.items() if exponents]:
+            entries[RESCALED_ENTRY] = _word_entry(rescaled)
+        write_single_file(work.source.path, part, spread, entries)
     except ScalingError as error:
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",
@@ -455,6 +461,34 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         ) from error
     _tell(progress, "write", "done", 2, 2)
     return rows.find_unread()
+
+
+def _word_entry(names: Sequence[str]) -> str:
+    """What the metadata of a file with these rescaled components says."""
+    return (
+        f"{', '.join(names)}: weights are times powers of two; an adapter (LoRA) for the original does "
+        "not fit"
+    )
+
+
+def _word_card(work: _Work) -> str:
+    """What the card of a converted folder says before all else."""
+    rescaled = [name for name, found in work.expressed.items() if found.scaling.exponents]
+    if rescaled:
+        what = (
+            f"The weights of {', '.join(rescaled)} are rescaled: stored times powers of two, so that no "
+            "value of theirs overflows fp16. The model computes what the original computes.\n\n"
+            "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
+            "not fit these weights**: what they add is of another scale, and the picture is wrong "
+            "without an error. Load them into the original, and convert that: `stopdown.make_plan(pipe)` "
+            "plans with what is loaded."
+        )
+    else:
+        what = "No weight had to be rescaled. It was cast to fp16."
+    return (
+        f"# {work.source.name}, converted to fp16 by Stopdown\n\n{what}\n\n"
+        f"What was done to each component stands in `{RECORD_NAME}`.\n"
+    )
 
 
 def _describe(
