@@ -322,6 +322,11 @@ def test_remote_code_in_the_configs_of_a_single_file(
         (["-o", "nowhere/clip.mp4"], "The output nowhere/clip.mp4 cannot be written: there is "),
         (["-o", "clip.avi"], "The output clip.avi ends in .avi, which is not a format "),
         (["-o", "clip.png", "--frames", "9"], "The output clip.png is a single picture, and "),
+        (
+            ["--strength", "1.5"],
+            "--strength 1.5 is not above 0 and up to 1. It is the share of the ",
+        ),
+        (["--mask", "none.png"], "The file none.png cannot be read: there is no such file. "),
         (["--image", "none.png"], "The file none.png cannot be read: there is no such file. "),
         (["--image", "a.png", "--video", "a.mp4"], "--image and --video were both given. "),
     ],

@@ -37,6 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "svd": {"image": True, "frames": 3, **SMALL},
     "sd": {"prompt": "a"},
     "sd+image": {"prompt": "a", "image": True},
+    "sd+mask": {"prompt": "a", "image": True, "mask": True, "strength": 0.5, **SMALL},
     "sdxl": {"prompt": "a", "negative": "b"},
     "flux": {"prompt": "a", **SMALL},
     "wan": {"prompt": "a", "frames": 5, **SMALL},
@@ -63,7 +64,8 @@ def out(tmp_path: Path) -> Path:
 
 def make_options(source: Path, out: Path, media: Path, **options: Any) -> GenerateOptions:
     """Options of a run of two steps into a folder of frames, unless said otherwise."""
-    files = {"image": media / "picture.png", "video": media / "clip"}
+    picture = media / "picture.png"
+    files = {"image": picture, "mask": picture, "video": media / "clip"}
     options |= {name: path for name, path in files.items() if options.get(name) is True}
     defaults: dict[str, Any] = {"output": str(out / "frames"), "steps": 2, "precision": "fp32"}
     return GenerateOptions(str(source), **{**defaults, **options})
@@ -90,7 +92,8 @@ def run_plain(folder: Path, class_name: str, name: str) -> np.ndarray[Any, Any]:
     options = {**RUNS[name]}
     image = NOISE[0] if options.pop("image", False) else None
     video = NOISE if options.pop("video", False) else None
-    request = Request(image=image, video=video, steps=2, **options)
+    mask = NOISE[0] if options.pop("mask", False) else None
+    request = Request(image=image, video=video, mask=mask, steps=2, **options)
     return to_uint8(read_frames(pipe(**build_arguments(pipe, request))))
 
 
@@ -108,6 +111,7 @@ CLASSES = {
     "svd": "StableVideoDiffusionPipeline",
     "sd": "StableDiffusionPipeline",
     "sd+image": "StableDiffusionImg2ImgPipeline",
+    "sd+mask": "StableDiffusionInpaintPipeline",
     "sdxl": "StableDiffusionXLPipeline",
     "flux": "FluxPipeline",
     "wan": "WanPipeline",

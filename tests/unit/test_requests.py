@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,7 @@ from stopdown.pipelines.requests import (
     build_arguments,
     choose_class,
     find_frames,
+    name_arguments,
     read_frames,
 )
 
@@ -32,6 +35,8 @@ def test_the_class_follows_the_request() -> None:
     assert choose_class("CogVideoXPipeline", Request(video=CLIP)) == "CogVideoXVideoToVideoPipeline"
     assert choose_class("WanPipeline", Request(video=CLIP)) == "WanVideoToVideoPipeline"
     assert choose_class("FluxPipeline", Request(image=PICTURE)) == "FluxImg2ImgPipeline"
+    masked = Request(image=PICTURE, mask=PICTURE)
+    assert choose_class("FluxPipeline", masked) == "FluxInpaintPipeline"
     name = "StableVideoDiffusionPipeline"
     assert choose_class(name, Request(image=PICTURE)) == name
 
@@ -147,6 +152,95 @@ def test_what_a_pipeline_does_not_take_or_lacks(name: str, request_: Request, me
     with pytest.raises(OptionError) as caught:
         build_arguments(make_pipeline(name), request_)
     assert str(caught.value) == message
+
+
+def make_signature(name: str, *required: str, **defaults: Any) -> type:
+    """A pipeline's class with this name and call."""
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    call: Any = lambda self, *args, **kwargs: None  # noqa: E731 - it gets a signature of its own
+    call.__signature__ = inspect.Signature(
+        [inspect.Parameter(n, named) for n in ("self", *required)]
+        + [inspect.Parameter(n, named, default=x) for n, x in defaults.items()]
+    )
+    return type(name, (), {"__call__": call})
+
+
+INPAINT = {"prompt": None, "image": None, "mask_image": None, "strength": 1.0}
+CONTROL = {"prompt": None, "image": None, "num_inference_steps": 50}
+BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
+
+
+@pytest.mark.parametrize(
+    ("kind", "request_", "message"),
+    [
+        (
+            make_signature("SomeInpaintPipeline", **INPAINT),
+            Request("a", image=PICTURE),
+            "SomeInpaintPipeline needs --mask FILE (its argument mask_image), and there is none. Add "
+            "--mask FILE to the command.",
+        ),
+        (
+            make_signature("SomeInpaintPipeline", **INPAINT),
+            Request("a"),
+            "SomeInpaintPipeline needs --image FILE and --mask FILE (its argument mask_image), and "
+            "there is none. Add --image FILE --mask FILE to the command.",
+        ),
+        (
+            make_signature("SomeControlNetPipeline", **CONTROL),
+            Request("a"),
+            "SomeControlNetPipeline needs --control-image FILE (its argument image), and there is "
+            "none. Add --control-image FILE to the command.",
+        ),
+        (
+            make_signature("SomeControlNetImg2ImgPipeline", **BOTH),
+            Request("a", image=PICTURE),
+            "SomeControlNetImg2ImgPipeline needs --control-image FILE, and there is none. Add "
+            "--control-image FILE to the command.",
+        ),
+        (
+            make_signature("ClassPipeline", "class_labels"),
+            Request(),
+            "ClassPipeline needs class_labels, and there is none. From Python: make_plan(pipe, "
+            'arguments={"class_labels": ...}).',
+        ),
+        (
+            make_signature("SomeControlNetPipeline", **CONTROL),
+            Request("a", image=PICTURE, control_image=PICTURE),
+            "--image and --control-image were both given, and SomeControlNetPipeline has one argument "
+            "for them: image. Leave --image away.",
+        ),
+        (
+            make_signature("SomePipeline", prompt=None),
+            Request("a", arguments={"mask": 1}),
+            "SomePipeline does not take the argument mask. Its call takes prompt. Leave mask away.",
+        ),
+    ],
+)
+def test_an_input_that_is_missing_is_named_with_its_flag(
+    kind: type, request_: Request, message: str
+) -> None:
+    """One message names the argument of the call and the option that gives it."""
+    with pytest.raises(OptionError) as caught:
+        name_arguments(kind, request_)
+    assert str(caught.value) == message
+
+
+def test_masks_and_control_pictures_have_the_size_asked_for() -> None:
+    """What a pipeline compares pixel by pixel is resized alike; a mask is grey; own arguments win."""
+    kind = make_signature("SomePipeline", **INPAINT, control_image=None)
+    request = Request(
+        "a", image=PICTURE, mask=PICTURE[..., 0], control_image=PICTURE, height=32, width=48
+    )
+    arguments = build_arguments(kind(), request)
+    pictures = [arguments[name] for name in ("image", "mask_image", "control_image")]
+    assert [(x.size, x.mode) for x in pictures] == [
+        ((48, 32), "RGB"),
+        ((48, 32), "L"),
+        ((48, 32), "RGB"),
+    ]
+    own = dataclasses.replace(request, arguments={"mask_image": "mine", "prompt": "b"})
+    arguments = build_arguments(kind(), own)
+    assert (arguments["mask_image"], arguments["prompt"]) == ("mine", "b")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ class GenerateOptions:
         prompt, negative: texts.
         output: file or folder to write; a folder may end in a slash. None takes `stopdown.mp4`,
             numbered when that is taken.
-        image, video: files to start from.
+        image, video, mask, control_image: files to start from.
+        strength: how much of the picture is made anew.
         precision: `auto`, a precision, a list by component, or a plan's path ending in `.json`.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
         steps, seed, frames, height, width, guidance: of the run.
@@ -66,6 +67,9 @@ class GenerateOptions:
     negative: str | None = None
     image: Path | None = None
     video: Path | None = None
+    mask: Path | None = None
+    control_image: Path | None = None
+    strength: float | None = None
     precision: str = "auto"
     device: str = "auto"
     steps: int | None = None
@@ -230,7 +234,7 @@ def _open_journal(
 
 _TOLD_APART_BY = (
     *("prompt", "negative", "image", "video", "steps", "seed"),
-    *("frames", "height", "width", "guidance"),
+    *("frames", "height", "width", "guidance", "mask", "control_image", "strength"),
 )
 """Options that make another run; what the others decide is seen in the pipeline."""
 

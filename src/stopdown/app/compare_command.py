@@ -39,7 +39,7 @@ class CompareOptions:
         precisions: lists, such as `fp32,bf16,fp16,autocast,clamp,plan.json`, or one precision each.
         output: page to write, ending in .html; the record stands beside it. None takes report.html,
             numbered when that is taken.
-        negative, image, video: of every run.
+        negative, image, video, mask, control_image, strength: of every run.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
         steps, seed, frames, height, width, guidance: of the runs; each prompt has the next seed.
         min_psnr, min_ssim, max_flip, max_flicker: what counts as the same picture; None keeps the
@@ -56,6 +56,9 @@ class CompareOptions:
     negative: str | None = None
     image: Path | None = None
     video: Path | None = None
+    mask: Path | None = None
+    control_image: Path | None = None
+    strength: float | None = None
     device: str = "auto"
     steps: int | None = None
     seed: int = 0

@@ -21,6 +21,16 @@ ConfigOption = Annotated[
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
 VideoOption = Annotated[Path | None, typer.Option(help="Video to start from.")]
+MaskOption = Annotated[
+    Path | None,
+    typer.Option(help="Mask of --image: white where something new is made."),
+]
+ControlImageOption = Annotated[
+    Path | None, typer.Option(help="Picture that a ControlNet follows: edges, depth, a pose.")
+]
+StrengthOption = Annotated[
+    float | None, typer.Option(help="How much of --image is made anew: above 0, up to 1.")
+]
 FramesOption = Annotated[int | None, typer.Option(help="Frames of the video.")]
 HeightOption = Annotated[int | None, typer.Option(help="Height in pixels.")]
 WidthOption = Annotated[int | None, typer.Option(help="Width in pixels.")]

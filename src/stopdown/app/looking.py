@@ -10,12 +10,15 @@ import typer
 
 from stopdown.app.flags import (
     ConfigOption,
+    ControlImageOption,
     FramesOption,
     GuidanceOption,
     HeightOption,
     ImageOption,
+    MaskOption,
     RevisionOption,
     SourceArgument,
+    StrengthOption,
     VideoOption,
     WidthOption,
 )
@@ -175,6 +178,9 @@ def compare(
     negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None,
     image: ImageOption = None,
     video: VideoOption = None,
+    mask: MaskOption = None,
+    control_image: ControlImageOption = None,
+    strength: StrengthOption = None,
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")] = "auto",
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[
@@ -214,6 +220,9 @@ def compare(
         negative=negative,
         image=image,
         video=video,
+        mask=mask,
+        control_image=control_image,
+        strength=strength,
         device=device,
         steps=steps,
         seed=seed,

@@ -36,7 +36,8 @@ class PlanOptions:
         ranges: `measured`, `bound` or `auto`.
         certify: run nothing; bounds from the weights alone.
         device: where to measure; None for the best that holds the pipeline in fp32.
-        image, video: files to start from.
+        image, video, mask, control_image: files to start from.
+        strength: how much of the picture is made anew.
         frames, height, width, guidance: of the runs.
         revision: branch, tag or commit on the Hub.
         config: for a single file, a Diffusers folder or Hub id with its configs.
@@ -55,6 +56,9 @@ class PlanOptions:
     device: str | None = None
     image: Path | None = None
     video: Path | None = None
+    mask: Path | None = None
+    control_image: Path | None = None
+    strength: float | None = None
     frames: int | None = None
     height: int | None = None
     width: int | None = None

@@ -31,6 +31,12 @@ class RunOptions(Protocol):
     @property
     def video(self) -> Path | None: ...
     @property
+    def mask(self) -> Path | None: ...
+    @property
+    def control_image(self) -> Path | None: ...
+    @property
+    def strength(self) -> float | None: ...
+    @property
     def steps(self) -> int | None: ...
     @property
     def frames(self) -> int | None: ...
@@ -74,6 +80,7 @@ def read_request(
         refuse_profile(options.device)
     _check_counts(options)
     check_number("--guidance", options.guidance)
+    _check_strength(options.strength)
     _check_seed(seed, largest_seed)
     if options.image is not None and options.video is not None:
         raise OptionError(
@@ -90,6 +97,9 @@ def read_request(
         steps=steps,
         guidance=options.guidance,
         seed=seed,
+        mask=read_image(options.mask) if options.mask else None,
+        control_image=read_image(options.control_image) if options.control_image else None,
+        strength=options.strength,
     )
 
 
@@ -198,6 +208,15 @@ def check_number(flag: str, value: float | None) -> None:
     """
     if value is not None and not math.isfinite(value):
         raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
+
+
+def _check_strength(value: float | None) -> None:
+    if value is not None and not 0 < value <= 1:
+        raise OptionError(
+            f"--strength {value} is not above 0 and up to 1.",
+            expected="It is the share of the steps that make the picture anew.",
+            remedy="Use --strength 0.8.",
+        )
 
 
 def _check_counts(options: RunOptions) -> None:

@@ -68,7 +68,7 @@ from stopdown.environment import describe_machine
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
-from stopdown.pipelines.requests import Request
+from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.planning.plan_files import read_class_versions
 from stopdown.records import from_json, to_json
 from stopdown.scaling.problem import CLAMPS_KEPT
@@ -356,8 +356,9 @@ def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool)
 def describe_request(request: Request) -> dict[str, Any]:
     """The options of the runs, as plain data."""
     plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    media = {name: "given" for name in ("image", "video") if plain[name] is not None}
-    return {k: v for k, v in {**plain, **media}.items() if v is not None and k != "prompt"}
+    media = {name: "given" for name in MEDIA if plain[name] is not None}
+    own = {"arguments": sorted(request.arguments) or None}
+    return {k: v for k, v in {**plain, **media, **own}.items() if v is not None and k != "prompt"}
 
 
 def _sign_request(
@@ -365,7 +366,8 @@ def _sign_request(
 ) -> str:
     """A name for what must be the same when a comparison goes on."""
     plans = [Path(n).read_text(encoding="utf-8") for n in names if Path(n).is_file()]
-    media = [x.tobytes().hex()[:4096] for x in (request.image, request.video) if x is not None]
+    given = [getattr(request, name) for name in MEDIA]
+    media = ["" if x is None else hashlib.sha256(x.tobytes()).hexdigest() for x in given]
     plain = [
         subject.name,
         subject.fingerprint,

@@ -20,6 +20,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, put_layer
 from stopdown.pipelines.quiet import quiet_libraries
+from stopdown.pipelines.requests import list_needed
 
 OnCall = Callable[[Door, Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called at a door: the door, what it would call, positional and keyword arguments."""
@@ -64,11 +65,16 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
         arguments["prompt"] = _PROMPT
     height, width = _find_size(pipe)
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
+    needed = list_needed(type(pipe))
     for name in ("image", "images"):
         if name in taken and taken[name].default in (None, inspect.Parameter.empty):
             arguments[name] = picture
-    if "video" in taken and "image" not in arguments:
-        arguments["video"] = [picture] * 9
+    for name in ("mask_image", "control_mask", "control_image"):
+        if name in needed:
+            arguments[name] = picture
+    for name in ("video", "control_video"):
+        if name in needed and "image" not in arguments:
+            arguments[name] = [picture] * 9
     if "generator" in taken:
         arguments["generator"] = torch.Generator("cpu").manual_seed(0)
     length = _read_config(pipe, "transformer").get("max_text_seq_length")

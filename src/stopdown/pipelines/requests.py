@@ -7,7 +7,9 @@ here has heard of works too. Families differ in a few names only; those stand in
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,22 +26,44 @@ VIDEO_TO_VIDEO = {
 IMAGE_TO_IMAGE = {
     "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
     "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusion3Pipeline": "StableDiffusion3Img2ImgPipeline",
     "FluxPipeline": "FluxImg2ImgPipeline",
 }
 """Pipelines whose checkpoint also serves another class, which takes a picture."""
+
+INPAINTING = {
+    "StableDiffusionPipeline": "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline": "StableDiffusionXLInpaintPipeline",
+    "StableDiffusion3Pipeline": "StableDiffusion3InpaintPipeline",
+    "FluxPipeline": "FluxInpaintPipeline",
+}
+"""Pipelines whose checkpoint also serves another class, which takes a picture and a mask."""
 
 _NAMES = {
     "prompt": ("prompt",),
     "negative": ("negative_prompt",),
     "image": ("image", "images"),
-    "video": ("video",),
+    "video": ("video", "control_video"),
+    "mask": ("mask_image", "control_mask", "mask"),
+    "control_image": ("control_image",),
+    "strength": ("strength",),
     "steps": ("num_inference_steps",),
     "frames": ("num_frames", "video_length"),
     "height": ("height",),
     "width": ("width",),
     "guidance": ("guidance_scale", "max_guidance_scale"),
 }
-_FLAGS = {name: f"--{name}" for name in _NAMES} | {"prompt": "PROMPT"}
+_FLAGS = {name: f"--{name.replace('_', '-')}" for name in _NAMES} | {"prompt": "PROMPT"}
+MEDIA = ("image", "video", "mask", "control_image")
+"""Attributes of a request that are arrays of pixels."""
+
+_ALWAYS = ("mask_image", "control_image", "control_mask", "control_video")
+"""Arguments that have None as default, and without which no pipeline that takes them runs."""
+_INPUT = re.compile(
+    r"^(?!.*ip_adapter).*(image|mask|video|control|condition|frames|pose|face|audio|hint)(?!.*(embed|latent|scale|guidance"
+    r"|strength|mode|crop|attention|num_|_start|_end|per_prompt))"
+)
+"""Names of arguments that are pictures, masks and the like."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +74,15 @@ class Request:
         prompt, negative: texts.
         image: `[H, W, 3]` uint8.
         video: `[T, H, W, 3]` uint8.
+        mask: `[H, W]` or `[H, W, 3]` uint8, white where something new is to be made.
+        control_image: `[H, W, 3]` uint8, what a ControlNet follows.
+        strength: how much of the picture to start from is made anew, above 0 and up to 1.
         frames, height, width: size of the output, in frames and pixels.
         steps: denoising steps.
         guidance: guidance scale.
         seed: of the noise, drawn on the CPU so that it is the same on every device.
+        arguments: further arguments of the pipeline's call by its own names, given as they are; they
+            stand above what the others say.
     """
 
     prompt: str | None = None
@@ -66,10 +95,16 @@ class Request:
     steps: int | None = None
     guidance: float | None = None
     seed: int = 0
+    mask: np.ndarray[Any, Any] | None = None
+    control_image: np.ndarray[Any, Any] | None = None
+    strength: float | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def choose_class(class_name: str, request: Request) -> str:
     """The class that serves a request from a checkpoint: its own, or a sister for video or image."""
+    if request.mask is not None:
+        return INPAINTING.get(class_name, class_name)
     if request.video is not None:
         return VIDEO_TO_VIDEO.get(class_name, class_name)
     if request.image is not None:
@@ -84,18 +119,88 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
         OptionError: something was asked for that this pipeline does not take, or something that it
             needs is missing.
     """
-    taken = inspect.signature(pipeline_class.__call__).parameters
+    taken = _read_signature(pipeline_class)
     arguments: dict[str, Any] = {}
-    for name, candidates in _NAMES.items():
+    for name in _NAMES:
         value = getattr(request, name)
-        target = next((candidate for candidate in candidates if candidate in taken), None)
+        target = _find_target(name, pipeline_class)
         if value is None or (target is None and _is_in_media(name, request)):
             continue
         if target is None:
-            raise _describe_unwanted(pipeline_class.__name__, name, taken)
+            raise _describe_unwanted(pipeline_class, name)
+        if target in arguments:
+            raise _describe_clash(pipeline_class, target)
         arguments[target] = value
-    _check_needed(pipeline_class.__name__, arguments, taken)
+    for name in request.arguments:
+        if name not in taken and not _takes_anything(pipeline_class):
+            raise OptionError(
+                f"{pipeline_class.__name__} does not take the argument {name}.",
+                expected=f"Its call takes {', '.join(taken)}.",
+                remedy=f"Leave {name} away.",
+            )
+    _check_needed(pipeline_class, {**arguments, **request.arguments})
     return arguments
+
+
+def list_needed(pipeline_class: type) -> list[str]:
+    """The arguments without which a pipeline's call fails, in the order of its signature."""
+    taken = _read_signature(pipeline_class)
+    needed = {name for name, x in taken.items() if x.default is inspect.Parameter.empty}
+    needed |= {name for name in ("prompt", *_ALWAYS) if name in taken}
+    if "video" in taken and "image" not in taken:
+        needed.add("video")
+    starts_from = "strength" in taken or "mask_image" in taken
+    if starts_from and not {"video", "conditions"} & set(taken):
+        needed.add("image")
+    if _find_target("control_image", pipeline_class) == "image":
+        needed.add("image")
+    return [name for name in taken if name in needed]
+
+
+def list_needed_fields(pipeline_class: type) -> list[str]:
+    """The attributes of a request that a pipeline's call needs."""
+    needed = list_needed(pipeline_class)
+    named = {_find_target(name, pipeline_class): name for name in _NAMES}
+    return [named[target] for target in needed if target in named]
+
+
+def explain_refusal(
+    pipeline_class: type, arguments: Mapping[str, Any], error: Exception
+) -> OptionError:
+    """What a pipeline's own code lacked, when it ended before its first component was called."""
+    reason = (str(error).strip().splitlines() or [""])[0][:300]
+    absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
+    absent = [x for x in absent if arguments.get(x) is None]
+    names = ", ".join(absent)
+    return OptionError(
+        f"{pipeline_class.__name__} did not start: {type(error).__name__}: {reason}",
+        expected=f"Of what it takes it was not given {names}." if absent else "",
+        remedy=_say_how(pipeline_class, absent)
+        if absent
+        else "Look at the arguments that its call takes: give them by arguments=, from Python.",
+    )
+
+
+def _read_signature(pipeline_class: type) -> dict[str, inspect.Parameter]:
+    """What a pipeline's call takes by name."""
+    taken = inspect.signature(pipeline_class.__call__).parameters
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {n: x for n, x in taken.items() if n != "self" and x.kind not in kinds}
+
+
+def _takes_anything(pipeline_class: type) -> bool:
+    taken = inspect.signature(pipeline_class.__call__).parameters.values()
+    return any(x.kind == inspect.Parameter.VAR_KEYWORD for x in taken)
+
+
+def _find_target(name: str, pipeline_class: type) -> str | None:
+    """The argument that an attribute of a request is; None where the pipeline has none."""
+    taken = _read_signature(pipeline_class)
+    found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
+    is_control = re.search("ControlNet|Adapter", pipeline_class.__name__) is not None
+    if name == "control_image" and found is None and is_control and "image" in taken:
+        return "image"  # what its ControlNet follows is all that it takes
+    return found
 
 
 def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
@@ -111,7 +216,7 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
         arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
     if "output_type" in taken:
         arguments["output_type"] = "np"
-    return arguments | _match_text_length(pipe, taken)
+    return {**arguments, **_match_text_length(pipe, taken), **request.arguments}
 
 
 def _is_in_media(name: str, request: Request) -> bool:
@@ -130,29 +235,65 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
     return {"max_sequence_length": length}
 
 
-def _describe_unwanted(pipeline: str, name: str, taken: Any) -> OptionError:
-    flags = [_FLAGS[other] for other, names in _NAMES.items() if any(n in taken for n in names)]
+def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
+    flags = [_FLAGS[other] for other in _NAMES if _find_target(other, pipeline_class)]
     return OptionError(
-        f"{pipeline} does not take {_FLAGS[name]}.",
+        f"{pipeline_class.__name__} does not take {_FLAGS[name]}.",
         expected=f"It takes {', '.join(flags)}.",
         remedy=f"Leave {_FLAGS[name]} away, or use a model that takes it.",
     )
 
 
-def _check_needed(pipeline: str, arguments: dict[str, Any], taken: Any) -> None:
-    needs_image = "image" in taken and taken["image"].default is inspect.Parameter.empty
-    needs = {"image": needs_image, "video": "video" in taken and "image" not in taken}
-    needs["prompt"] = "prompt" in taken
-    for name, is_needed in needs.items():
-        if is_needed and name not in arguments:
-            flag = {"prompt": "a PROMPT"}.get(name, f"--{name} FILE")
-            is_text = name == "prompt"
-            raise OptionError(
-                f"{pipeline} needs {flag}, and there is none.",
-                remedy='Write it after SOURCE: stopdown generate SOURCE "a red circle".'
-                if is_text
-                else f"Add {flag} to the command.",
-            )
+def _describe_clash(pipeline_class: type, target: str) -> OptionError:
+    flags = [_FLAGS[name] for name in _NAMES if _find_target(name, pipeline_class) == target]
+    return OptionError(
+        f"{' and '.join(flags)} were both given, and {pipeline_class.__name__} has one argument for "
+        f"them: {target}.",
+        remedy=f"Leave {flags[0]} away.",
+    )
+
+
+def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
+    has_prompt = any(arguments.get(name) is not None for name in ("prompt", "prompt_embeds"))
+    missing = [name for name in list_needed(pipeline_class) if arguments.get(name) is None]
+    missing = [name for name in missing if name != "prompt" or not has_prompt]
+    if missing:
+        raise OptionError(
+            f"{pipeline_class.__name__} needs {_list_flags(pipeline_class, missing)}, and there is "
+            "none.",
+            remedy=_say_how(pipeline_class, missing),
+        )
+
+
+def _find_flag(pipeline_class: type, argument: str) -> str:
+    """The option that gives an argument of a pipeline's call; "" where there is none."""
+    names = [name for name in _NAMES if _find_target(name, pipeline_class) == argument]
+    if not names:
+        return ""
+    name = names[-1]  # a picture that is a control is called so
+    return f"{_FLAGS[name]} FILE" if name in MEDIA else _FLAGS[name]
+
+
+def _list_flags(pipeline_class: type, arguments: list[str]) -> str:
+    """`--mask FILE (its argument mask_image)`, of each."""
+    said = []
+    for name in arguments:
+        flag = _find_flag(pipeline_class, name)
+        same = flag.split(" ")[0].removeprefix("--").replace("-", "_") == name
+        said.append(f"{flag} (its argument {name})" if flag and not same else flag or name)
+    return " and ".join(x.replace("PROMPT (its argument prompt)", "a PROMPT") for x in said)
+
+
+def _say_how(pipeline_class: type, arguments: list[str]) -> str:
+    """How to give arguments of a pipeline's call: by options, and by name where there is none."""
+    if arguments == ["prompt"]:
+        return 'Write it after SOURCE: stopdown generate SOURCE "a red circle".'
+    flags = [_find_flag(pipeline_class, x) for x in arguments if _find_flag(pipeline_class, x)]
+    others = ", ".join(f'"{x}": ...' for x in arguments if not _find_flag(pipeline_class, x))
+    said = [f"Add {' '.join(flags)} to the command."] if flags else []
+    if others:
+        said.append(f"From Python: make_plan(pipe, arguments={{{others}}}).")
+    return " ".join(said)
 
 
 def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any]:
@@ -160,13 +301,17 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
     from PIL import Image
 
     prepared: dict[str, Any] = {}
-    for name in ("image", "images"):
+    for name in ("image", "images", "control_image", *_NAMES["mask"]):
         if name in arguments:
             picture = Image.fromarray(arguments[name])
+            picture = picture.convert("L") if name in _NAMES["mask"] else picture
             size = (request.width or picture.width, request.height or picture.height)
             prepared[name] = picture if size == picture.size else picture.resize(size)
-    if "video" in arguments:
-        prepared["video"] = [Image.fromarray(frame) for frame in arguments["video"]]
+    for name in _NAMES["video"]:
+        if name in arguments:
+            prepared[name] = [Image.fromarray(frame) for frame in arguments[name]]
+    if "mask" in prepared and "video" in prepared:
+        prepared["mask"] = [prepared["mask"]] * len(prepared["video"])
     return prepared
 
 
@@ -180,8 +325,9 @@ def read_frames(output: Any) -> np.ndarray[Any, Any]:
 
 def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
     """How many frames a call will make, as far as its arguments and the pipeline's defaults say."""
-    if "video" in arguments:
-        return len(arguments["video"])
+    for name in _NAMES["video"]:
+        if name in arguments:
+            return len(arguments[name])
     parameters = inspect.signature(type(pipe).__call__).parameters
     for name in _NAMES["frames"]:
         if name in parameters:

@@ -12,11 +12,11 @@ certified, and a run under it is watched.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-import inspect
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from stopdown.formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.pipelines.loading import complete_source, load_pipeline
-from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.requests import Request, choose_class, list_needed_fields
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
@@ -73,6 +73,8 @@ def make_plan(
     residual: str | None = None,
     ranges: str | None = None,
     request: Request | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    calls: Sequence[Mapping[str, Any]] = (),
     config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -91,7 +93,11 @@ def make_plan(
         ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
             can; `auto` takes bounds where they cost nothing, and measures with room where they
             are too loose. None is `measured`.
-        request: sizes, guidance and picture or video of the runs; None leaves the model's defaults.
+        request: sizes, guidance, picture, mask or video of the runs; None leaves the model's
+            defaults, and draws what the pipeline cannot do without.
+        arguments: of the pipeline's call in every run, by its own names, as in `check`: a
+            `mask_image`, `strength`, `prompt_embeds`.
+        calls: such arguments of each run, instead of prompts.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         progress: told of stage, what, done and total.
 
@@ -108,8 +114,9 @@ def make_plan(
     if steps < 1:
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
     given = request or Request()
+    given = dataclasses.replace(given, arguments={**given.arguments, **(arguments or {})})
     opened = _open(pipe_or_source, device, given, config, progress)
-    requests = list_requests(opened.pipe, prompts, steps, given)
+    requests = list_requests(opened.pipe, prompts, steps, given, calls)
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
@@ -179,18 +186,26 @@ def _choose_place(pipe: Any, device: str | None) -> Device:
 
 
 def list_requests(
-    pipe: Any, prompts: Sequence[str] | None, steps: int, given: Request
+    pipe: Any,
+    prompts: Sequence[str] | None,
+    steps: int,
+    given: Request,
+    calls: Sequence[Mapping[str, Any]] = (),
 ) -> list[Request]:
-    """One request for each prompt; a drawn picture or video where the pipeline needs one."""
-    taken = inspect.signature(type(pipe).__call__).parameters
-    base = dataclasses.replace(given, steps=steps)
-    if "image" in taken and taken["image"].default is inspect.Parameter.empty:
-        base = dataclasses.replace(
-            base, image=_draw_picture() if base.image is None else base.image
-        )
-    elif "video" in taken and "image" not in taken and base.video is None:
-        base = dataclasses.replace(base, video=np.stack([_draw_picture(i) for i in range(9)]))
-    if "prompt" not in taken:
+    """One request for each prompt or call; a drawn picture, mask or video where one is needed."""
+    needed = list_needed_fields(type(pipe))
+    drawn: dict[str, Any] = {
+        name: draw()
+        for name, draw in _DRAWN.items()
+        if name in needed and getattr(given, name) is None
+    }
+    base = dataclasses.replace(given, steps=steps, **drawn)
+    if calls:
+        return [
+            dataclasses.replace(base, seed=given.seed + i, arguments={**given.arguments, **call})
+            for i, call in enumerate(calls)
+        ]
+    if "prompt" not in needed or given.arguments.keys() & {"prompt", "prompt_embeds"}:
         return [dataclasses.replace(base, prompt=None)]
     texts = list(prompts) if prompts else [given.prompt] if given.prompt else []
     texts += [text for text in PROMPTS if not prompts]
@@ -206,6 +221,22 @@ def _draw_picture(shift: int = 0) -> np.ndarray[Any, Any]:
     grain = np.random.default_rng(shift).integers(0, 48, (256, 256))
     edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
     return np.stack([rows, edges + grain, 255 - columns], axis=-1).astype(np.uint8)
+
+
+def _draw_mask() -> np.ndarray[Any, Any]:
+    """A mask `[256, 256]` uint8, white in the middle."""
+    mask = np.zeros((256, 256), np.uint8)
+    mask[64:192, 64:192] = 255
+    return mask
+
+
+_DRAWN: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
+    "image": _draw_picture,
+    "video": lambda: np.stack([_draw_picture(i) for i in range(9)]),
+    "mask": _draw_mask,
+    "control_image": functools.partial(_draw_picture, 1),
+}
+"""Attribute of a request to what is drawn for it."""
 
 
 def _widen(pipe: Any, patches: Patches) -> None:

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.errors import StopdownError
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, put_door, put_layer, sign_arguments
 from stopdown.pipelines.quiet import quiet_truncation
-from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
 
 PROMPTS = (
     "a red circle moving left on a grey background",
@@ -68,6 +69,7 @@ class _Recorder:
     calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
     steps_done: int = 0
+    has_denoised: bool = False
 
     def stand(self, patches: Patches) -> None:
         for door in find_doors(self.pipe):
@@ -78,6 +80,7 @@ class _Recorder:
                 put_layer(scheduler, method, layer, patches)
 
     def _record(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.has_denoised |= door.stage == "denoise"
         if door.stage != "denoise" or self.steps_done in self._find_steps():
             kept = RecordedCall(door, *_copy_to_cpu((args, kwargs)))
             self.calls.setdefault(door.component, []).append(kept)
@@ -129,12 +132,23 @@ def record_calls(
                 progress(
                     "observe", f"prompt {number + 1} of {len(requests)}", number, len(requests)
                 )
-            pipe(**build_arguments(pipe, request))
+            _run(pipe, build_arguments(pipe, request), recorder)
     found: dict[str, list[RecordedCall]] = {}
     for door in find_doors(pipe):
         calls = recorder.calls.get(door.component, []) or _make_up_encode(door, recorder.decoded)
         found.setdefault(door.component.partition(".")[0], []).extend(_thin_out(calls))
     return found
+
+
+def _run(pipe: Any, arguments: dict[str, Any], recorder: _Recorder) -> None:
+    try:
+        pipe(**arguments)
+    except StopdownError:
+        raise
+    except Exception as error:  # whatever a pipeline's own code raises for want of an input
+        if recorder.has_denoised:
+            raise
+        raise explain_refusal(type(pipe), arguments, error) from error
 
 
 def _make_up_encode(door: Door, decoded: dict[str, torch.Tensor]) -> list[RecordedCall]:
