@@ -274,7 +274,8 @@ def _check_output_early(options: GenerateOptions) -> None:
     from stopdown.outputs import check_target
 
     plan = options.precision.strip() if options.precision.strip().endswith(".json") else None
-    read = (options.image, options.video, options.source, plan)
+    files = (options.image, options.video, options.mask, options.control_image)
+    read = (*files, options.source, plan)
     check_output(_name_output(options), options.frames or 1, inputs=read)
     record = find_record_path(_name_output(options))
     check_target(record, noun="record", replaces=_describe_no_run, inputs=read)
