@@ -15,7 +15,6 @@ import math
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import threading
@@ -509,7 +508,7 @@ class Support:
         native: the device's arithmetic units compute in it, and no fault of theirs is known.
         works: a matmul and a convolution ran in it and gave finite values.
         time_ratio: their time over that of fp32 (geometric mean; 2.0 is twice as slow), None when
-            they did not run.
+            they did not run, or when the machine was too busy to tell.
         reason: what is known and what was measured, in whole sentences.
     """
 
@@ -522,7 +521,9 @@ class Support:
 def probe_formats(device: Device) -> dict[str, Support]:
     """How a device supports fp32, bf16 and fp16, judged and then tried.
 
-    The answer is kept for the life of the process. The probe draws no random numbers.
+    The answer is kept for the life of the process. The probe draws no random numbers. Formats are
+    timed in turns, and the least time counts; on a machine that is too busy to tell nothing is said
+    of speed.
 
     Cost: the first call takes less than 0.5 s on a CPU; on an accelerator it synchronises, and
     loads the libraries that a run would load anyway.
@@ -533,8 +534,7 @@ def probe_formats(device: Device) -> dict[str, Support]:
 @functools.cache
 def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
     device = next(d for d in list_devices() if (d.type, d.index) == (kind, index))
-    verdicts = judge_device(device)
-    times = {name: _time_format(device, name) for name in PRECISIONS}
+    verdicts, times = judge_device(device), _time_formats(device)
     return tuple(
         (name, weigh_support(name, verdicts[name], times[name], times["fp32"]))
         for name in PRECISIONS
@@ -557,11 +557,28 @@ def judge_device(device: Device) -> dict[str, Verdict]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of the two operations of the probe, or the reason why they did not run."""
+    """Seconds of the two operations of the probe, or the reason why they did not run.
+
+    Attributes:
+        matmul_s, convolution_s: the least of all samples: what else runs here only adds to it.
+        failure: why they did not run.
+        noise: how far the least quarter of the samples reaches above the least, as a factor.
+    """
 
     matmul_s: float = math.nan
     convolution_s: float = math.nan
     failure: str = ""
+    noise: float = 1.0
+
+
+MOST_NOISE = 1.5
+"""Two times are not compared when their samples disagree by this factor together, but for
+`CLEARLY_SLOW`: what takes that many times as long as fp32 when all noise is taken off is slow."""
+
+CLEARLY_SLOW = 2.0
+
+LEAST_RATIO = 1 / 64
+"""No device computes 16 bits faster than this beside fp32: matrix units reach a thirtieth."""
 
 
 def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing) -> Support:
@@ -581,7 +598,11 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
         return Support(verdict.native, True, 1.0, verdict.reason)
     matmul = timing.matmul_s / reference.matmul_s
     convolution = timing.convolution_s / reference.convolution_s
-    ratio = math.sqrt(matmul * convolution)
+    ratio, noise = math.sqrt(matmul * convolution), timing.noise * reference.noise
+    is_noisy = noise > MOST_NOISE and ratio / noise < CLEARLY_SLOW
+    if is_noisy or min(matmul, convolution) < LEAST_RATIO:
+        busy = "It was timed here, but the times are too noisy to tell how fast it is."
+        return Support(verdict.native, True, None, f"{verdict.reason} {busy}")
     measured = (
         f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
         f"the time of fp32: {_say_speed(ratio)}."
@@ -598,25 +619,70 @@ def _say_speed(ratio: float) -> str:
 
 
 _SHARE_S = 0.05  # seconds for one operation in one format: three formats and two operations of it
-_REPEATS = 9
+_ROUNDS = 20
+_Operation = Callable[[], Any]
 
 
-def _time_format(device: Device, name: str) -> Timing:
+def _time_formats(device: Device) -> dict[str, Timing]:
+    """The times of all formats, taken in turns, so that what else runs here meets all of them alike."""
     import torch
 
-    dtype = FORMATS[name].torch_dtype
-    try:
-        with torch.inference_mode(), torch.autocast(device.type, enabled=False):
-            matmul, convolution = _make_operations(device, dtype)
-            return Timing(_time_median(device, matmul), _time_median(device, convolution))
-    except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        return Timing(failure=f"{lines[0].rstrip('.')}.")
+    failures: dict[str, str] = {}
+    operations: dict[tuple[str, int], _Operation] = {}
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        for name in PRECISIONS:
+            try:
+                made = _make_operations(device, FORMATS[name].torch_dtype)
+                for operation in made:
+                    _warm_up(operation)
+                operations |= {(name, at): operation for at, operation in enumerate(made)}
+            except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
+                lines = str(error).splitlines() or [type(error).__name__]
+                failures[name] = f"{lines[0].rstrip('.')}."
+        samples = _sample(device, operations)
+    return {
+        name: Timing(failure=failures[name])
+        if name in failures
+        else _sum_up(samples[name, 0], samples[name, 1])
+        for name in PRECISIONS
+    }
 
 
-def _make_operations(
-    device: Device, dtype: torch.dtype
-) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+def _warm_up(operation: _Operation) -> None:
+    import torch
+
+    if not bool(torch.isfinite(operation()).all()):
+        raise ArithmeticError("a sum of products of 0.125 was not finite")
+
+
+def _sample(
+    device: Device, operations: Mapping[tuple[str, int], _Operation]
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each operation, one after the other in each round; a slow one is run twice only."""
+    samples: dict[tuple[str, int], list[float]] = {key: [] for key in operations}
+    for number in range(_ROUNDS):
+        for key, operation in list(operations.items())[:: 1 if number % 2 else -1]:
+            if number < 2 or number * min(samples[key]) < _SHARE_S:
+                _synchronise(device)
+                start = time.perf_counter()
+                operation()
+                _synchronise(device)
+                samples[key].append(time.perf_counter() - start)
+    return samples
+
+
+def _sum_up(matmul: list[float], convolution: list[float]) -> Timing:
+    noise = max(_measure_noise(matmul), _measure_noise(convolution))
+    return Timing(min(matmul), min(convolution), noise=noise)
+
+
+def _measure_noise(seconds: list[float]) -> float:
+    """How far the least quarter of the samples reaches above the least of all, as a factor."""
+    ordered = sorted(seconds)
+    return ordered[max(1, len(ordered) // 4)] / max(ordered[0], 1e-9)
+
+
+def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _Operation]:
     """A matmul and a convolution whose exact results fit every format.
 
     On an accelerator they are large enough to outweigh the launch; on a CPU small enough that a
@@ -635,23 +701,6 @@ def _make_operations(
         lambda: left @ right,
         lambda: torch.nn.functional.conv2d(image, kernel, padding=1),
     )
-
-
-def _time_median(device: Device, operation: Callable[[], torch.Tensor]) -> float:
-    """Median seconds of up to `_REPEATS` runs after one to warm up; a slow one runs fewer times."""
-    import torch
-
-    begun = time.perf_counter()
-    if not bool(torch.isfinite(operation()).all()):
-        raise ArithmeticError("a sum of products of 0.125 was not finite")
-    seconds: list[float] = []
-    while len(seconds) < _REPEATS and (not seconds or time.perf_counter() - begun < _SHARE_S):
-        _synchronise(device)
-        start = time.perf_counter()
-        operation()
-        _synchronise(device)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
 
 
 def _synchronise(device: Device) -> None:

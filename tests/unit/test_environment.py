@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ import torch
 from stopdown import environment
 from stopdown.environment import (
     Device,
+    Support,
     Timing,
     Verdict,
     cache_folder,
@@ -36,6 +41,7 @@ from stopdown.environment import (
     weigh_support,
 )
 from stopdown.errors import OptionError
+from stopdown.formats import name_dtype
 
 CPU = Device("cpu", 0, "a CPU", None, 2**34)
 MPS = Device("mps", 0, "Apple M2", None, 2**34)
@@ -225,9 +231,8 @@ def test_emulated_bf16_is_not_called_native(monkeypatch: pytest.MonkeyPatch) -> 
     """On a V100, where torch says that bf16 is supported, the answer is that it is emulated."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_: True)
     seconds = {"fp32": 1.0, "bf16": 1.6, "fp16": 0.15}
-    monkeypatch.setattr(
-        environment, "_time_format", lambda _, name: Timing(seconds[name], seconds[name])
-    )
+    times = {name: Timing(value, value) for name, value in seconds.items()}
+    monkeypatch.setattr(environment, "_time_formats", lambda _: times)
     environment._probe_once.cache_clear()
     formats = probe_formats(choose_device())
     environment._probe_once.cache_clear()
@@ -459,24 +464,25 @@ def test_what_fails_when_tried_does_not_work() -> None:
 
 
 def test_the_probe_answers_for_this_cpu() -> None:
-    """On this CPU all three formats run, with ratios, reasons and an answer fit for JSON."""
+    """On this CPU all three formats run, with reasons and an answer fit for JSON; a busy one says so."""
     formats = probe_formats(choose_device("cpu"))
     assert list(formats) == ["fp32", "bf16", "fp16"]
     assert formats["fp32"].time_ratio == 1.0
     for name in ("bf16", "fp16"):
         support = formats[name]
         assert support.works
-        assert support.time_ratio is not None
-        assert math.isfinite(support.time_ratio)
+        assert support.time_ratio is None or support.time_ratio > 0
         assert support.native == judge_cpu(read_cpu_flags())[name].native
-        assert "Measured here" in support.reason
+        is_told = "Measured here" in support.reason
+        assert is_told is (support.time_ratio is not None)
+        assert is_told or "too noisy to tell" in support.reason
     json.dumps({name: asdict(support) for name, support in formats.items()})
 
 
 def test_the_probe_runs_once_and_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second call measures nothing, and a caller's changes do not reach the next."""
     first = probe_formats(choose_device("cpu"))
-    monkeypatch.setattr(environment, "_time_format", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(environment, "_time_formats", lambda *_: pytest.fail("measured again"))
     first.clear()
     assert list(probe_formats(choose_device("cpu"))) == ["fp32", "bf16", "fp16"]
 
@@ -502,23 +508,101 @@ def test_the_probe_leaves_the_process_as_it_was() -> None:
     assert all(asked is given for asked, given in seen)
 
 
+class Machine:
+    """A device without a clock of its own: each operation takes what it is said to take.
+
+    Attributes:
+        seconds: of an operation by format.
+        delays: what the next operations take longer, one after the other.
+        order: formats in the order in which they were run.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.delays: Iterator[float] = itertools.repeat(0.0)
+        self.order: list[str] = []
+        patch.setattr(environment, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        patch.setattr(environment, "_make_operations", self._make)
+
+    def _make(self, device: Device, dtype: torch.dtype) -> tuple[Any, Any]:
+        name = name_dtype(dtype)
+
+        def run() -> torch.Tensor:
+            self.order.append(name)
+            self.now += self.seconds[name] + next(self.delays)
+            return torch.ones(1)
+
+        return run, run
+
+    def probe(self) -> dict[str, Support]:
+        """What the probe says of the format, all native."""
+        times = environment._time_formats(CPU)
+        verdict = Verdict(True, "Native.")
+        return {name: weigh_support(name, verdict, times[name], times["fp32"]) for name in times}
+
+
+def test_formats_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round runs all formats, so that none of them alone meets what else runs there."""
+    machine = Machine(monkeypatch, fp32=1e-4, bf16=5e-5, fp16=2e-4)
+    found = machine.probe()
+    assert {name: support.time_ratio for name, support in found.items()} == {
+        "fp32": 1.0,
+        "bf16": 0.5,
+        "fp16": 2.0,
+    }
+    rounds = machine.order[6:]
+    assert all(len(set(rounds[at : at + 6])) == 3 for at in range(0, len(rounds), 6))
+
+
 def test_a_slow_format_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operation that uses up its share after the first run is not repeated."""
-    calls = []
+    """An operation that uses up its share is run twice after its first run, the others go on."""
+    machine = Machine(monkeypatch, fp32=1e-4, bf16=1e-4, fp16=environment._SHARE_S)
+    assert machine.probe()["fp16"].time_ratio == 500
+    assert machine.order.count("fp16") == 2 * 3
+    assert machine.order.count("bf16") == 2 * (1 + environment._ROUNDS)
 
-    def crawl() -> torch.Tensor:
-        calls.append(time.sleep(environment._SHARE_S))
-        return torch.ones(1)
 
-    assert environment._time_median(CPU, crawl) >= environment._SHARE_S
-    assert len(calls) == 2
+def test_interruptions_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of five samples that take ten times as long do not change the answer."""
+    machine = Machine(monkeypatch, fp32=1e-4, bf16=5e-5, fp16=1e-4)
+    machine.delays = itertools.cycle([0.001, 0.0, 0.001, 0.001, 0.0])
+    found = machine.probe()
+    assert (found["bf16"].time_ratio, found["fp16"].time_ratio) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_machine_that_is_too_busy_says_so(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Where no sample is undisturbed there is no ratio, whatever the format really takes."""
+    machine = Machine(monkeypatch, fp32=1e-4, bf16=5e-5, fp16=5e-5)
+    chance = random.Random(seed)
+    machine.delays = iter(lambda: 10 ** chance.uniform(-4, 0), None)
+    support = machine.probe()["bf16"]
+    assert (support.native, support.works, support.time_ratio) == (True, True, None)
+    assert support.reason == (
+        "Native. It was timed here, but the times are too noisy to tell how fast it is."
+    )
+
+
+@pytest.mark.parametrize(
+    ("timing", "reference", "ratio"),
+    [
+        (Timing(0.0023, 0.5), Timing(1.0, 1.0), None),  # a product cannot be 435 times as fast
+        (Timing(0.1, 0.1, noise=1.4), Timing(1.0, 1.0, noise=1.3), None),
+        (Timing(0.1, 0.1, noise=1.2), Timing(1.0, 1.0, noise=1.2), 0.1),
+        (Timing(300.0, 300.0, noise=3.0), Timing(1.0, 1.0, noise=2.0), 300.0),
+        (Timing(3.0, 3.0, noise=3.0), Timing(1.0, 1.0), None),
+    ],
+)
+def test_noise_is_not_told_as_speed(timing: Timing, reference: Timing, ratio: float | None) -> None:
+    """What no device does and what samples disagree on has no ratio; what is slow for sure has one."""
+    assert weigh_support("bf16", Verdict(True, "Native."), timing, reference).time_ratio == ratio
 
 
 def test_a_probe_that_gives_nan_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device whose arithmetic gives NaN for a harmless sum is found by the probe."""
     broken = (lambda: torch.tensor([math.nan]), lambda: torch.ones(1))
     monkeypatch.setattr(environment, "_make_operations", lambda *_: broken)
-    assert environment._time_format(CPU, "fp16").failure == (
+    assert environment._time_formats(CPU)["fp16"].failure == (
         "a sum of products of 0.125 was not finite."
     )
 
@@ -530,7 +614,7 @@ def test_a_format_that_raises_does_not_work(monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("\"slow_conv2d_cpu\" not implemented for 'Half'\nmore")
 
     monkeypatch.setattr(environment, "_make_operations", refuse)
-    assert environment._time_format(CPU, "fp16").failure == (
+    assert environment._time_formats(CPU)["fp16"].failure == (
         "\"slow_conv2d_cpu\" not implemented for 'Half'."
     )
 
@@ -542,7 +626,8 @@ def test_the_peak_of_a_block_is_measured() -> None:
     """Memory that lives only inside the block is seen, and the method is said."""
     with peak_memory(choose_device("cpu")) as peak:
         block = torch.ones(2**25)
-        time.sleep(5 * environment._SAMPLE_S)
+        while peak.peak_bytes <= 2**26:  # until the other thread has looked
+            time.sleep(environment._SAMPLE_S)
         del block
     assert 2**26 < peak.peak_bytes < 2**30
     assert peak.method == "growth of resident memory (RSS), read every 20 ms"

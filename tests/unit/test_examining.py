@@ -27,15 +27,16 @@ def health() -> MachineHealth:
 
 
 def test_the_cpu_is_tried(health: MachineHealth) -> None:
-    """Each format has a state, a measured time and a reason; attention is tried kernel by kernel."""
+    """Each format has a state, a reason, and a time unless all is too noisy; each kernel is tried."""
     (device,) = health.devices
     assert (device.tried, device.kind, device.capability) == (True, "cpu", None)
     assert [entry.name for entry in device.formats] == ["fp32", "bf16", "fp16"]
     for entry in device.formats:
         assert entry.state in ("native", "emulated")
-        assert entry.time_ratio
-        assert entry.reason
-    assert "Measured here" in device.formats[1].reason
+        assert entry.time_ratio is None or entry.time_ratio > 0
+        assert (
+            "Measured here" in entry.reason or "too noisy" in entry.reason or entry.name == "fp32"
+        )
     assert set(device.attention) == {"flash", "math"}
     assert health.machine["versions"]["torch"] == torch.__version__
 

@@ -48,6 +48,10 @@ PLAIN_CPU = {
 SLOW_CPU = make_supports(
     Support(True, True, 3.0, "bf16 is native and slow."), Support(False, True, 9.0, "No fp16.")
 )
+NOISY = make_supports(
+    Support(True, True, None, "bf16 is native; too noisy."),
+    Support(False, True, None, "fp16 is emulated; too noisy."),
+)
 BROKEN = make_supports(
     Support(False, False, None, "It was tried and failed: not implemented for 'BFloat16'."),
     Support(True, True, 0.5, "fp16 is native."),
@@ -72,6 +76,8 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
         (PLAIN_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. The CPU has no bf16"),
         (PLAIN_CPU, "fp16", False, "fp32", "Its weights are stored in fp16. The CPU has no fp16"),
         (SLOW_CPU, "bf16", False, "fp32", "Its weights are stored in bf16. bf16 is native and"),
+        (NOISY, "bf16", False, "bf16", "Its weights are stored in bf16. bf16 is native; too"),
+        (NOISY, "fp16", False, "fp32", "Its weights are stored in fp16. fp16 is emulated; too"),
         (BROKEN, "bf16", False, "fp32", "Its weights are stored in bf16. It was tried and failed"),
         (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),
         (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),

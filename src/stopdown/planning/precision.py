@@ -258,8 +258,9 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
 
 
 def _is_good(support: Support) -> bool:
+    """Whether a format is native and not slow; where no time is known, what the maker says decides."""
     ratio = support.time_ratio
-    return support.works and support.native and ratio is not None and ratio <= SLOW
+    return support.works and support.native and (ratio is None or ratio <= SLOW)
 
 
 def _why_not_other(stored: str) -> str:
