@@ -37,7 +37,7 @@ UNKNOWN = "unknown"
 NONE = "none"
 """The fault of a picture or video that looks healthy."""
 
-MOST_CHARACTERS = 500_000
+MOST_CHARACTERS = 200_000
 """Of a longer text, once its lines are condensed, the first and the last half of this are searched."""
 
 LONGEST_LINE = 1_000

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
+from PIL.PngImagePlugin import PngInfo
 
 from stopdown import media
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
@@ -404,6 +405,61 @@ def test_folders_that_are_no_clip_say_why(tmp_path: Path) -> None:
     Image.new("RGB", (4, 6)).save(tmp_path / "b.png")
     with pytest.raises(InputError, match=r"differ in size: \(4, 4\) and \(6, 4\)"):
         read_video(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["one.png", "clip.mp4", "clip.gif"])
+def test_pictures_and_frames_have_a_largest_size(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has more pixels than the limit is refused before it is decoded."""
+    write_media(tmp_path / name, draw_clip(1 if name.endswith("png") else 3))
+    read = read_image if name.endswith("png") else read_video
+    read(tmp_path / name)
+    monkeypatch.setattr(media, "LARGEST_PICTURE", 100)
+    with pytest.raises(InputError, match=rf"{name} have \d+x\d+ pixels\. At most 100 pixels"):
+        read(tmp_path / name)
+
+
+def test_a_frame_that_grows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder has the limit, too: a later frame may be larger than the file says."""
+    write_media(tmp_path / "clip.mp4", draw_clip())
+    monkeypatch.setattr(media, "_refuse_large", lambda *_: None)
+    monkeypatch.setattr(media, "LARGEST_PICTURE", 100)
+    with pytest.raises(InputError, match="cannot be read as a video"):
+        read_video(tmp_path / "clip.mp4")
+
+
+def test_a_clip_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames are counted as they come; the message says how many fitted."""
+    write_media(tmp_path / "clip.mp4", draw_clip(5))
+    monkeypatch.setattr(media, "MOST_CLIP_BYTES", 3 * draw_clip(1).nbytes)
+    with pytest.raises(InputError, match=r"clip\.mp4 has more than 3 frames of"):
+        read_video(tmp_path / "clip.mp4")
+    assert len(read_video(tmp_path / "clip.mp4", limit=3)) == 3
+
+
+PLAYLISTS = [
+    "ffconcat version 1.0\nfile secret.mp4\n",
+    "#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nsecret.mp4\n#EXT-X-ENDLIST\n",
+]
+
+
+@pytest.mark.parametrize("text", PLAYLISTS)
+def test_a_playlist_opens_no_other_file(text: str, tmp_path: Path) -> None:
+    """A list of files that calls itself a video gives no frame of the files that it names."""
+    write_media(tmp_path / "secret.mp4", draw_clip())
+    (tmp_path / "list.mp4").write_text(text)
+    with pytest.raises(InputError, match=r"list\.mp4 cannot be read as a video"):
+        read_video(tmp_path / "list.mp4")
+
+
+def test_whatever_pillow_raises_is_a_sentence(tmp_path: Path) -> None:
+    """A png whose text unpacks to 100 MB makes Pillow raise a ValueError."""
+    info = PngInfo()
+    info.add_text("bomb", "x" * 100_000_000, zip=True)
+    Image.new("RGB", (4, 4)).save(tmp_path / "bomb.png", pnginfo=info)
+    with pytest.raises(InputError, match=r"bomb\.png cannot be read as a picture: Decompressed"):
+        read_image(tmp_path / "bomb.png")
 
 
 # Faults of finished frames: what is caught

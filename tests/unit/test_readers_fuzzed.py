@@ -9,6 +9,7 @@ system while a file is read, and processor time for each file.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -403,7 +404,7 @@ def damage_tree(draw: st.DrawFn, tree: Any) -> Any:
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places))
         how = draw(st.sampled_from(["replace", "replace", "remove", "rename", "repeat"]))
-        value = draw(WRONG)
+        value = copy.deepcopy(draw(WRONG))
         if not place:
             tree = value if how == "replace" else tree
             continue
