@@ -22,6 +22,7 @@ from stopdown.planning.precision import ComponentFacts, explain_plan
 from stopdown.planning.recording import MOST_CALLS, RecordedCall, _thin_out, sign_call
 from stopdown.records import ComponentPlan, Plan, ResidualStream, to_json
 from stopdown.scaling import Scaling
+from stopdown.scaling.folding import list_misfits
 
 ENTRY = ComponentPlan(
     component="transformer",
@@ -361,3 +362,66 @@ def test_a_component_that_cannot_be_captured_says_which_line() -> None:
     assert entry.precision == "fp32"
     assert "x.numpy() * 2" in entry.reasons[0]
     assert "test_plans.py" in entry.reasons[0]
+
+
+class Normed(nn.Module):
+    """A linear, a norm and a table of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.LayerNorm(4)
+        self.linear.weight.data.fill_(1.0)
+        self.register_buffer("ids", torch.arange(4))
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "too large": (
+        {"exponents": {"linear.weight": 17}},
+        "its linear.weight is up to 1, and times 2**17 fp16 does not hold it",
+    ),
+    "vanishing": (
+        {"exponents": {"linear.weight[0:2]": -30}},
+        "its linear.weight[0:2] is up to 1, and times 2**-30 fp16 does not hold it",
+    ),
+    "beyond fp32": (
+        {"exponents": {"linear.weight": 130}, "islands": ("linear",)},
+        "its linear.weight is up to 1, and times 2**130 fp32 does not hold it",
+    ),
+    "beyond everything": (
+        {"exponents": {"linear.weight": 10**18}},
+        f"its linear.weight is up to 1, and times 2**{10**18} fp16 does not hold it",
+    ),
+    "no parameter": ({"exponents": {"other.weight": 1}}, "it has no floating other.weight"),
+    "no rows": ({"exponents": {"linear.weight[4:9]": 1}}, "it has no floating linear.weight[4:9]"),
+    "whole numbers": ({"exponents": {"ids": 1}}, "it has no floating ids"),
+    "no module": ({"multiplies": {"other": 1}}, "it has no module other"),
+    "no island": ({"islands": ("other",)}, "it has no module other"),
+    "no eps": ({"eps": {"norm.forward": 1}}, "it has no number norm.forward"),
+    "no norm": ({"eps": {"other.eps": 1}}, "it has no number other.eps"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_exponents_are_compared_with_the_weights(name: str) -> None:
+    """A plan for these very weights whose exponents do not fit them: refused, and nothing changed."""
+    values, said = MISFITS[name]
+    module = Normed()
+    pipe = SimpleNamespace(components={"transformer": module}, transformer=module)
+    entry = dataclasses.replace(
+        ComponentPlan("transformer", "Normed", plans.sample_weights(module), "fp16"), **values
+    )
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(PlanError) as caught:
+        applying.apply_plan(pipe, dataclasses.replace(PLAN, components=(entry,)))
+    assert f"transformer does not fit its exponents: {said}" in caught.value.what
+    assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
+
+
+def test_exponents_that_fit_are_let_through() -> None:
+    """Rows, a bias that becomes very small, and an fp32 layer with what fp16 would not hold."""
+    fitting = (
+        {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
+        {"exponents": {"linear.weight": 100}, "islands": ("linear",)},
+    )
+    for values in fitting:
+        assert list(list_misfits(Normed(), Scaling(**values))) == []  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """`apply_plan`: a plan put on a pipeline, after a look whether it belongs there; taken off exactly.
 
 **Catches** another checkpoint, other classes, other versions of them, adapters that were loaded
-since, components that are missing or new: every difference in one message.
+since, components that are missing or new: every difference in one message; exponents with which a weight
+leaves the format that it is cast to, or vanishes in it.
 **Does not catch** weights that differ only between the sampled values.
 """
 
@@ -32,7 +33,7 @@ from stopdown.planning.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling
 from stopdown.scaling.certificate import describe_share
-from stopdown.scaling.folding import RESCALED
+from stopdown.scaling.folding import RESCALED, list_misfits
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -241,6 +242,9 @@ def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
             yield f"{name} was a {entry.class_name}, and the pipeline has a {found}"
         elif sample_weights(modules[name]) != entry.weights:
             yield f"{name} has other weights than those that were measured, or adapters besides"
+        elif entry.precision == "fp16":
+            misfits = list_misfits(modules[name], read_scaling(entry))
+            yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
 
 
 def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> None:

@@ -1,9 +1,10 @@
 """Plans as files: sealed when written, checked when read, kept between runs.
 
-**Catches** files that are cut off, that are no plan, of another schema, or edited by hand (the seal
-does not fit).
-**Does not catch** an edit by someone who computes the seal anew; a plan is data, and the worst it can
-hold are exponents that do not fit, which `apply_plan` compares with the weights.
+**Catches** files that are cut off, that are no plan, of another schema, edited by hand (the seal does not
+fit), or sealed anew with values that no plan holds (`plan_values`).
+**Does not catch** an edit within those values by someone who computes the seal anew: a plan is data.
+`apply_plan` refuses exponents with which a weight leaves its format or vanishes; others that are wrong
+give another picture.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.outputs import write_numbered, written_beside
+from stopdown.planning.plan_values import list_faults
 from stopdown.records import Plan, describe_other, from_json, to_json
 
 PACKAGES = ("diffusers", "transformers")
 """The packages whose classes a plan belongs to."""
+
+MOST_NAMED = 5
+"""How many values that do not belong in a plan are named."""
 
 
 def read_class_versions() -> dict[str, str]:
@@ -90,6 +95,14 @@ def read_plan(path: str | Path) -> Plan:
             f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
             expected="A plan is used as it was made, because each exponent rests on all others.",
             remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
+        )
+    faults = list(list_faults(plan))
+    if faults:
+        more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        raise PlanError(
+            f"The plan {path} holds what no plan does: {'; '.join(faults[:MOST_NAMED])}{more}.",
+            expected="Its seal fits, so it was not Stopdown that wrote these values.",
+            remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         )
     return plan
 

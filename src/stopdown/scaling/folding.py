@@ -5,6 +5,7 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from stopdown.arguments import hook_arguments
 from stopdown.capture import find_kept_buffers, name_parameters
 from stopdown.errors import ScalingError
+from stopdown.formats import FORMATS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Trial
@@ -172,6 +174,61 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     return Rescaling(module, scaling, patches)
 
 
+def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What of a scaling does not fit a module that it is to be folded into, each as a clause.
+
+    A name that the module does not have; a tensor that would not be finite in what it is cast to, or a
+    whole matrix that would vanish in it.
+
+    Cost: a pass over each tensor that is folded, and a host read.
+    """
+    named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
+    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    for name, exponent in scaling.exponents.items():
+        bare, rows = split_name(name)
+        if bare not in named or not _has_rows(named[bare], rows):
+            yield f"it has no floating {name}"
+        else:
+            is_wide = bare in kept or _is_in(bare, scaling.islands)
+            yield from _list_misfit(
+                name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
+            )
+    parts = {name for name, _ in module.named_modules()}
+    for path in (*scaling.multiplies, *scaling.islands):
+        if path not in parts:
+            yield f"it has no module {path}"
+    for place in scaling.eps:
+        path, _, name = place.rpartition(".")
+        if path not in parts or _read_eps(module.get_submodule(path), name) is None:
+            yield f"it has no number {place}"
+
+
+def _list_misfit(
+    name: str, tensor: torch.Tensor, rows: slice, exponent: int, precision: str
+) -> Iterator[str]:
+    values = tensor.detach()[rows] if tensor.dim() else tensor.detach()
+    if tensor.is_meta or not values.numel():
+        return
+    low, high = (float(x) for x in torch.aminmax(values.float()))
+    amax, found = max(abs(low), abs(high)), FORMATS[precision]
+    try:
+        stored = math.ldexp(amax, exponent)
+    except OverflowError:
+        stored = math.inf
+    if stored > found.largest or (tensor.dim() > 1 and stored < found.smallest <= amax):
+        yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} does not hold it"
+
+
+def _has_rows(tensor: torch.Tensor, rows: slice) -> bool:
+    size = len(tensor) if tensor.dim() else 1
+    return tensor.is_floating_point() and 0 <= (rows.start or 0) < (rows.stop or size) <= size
+
+
+def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
+    eps = getattr(owner, name, None)
+    return eps if isinstance(eps, (int, float)) else None
+
+
 def check_casts(rescaling: Rescaling) -> None:
     """Refuse calls of a rescaled module that was cast by other means than `cast_`, where that matters."""
     needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
@@ -289,9 +346,9 @@ def _fold_parameters(
     named = name_parameters(module)
     for name, exponent in exponents.items():
         bare, rows = split_name(name)
-        if bare not in named:
+        if bare not in named or not _has_rows(named[bare], rows):
             raise ScalingError(
-                f"{type(module).__name__} has no parameter or buffer {bare}.",
+                f"{type(module).__name__} has no floating parameter or buffer {name}.",
                 expected="Exponents belong to the module that they were found for.",
                 remedy="Find them again with rescale_.",
             )
@@ -301,7 +358,13 @@ def _fold_parameters(
 def _scale_eps(module: torch.nn.Module, place: str, exponent: int, patches: Patches) -> None:
     path, _, name = place.rpartition(".")
     owner = _find_module(module, path)
-    patches.set_attribute(owner, name, getattr(owner, name) * 2.0**exponent)
+    if (eps := _read_eps(owner, name)) is None:
+        raise ScalingError(
+            f"{type(module).__name__} has no number {place}.",
+            expected="Exponents belong to the module that they were found for.",
+            remedy="Find them again with rescale_.",
+        )
+    patches.set_attribute(owner, name, eps * 2.0**exponent)
 
 
 def _hook_multiply(module: torch.nn.Module, exponent: int, patches: Patches) -> None:

@@ -1,0 +1,100 @@
+"""Values that a plan can hold: what Stopdown writes lies within them, whoever sealed the file.
+
+**Catches** exponents beyond fp32's own range, precisions, kernels of attention and components that there
+are not, names that are no path, blocks of rows that are none, shares and counts that are none.
+**Does not catch** values in range that do not belong together: `apply_plan` compares what it folds with
+the weights, and the guard watches the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from stopdown.formats import FORMATS
+from stopdown.records import ComponentPlan, Plan, ResidualStream
+
+LARGEST_EXPONENT = 252
+"""From fp32's smallest normal number, 2^-126, to beyond its largest, 2^127."""
+
+ATTENTION = ("math", "flash", "efficient", "cudnn")
+"""Kernels of attention that a plan can ask for."""
+
+_COMPONENT = re.compile(r"\w{1,100}", re.ASCII)
+_PATH = re.compile(r"[^\x00-\x1f\x7f./\\\[\]]{1,200}(\.[^\x00-\x1f\x7f./\\\[\]]{1,200}){0,63}")
+_ROWS = re.compile(r"(?P<name>[^\[]+)(\[(?P<start>\d{1,9}):(?P<stop>\d{1,9})\])?", re.ASCII)
+
+
+def list_faults(plan: Plan) -> Iterator[str]:
+    """What no plan holds, each as the part of a sentence."""
+    if plan.precision not in FORMATS:
+        yield f"the precision {plan.precision[:40]!r}"
+    if not (0 <= plan.steps <= 10**6 and plan.elapsed_s >= 0):
+        yield f"{plan.steps} steps in {plan.elapsed_s:g} s"
+    names = [entry.component for entry in plan.components]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"the component {name[:40]!r} twice"
+    for entry in plan.components:
+        for fault in _list_entry(entry):
+            yield f"{entry.component[:40]!r} with {fault}"
+
+
+def _list_entry(entry: ComponentPlan) -> Iterator[str]:
+    if not _COMPONENT.fullmatch(entry.component):
+        yield "a name that is no component's"
+    if entry.precision not in (*FORMATS, "as loaded"):
+        yield f"the precision {entry.precision[:40]!r}"
+    yield from _list_exponents(entry)
+    yield from _list_names(entry)
+    if not 0 <= entry.island_flops <= 1:
+        yield f"{entry.island_flops:g} of its work in fp32"
+    if entry.headroom_bits is not None and not abs(entry.headroom_bits) <= 512:
+        yield f"{entry.headroom_bits:g} bits of headroom"
+    counts = (entry.values, entry.bounded, entry.calls, entry.prompts)
+    if min(counts) < 0 or max(counts) > 2**53 or entry.bounded > entry.values:
+        yield f"the counts {', '.join(str(count)[:20] for count in counts)}"
+    for name, limit in entry.limits.items():
+        if not (math.isfinite(limit) and limit >= 0):
+            yield f"the limit {limit} of {name[:40]!r}"
+    for kernel in entry.accumulation.attention if entry.accumulation is not None else ():
+        if kernel not in ATTENTION:
+            yield f"the attention {kernel[:40]!r}"
+
+
+def _list_exponents(entry: ComponentPlan) -> Iterator[str]:
+    for table in (entry.exponents, entry.eps, entry.multiplies, entry.outputs):
+        for name, exponent in table.items():
+            if abs(exponent) > LARGEST_EXPONENT:
+                yield f"the exponent {str(exponent)[:20]} of {name[:40]!r}"
+    for number in entry.outputs:
+        if not re.fullmatch(r"\d{1,4}", number, re.ASCII):
+            yield f"the output {number[:40]!r}"
+
+
+def _list_names(entry: ComponentPlan) -> Iterator[str]:
+    """Names that are no paths; the component itself is "" where a module is meant."""
+    for name in entry.exponents:
+        if not _is_parameter(name):
+            yield f"the parameter {name[:40]!r}"
+    for name in (*entry.eps, *(entry.kept_buffers or ())):
+        if not _PATH.fullmatch(name):
+            yield f"the attribute {name[:40]!r}"
+    for name in (*entry.multiplies, *entry.islands, *_list_stream(entry.stream)):
+        if name and not _PATH.fullmatch(name):
+            yield f"the module {name[:40]!r}"
+
+
+def _is_parameter(name: str) -> bool:
+    """Whether this is `path` or `path[0:64]`, a block of rows that is not empty."""
+    rows = _ROWS.fullmatch(name)
+    if rows is None or not _PATH.fullmatch(rows["name"]):
+        return False
+    return rows["start"] is None or int(rows["start"]) < int(rows["stop"])
+
+
+def _list_stream(stream: ResidualStream | None) -> Iterator[str]:
+    for field in dataclasses.fields(ResidualStream) if stream is not None else ():
+        if field.name != "returns":
+            yield from getattr(stream, field.name)
