@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
 from stopdown.outputs import check_target, write_numbered, written_beside
+from stopdown.records import Finding
 
 if TYPE_CHECKING:
     import numpy as np
@@ -533,6 +534,19 @@ def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
         elif change <= _STILL:
             change = max(change, float(abs(_shrink(frame, 4) - first).max()))
         yield _Look(_measure_uniform(index, frame), _measure_noise(frame), change)
+
+
+def find_frame_findings(frames: Frames, site: str) -> tuple[Finding, ...]:
+    """What `find_frame_faults` finds, as a record holds it: `black-frames`, `frozen-frames`…
+
+    Args:
+        frames: `[T, H, W, 3]` uint8.
+        site: what they are: `output`.
+    """
+    return tuple(
+        Finding(f"{fault.kind}-frames", site, fault.evidence, fault.remedy)
+        for fault in find_frame_faults(frames)
+    )
 
 
 def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:

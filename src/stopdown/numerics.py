@@ -5,7 +5,9 @@ Nothing here changes its input or synchronises with the host unless its docstrin
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,18 +20,34 @@ CACHED_VALUES = 1 << 16
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor inside nested tuples, lists, mappings and dataclass-like model outputs."""
-    if isinstance(value, torch.Tensor):
+    """Every tensor inside nested tuples, lists, mappings and objects with attributes or slots."""
+    yield from iterate_leaves(value, (torch.Tensor,))
+
+
+def iterate_leaves(
+    value: Any, kinds: tuple[type, ...], seen: frozenset[int] = frozenset()
+) -> Iterator[Any]:
+    """Every value of these kinds inside nested tuples, lists, mappings and objects; no modules'."""
+    if isinstance(value, kinds):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from iterate_tensors(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from iterate_tensors(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module):
-        for item in vars(value).values():
-            yield from iterate_tensors(item)
+    elif id(value) not in seen:  # an object that holds itself
+        for item in _iterate_items(value):
+            yield from iterate_leaves(item, kinds, seen | {id(value)})
+
+
+def _iterate_items(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, deque)):
+        yield from value
+    elif not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
+        if hasattr(value, "__dict__"):
+            yield from vars(value).values()
+        for kind in type(value).__mro__:
+            names = vars(kind).get("__slots__", ())
+            for name in (names,) if isinstance(names, str) else names:
+                if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                    yield getattr(value, name)
 
 
 def measure_amax(tensor: torch.Tensor) -> float:
@@ -107,15 +125,17 @@ def bound_values(
     Both are NaN where a tensor holds NaN, and infinite where it holds Inf, so that one read tells
     whether all is finite, and how near to the end of its format it comes. None without a tensor.
     `known` are pairs of scalars that were found before; they stand behind those of the tensors.
-    Cost: one pass and one operation a tensor, one more for all; no host read.
+    Cost: one pass and one operation a tensor, one more for each dtype; no host read.
     """
     pairs = [_bound(t) for t in tensors if t.is_floating_point() and t.numel()]
-    if not pairs:
-        return None
     flat = [bound for pair in (*pairs, *known) for bound in pair]
-    if any((x.dtype, x.device) != (flat[0].dtype, flat[0].device) for x in flat):
-        flat = [x.to(flat[0].device, torch.float32) for x in flat]
-    return torch.stack(flat)
+    if not flat:
+        return None
+    alike = [list(group) for _, group in itertools.groupby(flat, lambda x: (x.dtype, x.device))]
+    if len(alike) == 1:
+        return torch.stack(flat)
+    device = flat[0].device
+    return torch.cat([torch.stack(group).to(device, torch.float32) for group in alike])
 
 
 def _bound(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

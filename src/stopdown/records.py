@@ -251,7 +251,7 @@ class Repair:
     """What was done about one fault.
 
     Attributes:
-        component: whose call gave it: `transformer`, `vae.decode`.
+        component: whose call gave it: `transformer`, `vae.decode`; or `pipeline`, whose result it was.
         site: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
         kind: `range`, `clamped`, `undefined`, `written`, `weight`, `input`, `intermittent`,
             `unknown`.
@@ -329,6 +329,8 @@ class GuardRecord:
         journal: what the journal was good for; None without one.
         taken_over: repairs of an earlier guard that were in force from the start.
         uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
+        findings: frames that the pipeline returned black, grey, frozen or as noise; empty where
+            someone else looks at them.
     """
 
     pipeline: str
@@ -341,6 +343,7 @@ class GuardRecord:
     journal: JournalUse | None = None
     taken_over: tuple[str, ...] = ()
     uncertified: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
     kind: str = "guard"
     schema: int = field(default=SCHEMA)
 

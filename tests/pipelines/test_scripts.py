@@ -19,7 +19,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.interception import redirect_devices
 from stopdown.records import ScriptRecord, from_json, to_json
 from stopdown.runtime.carrying import Carried
-from stopdown.runtime.scripts import collect_videos
+from stopdown.runtime.results import collect_videos
 
 SaveTiny = Callable[..., Path]
 Run = Callable[..., tuple[ScriptRecord, list[str]]]

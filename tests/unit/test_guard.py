@@ -56,10 +56,11 @@ def test_an_overflow_is_repaired(component: str, site: str) -> None:
 
 
 def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the detector off the same fault reaches the pixels."""
+    """With the detectors off the same fault reaches the pixels."""
     monkeypatch.setattr("stopdown.runtime.watch.bound_values", lambda tensors, known: None)
+    monkeypatch.setattr("stopdown.runtime.guarding.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
-    with guard(pipe):
+    with guard(pipe, frames=False):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 

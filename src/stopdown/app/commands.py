@@ -367,6 +367,7 @@ def _run(
         journal=journal,
         maxima=options.maxima,
         standing=loaded.standing,
+        frames=False,
     )
     begun = time.perf_counter()
     with guarding, torch.no_grad():
@@ -431,17 +432,14 @@ def _write(
     options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
 ) -> tuple[str, tuple[Finding, ...]]:
     """Write the file; where it stands, and what is wrong with the frames."""
-    from stopdown.media import find_frame_faults, write_media
+    from stopdown.media import find_frame_findings, write_media
 
     begun = time.perf_counter()
     output = write_media(_name_output(options), frames, options.fps, numbered=numbered)
     record = find_record_path(output)
     if record.exists() and not _describe_no_run(record):
         record.unlink()  # it was of what has been replaced
-    findings = tuple(
-        Finding(f"{fault.kind}-frames", "output", fault.evidence, fault.remedy)
-        for fault in find_frame_faults(frames)
-    )
+    findings = find_frame_findings(frames, "output")
     stages["write"] = time.perf_counter() - begun
     return str(output) if numbered else _name_output(options), findings
 

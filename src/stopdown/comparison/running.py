@@ -21,12 +21,12 @@ from stopdown.comparison.probing import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened
 from stopdown.environment import Device, peak_memory
-from stopdown.media import find_frame_faults, to_uint8
+from stopdown.media import find_frame_findings, to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.saving import told_as_oserror
-from stopdown.records import CallSummary, Finding, Repair
+from stopdown.records import CallSummary, Repair
 from stopdown.runtime.guarding import Guard, guard
 from stopdown.runtime.watch import Fault, Observer, Watch
 
@@ -93,6 +93,7 @@ def _stand_guard(opened: Opened, observer: Observer | None) -> Guard:
         decisions=opened.decisions,
         observer=observer,
         announce=lambda text: None,
+        frames=False,
     )
 
 
@@ -142,7 +143,7 @@ def _run(
         clamped=trace.clamped,
         headroom_bits=headroom,
         tightest=tightest,
-        findings=_find_faults(frames),
+        findings=find_frame_findings(to_uint8(frames), "frames"),
     )
     return Outcome(cell, frames, trace, memory.method)
 
@@ -156,13 +157,6 @@ def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:
         stage: max(0.0, seconds - trace.probe_s.get(stage, 0.0))
         for stage, seconds in stages.items()
     }
-
-
-def _find_faults(frames: Frames) -> tuple[Finding, ...]:
-    return tuple(
-        Finding(f"{fault.kind}-frames", "frames", fault.evidence, fault.remedy)
-        for fault in find_frame_faults(to_uint8(frames))
-    )
 
 
 def write_outcome(outcome: Outcome, path: Path) -> None:

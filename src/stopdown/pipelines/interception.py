@@ -1,4 +1,4 @@
-"""Stand at the calls of every pipeline of a process, also of those that are made later.
+"""Stand at the calls of one pipeline, or of every pipeline of a process, made later ones too.
 
 Each pipeline class has a `__call__` of its own. All of them register their components when they are
 made, so that is where a class that was not met before gets the layer put on its `__call__`.
@@ -13,6 +13,7 @@ CUDA (`torch.randn(..., device="cuda")`), and what it asks of `torch.cuda`.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +21,65 @@ import torch
 from diffusers import DiffusionPipeline
 
 from stopdown.patches import Patches
+from stopdown.pipelines.doors import Call, Layer
 
 RunLayer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a pipeline: the pipeline, what to call, its arguments."""
+
+_CHANGING = threading.RLock()
+"""Held while layers come and go: pipelines of one class share its `__call__`."""
+
+
+class _Runs:
+    """The layers on the calls of single pipelines of one class, the innermost first."""
+
+    def __init__(self, owner: type) -> None:
+        original = vars(owner)["__call__"]
+        self.layers: tuple[tuple[Any, Layer], ...] = ()  # replaced, never changed
+        self.patches = Patches()
+
+        @functools.wraps(original)
+        def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+            found: Call = functools.partial(original, pipe)
+            for other, layer in self.layers:
+                if other is pipe:
+                    found = functools.partial(_call_layer, layer, found)
+            return found(*args, **kwargs)
+
+        call.stopdown_runs = self  # type: ignore[attr-defined]
+        self.call = call
+        self.patches.set_class_attribute(owner, "__call__", call)
+
+    def remove(self, entry: tuple[Any, Layer]) -> None:
+        """Take one layer off, and the stack with the last one."""
+        with _CHANGING:
+            self.layers = tuple(other for other in self.layers if other is not entry)
+            if not self.layers:
+                self.patches.undo()
+
+
+def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
+    return layer(call, args, kwargs)
+
+
+def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
+    """Lead the calls of one pipeline through `layer`, until `patches` is undone.
+
+    Python looks `__call__` up in the class, so that is where it is put; other pipelines of the class
+    are called as ever. A pipeline without a `__call__` is left alone.
+    """
+    owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
+    if owner is None:
+        return
+    with _CHANGING:
+        found = vars(owner)["__call__"]
+        runs = getattr(found, "stopdown_runs", None)
+        if runs is None or runs.call is not found:  # a wrapper copies the attributes of a function
+            runs = _Runs(owner)
+        entry = (pipe, layer)
+        runs.layers = (*runs.layers, entry)
+    patches.defer(functools.partial(runs.remove, entry))
+
 
 _OFFLOADS = (
     "enable_model_cpu_offload",

@@ -6,15 +6,20 @@ operation by operation (`culprit`); a rule says what to try (`policy`); it is pu
 pipeline goes on with what that gave: its scheduler never saw the fault. The repair stays until the
 guard is removed, which leaves the pipeline as it was, to the last bit.
 
-**Catches** NaN and Inf in what a component returns, from any cause; fp16 clamps that were hit.
-**Does not catch** arguments that a component changed in place before it failed; faults outside of the
-components (in the scheduler, in the pipeline's own arithmetic): these are named, not repaired.
+What leaves the pipeline is looked at as well: a fault of the scheduler's last step, or of the pipeline's
+own arithmetic behind it, reaches no component. It is named where it began, and stops the run.
+
+**Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
+any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
+**Does not catch** arguments that a component changed in place before it failed. Faults outside of the
+components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import threading
 import time
 import warnings
@@ -35,24 +40,28 @@ from stopdown.errors import (
     StopdownWarning,
     take_first_line,
 )
-from stopdown.numerics import bound_values, iterate_tensors
+from stopdown.media import find_frame_findings
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import Door, find_components, find_doors
 from stopdown.pipelines.doors import Call, find_argument_names, find_module, find_slot, put_door
+from stopdown.pipelines.interception import put_run_layer
 from stopdown.pipelines.step_caches import clear_caches, save_caches
 from stopdown.planning.applying import check_plan, put_boundaries, watch_adapters
 from stopdown.planning.loading import Standing
 from stopdown.planning.plan_files import seal_plan
 from stopdown.randomness import Restore, save_random
-from stopdown.records import ComponentPlan, Decision, GuardRecord, Plan, Repair
+from stopdown.records import ComponentPlan, Decision, Finding, GuardRecord, Plan, Repair
 from stopdown.runtime.amending import amend_entry, prescribe
 from stopdown.runtime.carrying import Carried
 from stopdown.runtime.culprit import Culprit, find_culprit, name_site
 from stopdown.runtime.journal import Journal
+from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
 from stopdown.runtime.repairs import Applied, Patient
+from stopdown.runtime.results import collect_videos, count_bad, has_tensors
 from stopdown.runtime.sensors import find_compiled, is_compiled
-from stopdown.runtime.watch import Fault, Observer, Watch
+from stopdown.runtime.watch import Fault, Observer, Watch, name_counts
 from stopdown.runtime.wording import describe_repair, name_action
 
 Announce = Callable[[str], None]
@@ -105,8 +114,9 @@ class Guard:
         announce: Announce | None = None,
         maxima: bool = False,
         carried: Carried | None = None,
+        frames: bool = True,
     ) -> None:
-        self.pipe, self._on_fault, self._carried = pipe, on_fault, carried
+        self.pipe, self._on_fault, self._carried, self._frames = pipe, on_fault, carried, frames
         self._journal: Journal | None = None
         self._plan: Plan | None = None
         self._announce = announce or _warn
@@ -120,6 +130,10 @@ class Guard:
         self._missed: list[str] = []
         self._taken_over: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
+        self._findings: list[Finding] = []
+        self._running: set[int] = set()  # threads inside of the pipeline's call
+        self._given: dict[str, Any] = {}  # what that was called with
+        self._repairs_before = 0
         self.watch = Watch(
             pipe, decisions, observer, self._answer, maxima, self._announce, self._renew
         )
@@ -156,6 +170,7 @@ class Guard:
             self._take_over()
             self.watch.__enter__()
             self._patches.defer(self.watch.__exit__)
+            put_run_layer(self.pipe, self.run, self._patches)
             for entry in self._plan.components if self._plan is not None else ():
                 self.watch.limit_inputs(entry.component, entry.limits)
             if journal is not None:
@@ -185,7 +200,7 @@ class Guard:
         for door in find_doors(self.pipe):
             owner, slot = self._places.get(door.component, (None, ""))
             if owner is not door.owner or slot != find_slot(door):
-                if door.stage == "encode":  # which is called before a run's steps are set
+                if door.stage == "encode" and not self._running:  # called without the pipeline
                     self._missed.append(
                         f"{door.component}: it was compiled or replaced under the guard; calls "
                         "before the next run's first step were not watched."
@@ -269,6 +284,7 @@ class Guard:
             journal=self._journal.use if self._journal else None,
             taken_over=tuple(self._taken_over),
             uncertified=self.watch.uncertified,
+            findings=tuple(self._findings),
         )
 
     @property
@@ -281,6 +297,90 @@ class Guard:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the pipeline, with what leaves it looked at.
+
+        Args:
+            call: makes it, with `args` and `kwargs`.
+
+        Raises:
+            NonFiniteError: it returned NaN or Inf, and `on_fault` is not `warn`.
+
+        Cost: a pass over the result; one host read when that holds tensors.
+        """
+        thread = threading.get_ident()
+        if thread in self._running:  # a class that calls its parent's `__call__`
+            return call(*args, **kwargs)
+        self._running.add(thread)
+        try:
+            self._begin_run(args, kwargs)
+            output = call(*args, **kwargs)
+            begun = time.perf_counter()
+            self._look_at_result(output)
+            self.watch.own_s += time.perf_counter() - begun
+            return output
+        finally:
+            self._running.discard(thread)
+            self._given = {}
+
+    def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._renew()
+        self.watch.follow_scheduler()
+        self.watch.forget_step()
+        names = list(inspect.signature(type(self.pipe).__call__).parameters)[1:]
+        self._given = {**dict(zip(names, args, strict=False)), **kwargs}
+        self._repairs_before = len(self._repairs)
+
+    @property
+    def _repairs_now(self) -> list[Repair]:
+        """Those of this run of the pipeline."""
+        return self._repairs[self._repairs_before :]
+
+    def _look_at_result(self, output: Any) -> None:
+        nan, infinite, total = count_bad(output)
+        self.watch.host_reads += has_tensors(output)
+        is_reported = any(repair.action == "none" for repair in self._repairs_now)
+        if nan + infinite == 0:
+            self._look_at_frames(output)
+        elif not is_reported:
+            what = f"The pipeline's result holds {name_counts(nan, infinite)} in {total} values."
+            origin = self._find_origin()
+            repair = Repair(
+                component="pipeline",
+                site=origin.site,
+                kind="input",
+                step=None,
+                evidence=f"{origin.what} {what}",
+                action="none",
+                reason="No component made it, so there is nothing to repair.",
+            )
+            self._keep(repair)
+            if self._on_fault != "warn":
+                raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
+
+    def _look_at_frames(self, output: Any) -> None:
+        if not self._frames or self._given.get("output_type") == "latent":
+            return
+        for number, frames in enumerate(collect_videos(output), 1):
+            for finding in find_frame_findings(frames, f"result {number}"):
+                self._findings.append(finding)
+                if ("pipeline", finding.kind) not in self._said:
+                    self._said.add(("pipeline", finding.kind))
+                    self._announce(f"{finding.site}: {finding.evidence} {finding.remedy}")
+
+    def _find_origin(self) -> Origin:
+        """Where values came from that are not finite, when no component made them."""
+        unwatched = [*self.watch.unseen, *self._list_replaced()]
+        return find_origin(self.watch, self._repairs_now, self._given, unwatched)
+
+    def _list_replaced(self) -> list[str]:
+        """Components that came after the run began, each as a sentence."""
+        return [
+            f"`{door.component}` was compiled or replaced under the guard and not watched."
+            for door in find_doors(self.pipe)
+            if self._places.get(door.component) != (door.owner, find_slot(door))
+        ]
 
     def _stand(
         self,
@@ -319,6 +419,8 @@ class Guard:
 
     def _work_on(self, fault: Fault) -> Any:
         begun = time.perf_counter()
+        if fault.is_good:
+            return self._pass_on(fault, begun)
         if self._on_fault == "warn" and (fault.door.component, "none") in self._said:
             self._note(_Case(fault, Culprit("unknown"), begun), "none", "Not looked at again.")
             return fault.output
@@ -327,8 +429,20 @@ class Guard:
             self._note(case, "none", "on_fault is warn: the run goes on as it is.")
             return fault.output
         if self._on_fault == "raise":
-            raise self.watch.describe(fault, self._describe_start(case))
+            raise self._describe_error(case)
         return self._repair(case)
+
+    def _pass_on(self, fault: Fault, begun: float) -> Any:
+        """Go on with a finite output of arguments that were not; said once for each component."""
+        component = fault.door.component
+        if (component, "inputs") in self._said:
+            return fault.output
+        self._said.add((component, "inputs"))
+        case = _Case(fault, Culprit("input", ", ".join(fault.inputs)), begun)
+        if self._on_fault == "raise":
+            raise self._describe_error(case)
+        self._note(case, "none", "What it gave was finite all the same: the run goes on.")
+        return fault.output
 
     def _repair(self, case: _Case) -> Any:
         fault, culprit = case.fault, case.culprit
@@ -343,8 +457,9 @@ class Guard:
                 self._note(case, name_action(remedy), remedy.reason)
                 return output
         patient.put_on(before)
+        error = self._describe_error(case)
         self._note(case, "none", "Nothing that was tried gave a finite result.")
-        raise self._give_up(case)
+        raise error
 
     def _try(
         self,
@@ -370,7 +485,7 @@ class Guard:
         except Exception as error:  # whatever a model's code does: the next remedy is tried
             case.tried.append(f"{name}: {take_first_line(error)}")
             return False, None
-        is_good, _ = self.watch.look(fault.door, output)
+        is_good = self.watch.look(fault.door, output).is_good
         if not is_good:
             case.tried.append(f"{name}: the same call was not finite again.")
         elif (given := _list_shapes(output)) != (wanted := _list_shapes(fault.output)):
@@ -398,26 +513,20 @@ class Guard:
         self.watch.look(fault.door, output)  # forget what the replay clamped
         return culprit
 
-    def _describe_start(self, case: _Case) -> str:
-        component = case.fault.door.component
-        said = case.culprit.describe(component)
-        return f"{said} {self._blame_outside()}" if case.culprit.kind == "input" else said
+    def _describe_caller(self, case: _Case) -> str:
+        """Which component was called with values that were not finite, and what came of it."""
+        fault = case.fault
+        called = f"`{fault.door.component}` was called with it as {case.culprit.path}"
+        if fault.is_good:
+            return f"{called}, and gave finite values."
+        return f"{called}: {self.watch.name_fault(fault)}"
 
-    def _blame_outside(self) -> str:
-        """Which component gave what came in, or that none did."""
-        for repair in self._repairs:
-            if repair.action == "none":
-                return (
-                    f"It came from `{repair.component}`, where the fault began: {repair.evidence}"
-                )
-        last = [x for x in iterate_tensors(self.watch.last_step) if x.is_floating_point()]
-        bounds = bound_values(last)
-        if bounds is not None and not bool(torch.isfinite(bounds).all()):
-            return "It came from the scheduler's last step; what the components gave was finite."
-        return "Every component gave finite values; it came from the pipeline's own code."
-
-    def _give_up(self, case: _Case) -> NonFiniteError:
-        found = self._describe_start(case)
+    def _describe_error(self, case: _Case) -> NonFiniteError:
+        if case.culprit.kind == "input":
+            origin = self._find_origin()
+            said = self._describe_caller(case)
+            return NonFiniteError(origin.what, expected=said, remedy=origin.remedy)
+        found = case.culprit.describe(case.fault.door.component)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
         return self.watch.describe(case.fault, found)
@@ -428,22 +537,30 @@ class Guard:
     def _note(self, case: _Case, action: str, reason: str) -> None:
         fault, culprit = case.fault, case.culprit
         component = fault.door.component
-        is_named = culprit.kind not in ("input", "intermittent")
+        said = f"{self.watch.name_fault(fault)} {culprit.describe(component)}"
+        site = name_site(component, "" if culprit.kind == "intermittent" else culprit.path)
+        if culprit.kind == "input":
+            origin = self._find_origin()
+            site, said = origin.site, f"{origin.what} {self._describe_caller(case)}"
         repair = Repair(
             component=component,
-            site=name_site(component, culprit.path if is_named else ""),
+            site=site,
             kind=culprit.kind,
             step=fault.step,
-            evidence=f"{self.watch.name_fault(fault)} {self._describe_start(case)}".strip(),
+            evidence=said.strip(),
             action=action,
             reason=reason,
             tried=tuple(case.tried),
             replays=case.replays,
             elapsed_s=time.perf_counter() - case.begun,
         )
+        self._keep(repair)
+
+    def _keep(self, repair: Repair) -> None:
+        """In the record, and said once of its kind."""
         self._repairs.append(repair)
-        if (component, action) not in self._said:
-            self._said.add((component, action))
+        if (repair.component, repair.action) not in self._said:
+            self._said.add((repair.component, repair.action))
             self._announce(describe_repair(repair))
 
     def _has_bf16(self, door: Door, patient: Patient) -> bool:
@@ -469,6 +586,7 @@ def guard(
     maxima: bool = False,
     standing: Standing | None = None,
     carried: Carried | None = None,
+    frames: bool = True,
 ) -> Guard:
     """Guard every component call of a pipeline until the guard is removed.
 
@@ -488,6 +606,7 @@ def guard(
         maxima: note the largest magnitude of each block at each step, for `.record.maxima`.
         standing: the plan that the pipeline was loaded by, in place of `plan`.
         carried: what earlier guards found, put on from the start; what this one finds is added.
+        frames: report black, grey, frozen and noisy frames in what the pipeline returns.
 
     Returns:
         A context manager and handle: `.record`, `.repairs`, `.remove()`, and `.amend_plan()` for the
@@ -499,9 +618,11 @@ def guard(
         InputError: the journal belongs to another run, or is in use.
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
-    Cost: per call two operations and one host read; one operation more for each module that clamps
-        at the end of fp16, and with `maxima` for each output of a block. After a fault an
-        instrumented replay, and one run of the call for each repair that is tried.
+    Cost: per call of a component an operation for each floating argument, two for its outputs and
+        one host read; one operation more for each module that clamps at the end of fp16, and with
+        `maxima` for each output of a block. Per call of the pipeline a pass over its result, and one
+        host read for tensors. After a fault an instrumented replay, and one run of the call for each
+        repair that is tried.
     """
     if on_fault not in ON_FAULT:
         raise OptionError(
@@ -517,6 +638,7 @@ def guard(
         announce=announce,
         maxima=maxima,
         carried=carried,
+        frames=frames,
     )
     made.put_on(plan, journal, standing)
     return made

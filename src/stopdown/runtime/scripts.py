@@ -16,19 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
-from stopdown.media import find_frame_faults, to_uint8
+from stopdown.media import find_frame_findings
 from stopdown.patches import Patches
 from stopdown.pipelines.interception import intercept_runs
 from stopdown.records import Finding, GuardRecord, Plan
 from stopdown.runtime.carrying import Carried
 from stopdown.runtime.guarding import Guard, guard
 from stopdown.runtime.policy import OnFault
-
-_WHOLE_VIDEO = 4
-"""Dimensions of a video's array: frames, rows, columns, channels."""
+from stopdown.runtime.results import collect_videos
 
 
 @dataclass
@@ -69,7 +65,7 @@ class ScriptGuard:
         self._inside.add(id(pipe))
         try:
             with guarding:
-                output = call(*args, **kwargs)
+                output = guarding.run(call, args, kwargs)
                 self.plan = guarding.amend_plan() or self.plan
         except NonFiniteError as error:
             self.failed = True
@@ -96,7 +92,9 @@ class ScriptGuard:
         if self.plan is None:
             return None
         try:
-            return guard(pipe, self.plan, on_fault=self.on_fault, announce=self.announce)
+            return guard(
+                pipe, self.plan, on_fault=self.on_fault, announce=self.announce, frames=False
+            )
         except PlanError as error:
             name = type(pipe).__name__
             if name not in self._without_plan:
@@ -106,7 +104,13 @@ class ScriptGuard:
 
     def _guard_by_what_was_found(self, pipe: Any) -> Guard:
         """A guard with the repairs of earlier calls."""
-        made = guard(pipe, on_fault=self.on_fault, announce=self.announce, carried=self._carried)
+        made = guard(
+            pipe,
+            on_fault=self.on_fault,
+            announce=self.announce,
+            carried=self._carried,
+            frames=False,
+        )
         while self._carried.outdated:
             self.announce(
                 f"The weights of {self._carried.outdated.pop()} were changed since an earlier call "
@@ -124,43 +128,4 @@ class ScriptGuard:
     def _look(self, name: str, output: Any) -> None:
         for number, frames in enumerate(collect_videos(output)):
             site = f"{name}, call {len(self.runs)}, result {number + 1}"
-            self.findings += [
-                Finding(f"{fault.kind}-frames", site, fault.evidence, fault.remedy)
-                for fault in find_frame_faults(frames)
-            ]
-
-
-def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
-    """Videos and pictures in what a pipeline returned, each `[T, H, W, 3]` uint8.
-
-    Latents, and whatever else is no picture, are left out.
-    """
-    found = getattr(output, "frames", None)
-    if found is None:
-        found = getattr(output, "images", None)
-    if found is None and isinstance(output, tuple) and output:
-        found = output[0]
-    if found is None or len(found) == 0:
-        return []
-    if isinstance(found, list) and isinstance(found[0], list):
-        return [video for clip in found if (video := _stack(clip)) is not None]
-    whole = _stack(found)
-    if whole is None:
-        return []
-    return [*whole] if whole.ndim > _WHOLE_VIDEO else [whole[i : i + 1] for i in range(len(whole))]
-
-
-def _stack(pictures: Any) -> np.ndarray[Any, Any] | None:
-    """Pictures as one array of uint8 with colours last; None for anything else."""
-    try:
-        array = np.stack([np.asarray(picture) for picture in pictures])
-    except (TypeError, ValueError, RuntimeError):
-        return None
-    if array.ndim < _WHOLE_VIDEO or array.shape[-1] != 3:
-        return None
-    if array.dtype == np.uint8:
-        return array
-    if array.dtype.kind != "f":
-        return None
-    flat = array.reshape(-1, *array.shape[-3:])
-    return to_uint8(np.nan_to_num(flat, nan=0, posinf=0, neginf=0)).reshape(array.shape)
+            self.findings += find_frame_findings(frames, site)

@@ -33,12 +33,12 @@ class Notes:
     Attributes:
         clamping: path of a module that clamps at the end of fp16, and the bounds of its output.
         blocks: path and dtype of a block's output, and its bounds.
-        inputs: name and limit of an argument for which a plan's bounds hold, and its bounds.
+        inputs: name of an argument, the limit up to which a plan's bounds hold for it, and its bounds.
     """
 
     clamping: list[tuple[str, Bounds]] = field(default_factory=list)
     blocks: list[tuple[str, torch.dtype, Bounds]] = field(default_factory=list)
-    inputs: list[tuple[str, float, Bounds]] = field(default_factory=list)
+    inputs: list[tuple[str, float | None, Bounds]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Forget the call."""
@@ -55,10 +55,12 @@ class Notes:
     def note_inputs(
         self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
-        """Note the bounds of the arguments that have a limit; nothing is read."""
+        """Note the bounds of floating arguments, with the limit of those that have one; nothing is read."""
         for name, tensor in given:
-            if name in limits and _is_real(tensor) and not tensor.is_complex():
-                self.inputs.append((name, limits[name], _bound(tensor)))
+            is_floating = tensor.is_floating_point() and tensor.element_size() > 1
+            is_wanted = is_floating or (name in limits and not tensor.is_complex())
+            if is_wanted and _is_real(tensor) and not tensor.is_meta:
+                self.inputs.append((name, limits.get(name), _bound(tensor)))
 
 
 def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxima: bool) -> None:

@@ -8,8 +8,8 @@ the same transfer, and so are, when asked for, those of every block (`sensors`).
 run there, before the scheduler or a file has seen the value, unless someone who is asked (`answer`)
 gives a better output.
 
-**Catches** NaN and +-Inf in any floating tensor that a component returns; in fp16, values that a
-clamp at the end of the range brought back.
+**Catches** NaN and +-Inf in any floating tensor that a component returns or is called with; in fp16,
+values that a clamp at the end of the range brought back.
 **Does not catch** values that `nan_to_num` or a softmax inside the component made finite, or a result
 that is finite and wrong for another reason; the finished frames are looked at by
 `media.find_frame_faults`.
@@ -53,6 +53,8 @@ class Fault:
         step: of the run, from 0; None outside of denoising.
         clamped: the output is finite, and these modules clamped what was not: path to magnitude.
         call: what to call for the same call again.
+        inputs: arguments that were not finite.
+        is_good: the output is finite and nothing was clamped; it is the inputs that are not.
     """
 
     door: Door
@@ -63,6 +65,30 @@ class Fault:
     step: int | None
     clamped: tuple[str, ...]
     call: Call
+    inputs: tuple[str, ...] = ()
+    is_good: bool = False
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one call showed.
+
+    Attributes:
+        is_finite: no value that it returned is NaN or Inf.
+        clamped: modules that clamped what was not finite.
+        inputs: arguments that were not finite; a mask may hold -Inf.
+        is_seen: it returned tensors that could be looked at.
+    """
+
+    is_finite: bool = True
+    clamped: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    is_seen: bool = True
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what it returned can be gone on with."""
+        return self.is_finite and not self.clamped
 
 
 @dataclass
@@ -74,6 +100,7 @@ class _Tally:
     elapsed_s: float = 0.0
     precisions: tuple[str, ...] = ()
     non_finite: int = 0
+    unseen: int = 0
     notes: Notes = field(default_factory=Notes)
     patches: Patches = field(default_factory=Patches)
 
@@ -115,7 +142,10 @@ class Watch:
     steps_done: int = 0
     host_reads: int = 0
     last_step: Any = None
+    last_step_inputs: tuple[torch.Tensor, ...] = ()
     _patches: Patches = field(default_factory=Patches)
+    _scheduler: Any = None
+    _steps: Patches = field(default_factory=Patches)
     _tallies: dict[str, _Tally] = field(default_factory=dict)
     _notes: dict[int, Notes] = field(default_factory=dict)
     _maxima: dict[tuple[str, str, int | None, str], float] = field(default_factory=dict)
@@ -126,7 +156,7 @@ class Watch:
         try:
             for door in find_doors(self.pipe):
                 self.stand(door)
-            self._count_steps()
+            self.follow_scheduler()
         except BaseException:
             self._patches.undo()
             raise
@@ -134,7 +164,12 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._patches.undo()
-        self.last_step = None
+        self._scheduler = None
+        self.forget_step()
+
+    def forget_step(self) -> None:
+        """A new run: what an earlier one's scheduler gave says nothing about it."""
+        self.last_step, self.last_step_inputs = None, ()
 
     def stand(self, door: Door) -> None:
         """Stand at a door; at another of the same component no more."""
@@ -165,8 +200,19 @@ class Watch:
             if tally.calls
         )
 
+    def follow_scheduler(self) -> None:
+        """Count the steps of the pipeline's scheduler; of the one that it had before no more."""
+        scheduler = getattr(self.pipe, "scheduler", None)
+        if scheduler is self._scheduler:
+            return
+        self._steps.undo()
+        self._scheduler = scheduler
+        self._count_steps()
+        self._patches.defer(self._steps.undo)
+
     def _count_steps(self) -> None:
         def step(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.last_step_inputs = tuple(iterate_tensors((args, kwargs)))
             self.last_step = call(*args, **kwargs)
             self.steps_done += 1
             return self.last_step
@@ -176,10 +222,9 @@ class Watch:
             self.renew()
             return call(*args, **kwargs)
 
-        scheduler = getattr(self.pipe, "scheduler", None)
         for method, layer in (("step", step), ("set_timesteps", begin)):
-            if callable(getattr(scheduler, method, None)):
-                put_layer(scheduler, method, layer, self._patches)
+            if callable(getattr(self._scheduler, method, None)):
+                put_layer(self._scheduler, method, layer, self._steps)
 
     def _count_all_steps(self) -> int:
         """Steps of the run; fewer than the scheduler has when it starts from a picture or video."""
@@ -196,21 +241,22 @@ class Watch:
             found = read_precisions(find_module(door))
             tally.precisions = tuple(name_dtype(dtype) for dtype in found)
         tally.notes.clear()
-        if limits := self._limits.get(door.component):
-            names = find_argument_names(door)
-            tally.notes.note_inputs(limits, name_inputs(args, kwargs, names))
+        given = name_inputs(args, kwargs, find_argument_names(door))
+        tally.notes.note_inputs(self._limits.get(door.component, {}), given)
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
         tally.calls += 1
         tally.elapsed_s += returned - called
-        is_good, clamped = self.look(door, output)
-        if not is_good:
-            tally.non_finite += 1
-            fault = Fault(
-                door, args, kwargs, output, _most(tally), self._find_step(door), clamped, call
-            )
-            output = self._answer(fault)
+        seen = self.look(door, output)
+        tally.unseen += not seen.is_seen
+        tally.non_finite += not seen.is_good
+        if seen.inputs or not seen.is_good:
+            step, precision = self._find_step(door), _most(tally)
+            output = self._answer(
+                Fault(door, args, kwargs, output, precision, step, seen.clamped, call,
+                      seen.inputs, seen.is_good)
+            )  # fmt: skip
         if self.observer is not None:
             self.observer(door.component, door.stage, self.steps_done, self._count_all_steps())
         self.own_s += (called - entered) + (time.perf_counter() - returned)
@@ -221,8 +267,8 @@ class Watch:
             raise self.describe(fault)
         return self.answer(fault)
 
-    def look(self, door: Door, output: Any) -> tuple[bool, tuple[str, ...]]:
-        """Whether a call's output is finite and nothing was clamped, and the modules that clamped.
+    def look(self, door: Door, output: Any) -> Look:
+        """What a call's output and arguments are like.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
@@ -230,11 +276,11 @@ class Watch:
         outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
         bounds = bound_values(outputs, notes.bounds)
         if bounds is None:
-            return True, ()
+            return Look(is_seen=False)
         self.host_reads += 1
         values = bounds.tolist()
-        ends = [max(-low, high) for low, high in zip(values[::2], values[1::2], strict=True)]
-        inside = ends[len(outputs) :]
+        pairs = list(zip(values[::2], values[1::2], strict=True))
+        inside = [max(-low, high) for low, high in pairs[len(outputs) :]]
         is_finite = all(map(math.isfinite, values[: 2 * len(outputs)]))
         clamped = tuple(
             path
@@ -244,8 +290,14 @@ class Watch:
         rest = inside[len(notes.clamping) :]
         self._note_maxima(door, notes, rest[: len(notes.blocks)])
         self._note_beyond(door, notes, rest[len(notes.blocks) :])
+        given = pairs[len(pairs) - len(notes.inputs) :]
+        spoilt = [
+            name
+            for (name, *_), (low, high) in zip(notes.inputs, given, strict=True)
+            if _is_spoilt(name, low, high)
+        ]
         notes.clear()
-        return is_finite and not clamped, clamped
+        return Look(is_finite, clamped, tuple(dict.fromkeys(spoilt)), bool(outputs))
 
     def _note_maxima(self, door: Door, notes: Notes, ends: list[float]) -> None:
         """Keep the largest magnitude of each block in this step; NaN and Inf count as infinite."""
@@ -272,7 +324,7 @@ class Watch:
     def _note_beyond(self, door: Door, notes: Notes, ends: list[float]) -> None:
         """Count the calls that a certificate does not cover; NaN is beyond every limit."""
         for (name, limit, _), end in zip(notes.inputs, ends, strict=True):
-            if end <= limit:
+            if limit is None or end <= limit:
                 continue
             seen = self._beyond.setdefault((door.component, name), _Beyond(limit))
             seen.calls, seen.largest = seen.calls + 1, max(seen.largest, end)
@@ -308,6 +360,20 @@ class Watch:
             if find_module(tally.door) is module and tally.precisions:
                 tally.precisions = tuple(dict.fromkeys((*precisions, *tally.precisions)))
 
+    def name_last_step(self) -> str:
+        """` at step 2 of 2`: the scheduler's last one; "" before the first."""
+        total = self._count_all_steps()
+        return f" at step {self.steps_done} of {total}" if self.steps_done and total else ""
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Components that returned nothing that could be looked at, each as a sentence."""
+        return tuple(
+            f"No tensor could be looked at in what `{tally.door.component}` gave."
+            for tally in self._tallies.values()
+            if tally.unseen
+        )
+
     def _find_step(self, door: Door) -> int | None:
         return self.steps_done if door.stage == "denoise" else None
 
@@ -340,7 +406,7 @@ class Watch:
         nan, infinite = (sum(column) for column in zip(*counts, strict=True))
         total = sum(tensor.numel() for tensor in outputs)
         return (
-            f"`{fault.door.component}` gave {_name_counts(nan, infinite)} in {total} values"
+            f"`{fault.door.component}` gave {name_counts(nan, infinite)} in {total} values"
             f"{_describe_part(fault)}{place}"
         )
 
@@ -379,7 +445,15 @@ def _most(tally: _Tally) -> str:
     return tally.precisions[0] if tally.precisions else "fp32"
 
 
-def _name_counts(nan: int, infinite: int) -> str:
+def _is_spoilt(name: str, low: float, high: float) -> bool:
+    """Whether an argument holds what is not finite; -Inf in a mask is what masks are made of."""
+    if "mask" in name or "bias" in name:
+        return math.isnan(low) or high == math.inf
+    return not (math.isfinite(low) and math.isfinite(high))
+
+
+def name_counts(nan: int, infinite: int) -> str:
+    """`3 NaN and 1 Inf`."""
     parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count]
     return " and ".join(parts)
 
