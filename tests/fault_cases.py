@@ -23,8 +23,9 @@ from stopdown.formats import FORMATS
 from stopdown.pipelines.components import find_doors
 from stopdown.pipelines.doors import find_module
 from stopdown.records import Repair
+from stopdown.runtime import guarding
 from stopdown.runtime.guarding import guard
-from stopdown.runtime.watch import Watch
+from stopdown.runtime.watch import Look, Watch
 
 STEPS = 3
 NOISE_LEVEL = 5e-3
@@ -220,11 +221,14 @@ def _find_site(pipe: Any, case: Case) -> str:
     return testing.find_first_layer(find_module(door), case.component)
 
 
-def asleep(wanted: bool) -> Any:
-    """The detector switched off: whatever is looked at is good."""
-    if not wanted:
-        return contextlib.nullcontext()
-    return mock.patch.object(Watch, "look", return_value=(True, ()))
+@contextlib.contextmanager
+def asleep(wanted: bool) -> Iterator[None]:
+    """The detectors switched off: whatever is looked at is good."""
+    with contextlib.ExitStack() as stack:
+        if wanted:
+            stack.enter_context(mock.patch.object(Watch, "look", return_value=Look()))
+            stack.enter_context(mock.patch.object(guarding, "count_bad", return_value=(0, 0, 0)))
+        yield
 
 
 def check(case: Case, outcome: Outcome) -> None:
