@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")  # no example fails because a machine is slow or busy
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -15,6 +21,61 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+BF16_FLAGS = frozenset({"avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"})
+FP16_FLAGS = BF16_FLAGS | {"avx512_fp16", "amx_bf16"}
+PROCESSORS = {
+    "bf16": (BF16_FLAGS, {"fp32": 1.0, "bf16": 0.8, "fp16": 20.0}),
+    "fp16": (FP16_FLAGS, {"fp32": 1.0, "bf16": 0.2, "fp16": 0.2}),
+    "plain": (frozenset[str](), {"fp32": 1.0, "bf16": 20.0, "fp16": 20.0}),
+}
+"""Kinds of processors by the 16-bit formats that they compute in: flags, and times over those of fp32."""
+
+UsesProcessor = Callable[[pytest.MonkeyPatch, str], None]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def put_processor() -> Iterator[UsesProcessor]:
+    """What is decided by a CPU's formats is decided for one with bf16 and without fp16, wherever it runs.
+
+    The fixture itself puts another one in its place: `this` is the machine's own.
+    """
+    from stopdown import environment, profiles
+    from stopdown.environment import Device, Timing
+
+    flags, times = environment.read_cpu_flags, environment._time_formats
+
+    def put(patch: pytest.MonkeyPatch, name: str) -> None:
+        def read() -> frozenset[str]:
+            return flags() if name == "this" else PROCESSORS[name][0]
+
+        def measure(device: Device) -> dict[str, Timing]:
+            if name == "this" or device.type != "cpu":
+                return times(device)
+            return {key: Timing(value, value) for key, value in PROCESSORS[name][1].items()}
+
+        patch.setattr(environment, "read_cpu_flags", read)
+        patch.setattr(profiles, "read_cpu_flags", read)
+        patch.setattr(environment, "_time_formats", measure)
+        environment._probe_once.cache_clear()
+
+    with pytest.MonkeyPatch.context() as patch:
+        put(patch, "bf16")
+        yield put
+
+
+@pytest.fixture
+def processor(
+    request: pytest.FixtureRequest, put_processor: UsesProcessor, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """A processor of the kind that the test names by `parametrize(..., indirect=True)`: `this` by default."""
+    from stopdown import environment
+
+    name = getattr(request, "param", "this")
+    put_processor(monkeypatch, name)
+    yield name
+    environment._probe_once.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -43,10 +44,18 @@ from stopdown.environment import (
 from stopdown.errors import OptionError
 from stopdown.formats import name_dtype
 
+pytestmark = pytest.mark.usefixtures("processor")
+
 CPU = Device("cpu", 0, "a CPU", None, 2**34)
 MPS = Device("mps", 0, "Apple M2", None, 2**34)
 V100 = Device("cuda", 0, "Tesla V100", (7, 0), 2**34)
 T4 = Device("cuda", 1, "Tesla T4", (7, 5), 2**34)
+
+
+def test_no_property_has_a_deadline() -> None:
+    """An example may take any time: what is slow on a busy machine is no fault."""
+    assert hypothesis.settings().deadline is None
+    assert hypothesis.HealthCheck.too_slow in hypothesis.settings().suppress_health_check
 
 
 # Settings

@@ -647,8 +647,8 @@ def test_the_cheapest_in_time_comes_first(rehearsed_sd: Rehearsal) -> None:
 def test_the_speed_of_this_machine_is_timed() -> None:
     """A product and a copy give rates above nothing, and the reason names both."""
     found = measure_speed(choose_device("cpu"), {"fp32"})
-    assert found.flops_per_s > 1e6
-    assert found.link_bytes_per_s > 1e6
+    assert found.flops_per_s > 0
+    assert found.link_bytes_per_s > 0
     assert re.fullmatch(r"\S+ TFLOPS in fp32 and \S+ GB/s, timed here\.", found.reason)
 
 
