@@ -69,7 +69,7 @@ def put_processor() -> Iterator[UsesProcessor]:
 def processor(
     request: pytest.FixtureRequest, put_processor: UsesProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[str]:
-    """A processor of the kind that the test names by `parametrize(..., indirect=True)`: `this` by default."""
+    """A processor of the kind that a test names by `parametrize(..., indirect=True)`; else its own."""
     from stopdown import environment
 
     name = getattr(request, "param", "this")

@@ -527,8 +527,8 @@ def test_a_single_file_runs_with_its_configs(
     record = generate(options)
     assert record.pipeline == "StableDiffusionPipeline"
     assert {d.component: (d.precision, d.stored) for d in record.decisions} == {
-        "vae.encode": (decided, "fp16"),
-        "vae.decode": (decided, "fp16"),
+        "vae.encode": ("fp32", "fp16"),  # its config says force_upcast
+        "vae.decode": ("fp32", "fp16"),
         "text_encoder": (decided, "fp16"),
         "unet": (decided, "fp16"),
     }
