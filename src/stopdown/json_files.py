@@ -107,7 +107,7 @@ def parse_json(content: bytes, *, allows_infinity: bool = False) -> Any:
 
     try:
         found = json.loads(
-            content.decode("utf-8-sig"),
+            content.decode(),
             parse_constant=refuse_constant,
             parse_int=_parse_integer,
             parse_float=parse_real,

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from attacks.runner import MIB, Attack, copy_tiny, run_attack
 from stopdown.planning.plan_files import seal_plan, write_plan
@@ -372,7 +375,13 @@ COUNTS = grow_rows(
         for file, field, value, said in (
             (DENOISER, "num_layers", 10**9, "num_layers = 1e+09"),
             (DENOISER, "num_layers", 1e9, "num_layers = 1e+09"),
-            (DENOISER, "num_layers", -(10**9), "num_layers = -1e+09"),
+            (DENOISER, "num_layers", -1, "num_layers = -1"),
+            (ENCODER, "num_layers", -1, "num_layers = -1"),
+            (DENOISER, "patch_size", 0, "patch_size = 0"),
+            (DENOISER, "sample_height", 0, "sample_height = 0"),
+            (SCHEDULER, "num_train_timesteps", 0, "num_train_timesteps = 0"),
+            (SCHEDULER, "beta_end", float("inf"), "beta_end = inf"),
+            (TOKENS, "extra_ids", -1, "extra_ids = -1"),
             (DENOISER, "sample_height", 10**9, "sample_height = 1e+09"),
             (DENOISER, "sample_frames", 10**9, "sample_frames = 1e+09"),
             (ENCODER, "num_layers", 10**9, "num_layers = 1e+09"),
@@ -395,7 +404,534 @@ COUNTS = grow_rows(
     ALL,
 )
 
-EVERY = [*CLASSES, *CODE, *ADAPTERS, *COUNTS]
+# Weights: headers, shards, dtypes, and configurations that they do not fit.
+
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+ENCODER_WEIGHTS = "text_encoder/model.safetensors"
+DAMAGED = f"The weights MODEL/{WEIGHTS} are damaged or cut off: "
+
+
+def read_parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The header of a safetensors file, and its values."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def write_parts(path: Path, header: str | bytes, values: bytes) -> None:
+    text = header if isinstance(header, bytes) else header.encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + values)
+
+
+def change_header(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """Another header for the weights of the denoiser, over the same values."""
+
+    def damage(model: Path) -> None:
+        header, values = read_parts(model / WEIGHTS)
+        change(header)
+        write_parts(model / WEIGHTS, json.dumps(header), values)
+
+    return damage
+
+
+def change_entry(**entries: Any) -> Damage:
+    return change_header(lambda header: header["proj_out.bias"].update(entries))
+
+
+def swap_header(text: str | bytes) -> Damage:
+    return lambda model: write_parts(model / WEIGHTS, text, b"")
+
+
+def in_place(make: Callable[[Path], object], file: str = WEIGHTS) -> Damage:
+    return lambda model: replace(make)(model / file)
+
+
+ENTRY = "its header does not describe the tensor 'proj_out.bias'"
+HEADER = "its header cannot be read as JSON: "
+HEADERS = grow_rows(
+    [
+        (name, damage, DAMAGED + said)
+        for name, damage, said in (
+            ("an empty file", in_place(Path.touch), "it has 0 bytes"),
+            ("a short file", in_place(lambda path: path.write_bytes(b"1234567")), "it has 7 bytes"),
+            (
+                "a file of text",
+                in_place(lambda path: path.write_bytes(b"version https://git-lfs")),
+                "it does not begin",
+            ),
+            (
+                "a header too long",
+                in_place(lambda path: path.write_bytes(b"\xff" * 64)),
+                "it does not begin",
+            ),
+            (
+                "a header cut off",
+                in_place(lambda path: path.write_bytes(struct.pack("<Q", 900) + b"{}")),
+                "its header needs 900",
+            ),
+            ("a header that is a list", swap_header("[]"), "its header is not a table"),
+            ("a header that is no JSON", swap_header("{"), HEADER + "it is not JSON"),
+            ("a deep header", swap_header("[" * 100_000), HEADER + "it is nested deeper than 64"),
+            ("a header in Latin-1", swap_header(b'{"\xe9": 1}'), HEADER + "it is not UTF-8"),
+            ("a header with NaN", swap_header('{"a": NaN}'), HEADER + "it holds the number NaN"),
+            (
+                "a header with Infinity",
+                change_entry(data_offsets=[0, float("inf")]),
+                HEADER + "it holds the number Infinity",
+            ),
+            (
+                "a header with 5000 digits",
+                swap_header('{"a": %s}' % ("9" * 5000)),
+                HEADER + "it holds an integer of 5000",
+            ),
+            (
+                "a header with 1e999",
+                swap_header(
+                    '{"proj_out.bias": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}'
+                ),
+                HEADER + "it holds the number 1e999",
+            ),
+            (
+                "an entry that is text",
+                change_header(lambda header: header.update({"proj_out.bias": "F32"})),
+                ENTRY,
+            ),
+            (
+                "an entry without a shape",
+                change_header(lambda header: header["proj_out.bias"].pop("shape")),
+                ENTRY,
+            ),
+            ("a shape that is text", change_entry(shape="16"), ENTRY),
+            ("a shape below 0", change_entry(shape=[-16]), ENTRY),
+            ("a shape of floats", change_entry(shape=[16.0]), ENTRY),
+            ("a shape of digits as text", change_entry(shape=["16"]), ENTRY),
+            ("a shape of truth", change_entry(shape=[True]), ENTRY),
+            ("a shape beyond 64 bits", change_entry(shape=[2**64]), ENTRY),
+            ("a shape of 100 sizes", change_entry(shape=[1] * 100), ENTRY),
+            (
+                "a shape whose product is huge",
+                change_entry(shape=[2**62] * 64),
+                "the tensor 'proj_out.bias' takes",
+            ),
+            ("three offsets", change_entry(data_offsets=[0, 1, 2]), ENTRY),
+            ("offsets below 0", change_entry(data_offsets=[-4, 0]), ENTRY),
+            (
+                "offsets that go back",
+                change_entry(data_offsets=[64, 0]),
+                "the tensor 'proj_out.bias' takes",
+            ),
+            (
+                "offsets that overlap",
+                change_entry(data_offsets=[0, 32]),
+                "its tensors overlap or leave a gap",
+            ),
+            ("a dtype that is a number", change_entry(dtype=7), ENTRY),
+            ("a dtype that is a sentence", change_entry(dtype="F32; rm -rf"), ENTRY),
+            (
+                "metadata that is a list",
+                change_header(lambda header: header.update(__metadata__=[])),
+                "its metadata is not a table of texts",
+            ),
+            (
+                "metadata with numbers",
+                change_header(lambda header: header.update(__metadata__={"a": 1})),
+                "its metadata is not",
+            ),
+            (
+                "values cut off",
+                lambda model: os.truncate(model / WEIGHTS, 9000),
+                "its values should take",
+            ),
+            (
+                "values too many",
+                lambda model: os.truncate(model / WEIGHTS, 10 * MIB),
+                "its values should take",
+            ),
+            ("a pipe as weights", in_place(os.mkfifo), HEADER + "it is not a regular file"),
+            ("a folder as weights", in_place(Path.mkdir), HEADER + "it cannot be opened"),
+            (
+                "weights that link to themselves",
+                in_place(lambda path: path.symlink_to(path.name)),
+                HEADER + "it cannot be opened: Too many levels",
+            ),
+            (
+                "weights that link to nothing",
+                in_place(lambda path: path.symlink_to("none")),
+                HEADER + "it cannot be opened: No such file",
+            ),
+        )
+    ],
+    ("generate", "convert"),
+)
+
+
+def shard(model: Path) -> dict[str, Any]:
+    """Take the denoiser's weights apart into two shards; their index."""
+    tensors = load_file(model / WEIGHTS)
+    (model / WEIGHTS).unlink()
+    halves = sorted(tensors)[::2], sorted(tensors)[1::2]
+    names = [f"diffusion_pytorch_model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for name, half in zip(names, halves, strict=True):
+        save_file({key: tensors[key] for key in half}, model / "transformer" / name)
+    places = {key: name for name, half in zip(names, halves, strict=True) for key in half}
+    return {"metadata": {"total_size": 1}, "weight_map": places}
+
+
+def index_as(change: Callable[[dict[str, Any]], object]) -> Damage:
+    """A sharded denoiser whose index is changed; a text in place of it is written as it is."""
+
+    def damage(model: Path) -> None:
+        index = shard(model)
+        text = change(index)
+        written = text if isinstance(text, str) else json.dumps(index)
+        (model / f"{WEIGHTS}.index.json").write_text(written)
+
+    return damage
+
+
+def point(shard_name: Any) -> Damage:
+    return index_as(lambda index: index["weight_map"].update({"proj_out.bias": shard_name}))
+
+
+INDEX_DAMAGED = f"MODEL/{WEIGHTS}.index.json is damaged: it "
+SHARDS = grow_rows(
+    [
+        (name, damage, INDEX_DAMAGED + said)
+        for name, damage, said in (
+            (
+                "a shard above",
+                point("../../secret.safetensors"),
+                "names the file '../../secret.safetensors', which",
+            ),
+            (
+                "a shard by an absolute path",
+                point("/etc/shadow"),
+                "names the file '/etc/shadow', which is no shard",
+            ),
+            (
+                "a shard of another name",
+                point("evil.safetensors"),
+                "names the file 'evil.safetensors', which",
+            ),
+            (
+                "a pickle as shard",
+                point("pytorch_model.bin"),
+                "names the file 'pytorch_model.bin', which",
+            ),
+            (
+                "a shard in a folder",
+                point("a/model.safetensors"),
+                "names the file 'a/model.safetensors'",
+            ),
+            ("a number as shard", point(5), "names the file '5', which is no shard"),
+            (
+                "a list as shard",
+                point(["model.safetensors"]),
+                "names the file \"['model.safetensors']\"",
+            ),
+            ("no shard", point(None), "names the file 'None', which is no shard"),
+            (
+                "a map that is a list",
+                index_as(lambda index: index.update(weight_map=[])),
+                "cannot be read as an index",
+            ),
+            (
+                "no map",
+                index_as(lambda index: index.pop("weight_map")),
+                "cannot be read as an index of shards",
+            ),
+            (
+                "an index that is a list",
+                index_as(lambda _: "[]"),
+                "cannot be read as an index of shards: it holds a list",
+            ),
+            (
+                "a deep index",
+                index_as(lambda _: "[" * 100_000),
+                "cannot be read as an index of shards: it is nested",
+            ),
+            (
+                "an index with NaN",
+                index_as(lambda _: '{"a": NaN}'),
+                "cannot be read as an index of shards: it holds",
+            ),
+        )
+    ],
+    ("generate", "convert"),
+) + grow_rows(
+    [
+        (
+            "a shard that is missing",
+            lambda model: (
+                index_as(lambda _: None)(model),
+                (
+                    model / "transformer" / "diffusion_pytorch_model-00002-of-00002.safetensors"
+                ).unlink(),
+            ),
+            "MODEL/transformer lacks diffusion_pytorch_model-00002-of-00002.safetensors.",
+        ),
+        (
+            "a tensor that no shard has",
+            index_as(
+                lambda index: index["weight_map"].update(
+                    {"more": "diffusion_pytorch_model-00001-of-00002.safetensors"}
+                )
+            ),
+            "MODEL/transformer lacks the tensor 'more' of diffusion",
+        ),
+    ],
+    ("generate", "convert"),
+)
+
+
+def store_as(dtype: torch.dtype, name: str, file: str = WEIGHTS) -> Damage:
+    """One tensor stored in another dtype."""
+
+    def damage(model: Path) -> None:
+        tensors = load_file(model / file)
+        tensors[name] = tensors[name].to(dtype)
+        save_file(tensors, model / file, {"format": "pt"})
+
+    return damage
+
+
+def add_tensor(name: str, file: str = WEIGHTS) -> Damage:
+    def damage(model: Path) -> None:
+        tensors = {**load_file(model / file), name: torch.ones(4)}
+        save_file(tensors, model / file, {"format": "pt"})
+
+    return damage
+
+
+def misfit(component: str) -> str:
+    return f"The weights in MODEL/{component} do not fit their model: "
+
+
+MISFITS = grow_rows(
+    [
+        (name, damage, misfit(component) + said)
+        for name, component, damage, said in (
+            (
+                "a denoiser of 0 layers",
+                "transformer",
+                fields(DENOISER, num_layers=0),
+                "the model has no place for transformer_blocks.0.",
+            ),
+            (
+                "a denoiser of 1 layer",
+                "transformer",
+                fields(DENOISER, num_layers=1),
+                "the model has no place for transformer_blocks.1.",
+            ),
+            (
+                "a denoiser of 3 layers",
+                "transformer",
+                fields(DENOISER, num_layers=3),
+                "they lack transformer_blocks.2.",
+            ),
+            (
+                "an encoder of 1 layer",
+                "text_encoder",
+                fields(ENCODER, num_layers=1),
+                "the model has no place for encoder.block.1.",
+            ),
+            (
+                "a vae of fewer layers",
+                "vae",
+                fields(VAE, layers_per_block=0),
+                "the model has no place for",
+            ),
+            (
+                "a denoiser's tensor too many",
+                "transformer",
+                add_tensor("more.weight"),
+                "the model has no place for more.weight",
+            ),
+            (
+                "an encoder's tensor too many",
+                "text_encoder",
+                add_tensor("more.weight", ENCODER_WEIGHTS),
+                "the model has no place for more.weight",
+            ),
+            (
+                "int16 in a denoiser",
+                "transformer",
+                store_as(torch.int16, "proj_out.weight"),
+                "proj_out.weight is stored as int16.",
+            ),
+            (
+                "int8 in a denoiser",
+                "transformer",
+                store_as(torch.int8, "proj_out.weight"),
+                "proj_out.weight is stored as int8.",
+            ),
+            (
+                "bool in a denoiser",
+                "transformer",
+                store_as(torch.bool, "proj_out.weight"),
+                "proj_out.weight is stored as bool.",
+            ),
+            (
+                "int16 in an encoder",
+                "text_encoder",
+                store_as(torch.int16, "shared.weight", ENCODER_WEIGHTS),
+                "shared.weight is stored as int16.",
+            ),
+        )
+    ],
+    ("generate", "plan"),
+) + grow_rows(
+    [
+        (
+            "a million heads",
+            fields(DENOISER, num_attention_heads=10**6),
+            "A configuration describes 256000000 values",
+        ),
+        (
+            "a vocabulary of 10**9",
+            fields(ENCODER, vocab_size=10**9),
+            "A configuration describes 32000000000 values",
+        ),
+        (
+            "patches as text",
+            fields(DENOISER, patch_size="big"),
+            "The configurations of the model give no sizes: ",
+        ),
+        (
+            "a ratio as text",
+            fields(VAE, temporal_compression_ratio="four"),
+            "The configurations of the model give no sizes: ",
+        ),
+    ],
+    ("generate",),
+)
+
+UNBUILDABLE = [
+    row
+    for name, component, class_name, damage in (
+        (
+            "layers as text",
+            "transformer",
+            "CogVideoXTransformer3DModel",
+            fields(DENOISER, num_layers="2"),
+        ),
+        (
+            "layers as a list",
+            "transformer",
+            "CogVideoXTransformer3DModel",
+            fields(DENOISER, num_layers=[]),
+        ),
+        (
+            "no layers",
+            "transformer",
+            "CogVideoXTransformer3DModel",
+            fields(DENOISER, num_layers=None),
+        ),
+        (
+            "widths of 10**18",
+            "transformer",
+            "CogVideoXTransformer3DModel",
+            fields(DENOISER, attention_head_dim=10**18),
+        ),
+        (
+            "an activation that is code",
+            "transformer",
+            "CogVideoXTransformer3DModel",
+            fields(DENOISER, activation_fn="__import__('os')"),
+        ),
+        (
+            "a vocabulary as text",
+            "text_encoder",
+            "T5EncoderModel",
+            fields(ENCODER, vocab_size="all"),
+        ),
+        (
+            "blocks of no kind",
+            "vae",
+            "AutoencoderKLCogVideoX",
+            fields(VAE, down_block_types=["os.system"] * 4),
+        ),
+        ("no blocks", "vae", "AutoencoderKLCogVideoX", fields(VAE, block_out_channels=[])),
+        ("groups of 0", "vae", "AutoencoderKLCogVideoX", fields(VAE, norm_num_groups=0)),
+        (
+            "a ratio of 0",
+            "vae",
+            "AutoencoderKLCogVideoX",
+            fields(VAE, temporal_compression_ratio=0),
+        ),
+    )
+    for row in (
+        *grow_rows([(name, damage, misfit(component))], ("generate", "plan")),
+        make_row(
+            name, "check", damage, f"{class_name} could not be built from MODEL/{component}: "
+        ),
+    )
+]
+
+PIPELINE = "CogVideoXPipeline could not be built from MODEL: "
+SIDES = [
+    row
+    for name, damage, said in (
+        (
+            "a schedule of no kind",
+            fields(SCHEDULER, beta_schedule="os.system"),
+            "os.system is not implemented",
+        ),
+        ("a schedule as text", fields(SCHEDULER, num_train_timesteps="many"), "linspace()"),
+        ("betas as text", fields(SCHEDULER, beta_start="low"), "unsupported operand"),
+    )
+    for row in (
+        *grow_rows([(name, damage, PIPELINE + said)], ("generate", "plan")),
+        make_row(
+            name,
+            "check",
+            damage,
+            f"CogVideoXDDIMScheduler could not be built from MODEL/scheduler: {said}",
+        ),
+    )
+] + grow_rows(
+    [
+        ("ids as text", fields(TOKENS, extra_ids="many"), PIPELINE),
+        ("a vocabulary cut off", fields("tokenizer/tokenizer.json", model={}), PIPELINE),
+        (
+            "a pre-tokenizer of no kind",
+            fields("tokenizer/tokenizer.json", pre_tokenizer={"type": "os"}),
+            PIPELINE,
+        ),
+    ],
+    ("generate", "plan"),
+)
+
+NEEDS = "needs a library that is not here: "
+QUANTISED = grow_rows(
+    [
+        (f"{file} quantised by {value!r:.40}", fields(file, quantization_config=value), said)
+        for file, class_name, methods in (
+            (ENCODER, "T5EncoderModel", ("bitsandbytes", "gptq", "awq", "quanto")),
+            (DENOISER, "CogVideoXTransformer3DModel", ("bitsandbytes", "quanto")),
+        )
+        for method in methods
+        for value in [
+            {"quant_method": method, "load_in_4bit": True, "bits": 4, "weights_dtype": "int8"}
+        ]
+        for said in [f"{class_name} in MODEL/{file.partition('/')[0]} {NEEDS}"]
+    ]
+    + [
+        (
+            f"{file} quantised by {value!r}",
+            fields(file, quantization_config=value),
+            misfit(component),
+        )
+        for file, component in ((ENCODER, "text_encoder"), (DENOISER, "transformer"))
+        for value in ({}, 5, [])
+    ],
+    ("generate", "plan"),
+)
+
+EVERY = [
+    *(*CLASSES, *CODE, *ADAPTERS, *COUNTS),
+    *(*HEADERS, *SHARDS, *MISFITS, *UNBUILDABLE, *SIDES, *QUANTISED),
+]
 
 
 @pytest.mark.parametrize("row", EVERY[::3], ids=lambda row: row.name)

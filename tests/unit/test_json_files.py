@@ -58,6 +58,7 @@ def test_whatever_the_bytes_are_there_is_one_exception(content: bytes) -> None:
     [
         (b"", "it is not JSON at line 1, column 1: Expecting value"),
         (b'{"a": 1,\n}', "it is not JSON at line 2, column 1: Expecting property name"),
+        ("\ufeff{}".encode(), "it is not JSON at line 1, column 1: Unexpected UTF-8 BOM"),
         (b"\xff{}", "it is not UTF-8 at byte 0"),
         (b'{"a": NaN}', "it holds the number NaN"),
         (b'{"a": -Infinity}', "it holds the number -Infinity"),
@@ -113,5 +114,5 @@ def test_a_list_is_no_table(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(UnreadableError, match="it holds a list and not a table"):
         read_json_table(path)
-    path.write_text('\ufeff{"a": 1}', encoding="utf-8")
+    path.write_text('{"a": 1}')
     assert read_json_table(path) == {"a": 1}

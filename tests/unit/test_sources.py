@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from stopdown import testing
 from stopdown.errors import SourceError
 from stopdown.pipelines import sources
-from stopdown.pipelines.headers import choose_weights, find_weights
+from stopdown.pipelines.headers import StoredTensor, choose_weights, find_weights
 from stopdown.pipelines.hub import choose_files
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loading import limited_building, load_pipeline
 from stopdown.pipelines.sources import (
     fingerprint,
     read_stored_dtypes,
@@ -613,3 +613,36 @@ def test_a_single_file_for_a_class_that_has_no_such_form(folder: Path) -> None:
     assert read_error(
         lambda: load_pipeline(source, torch_dtypes=torch.float32, config=folder)
     ).startswith("Diffusers cannot make a CogVideoXPipeline from a single file.")
+
+
+def test_the_fingerprint_holds_what_configs_say(folder: Path) -> None:
+    """A config that says something else is another checkpoint; another version that saved it is not."""
+    before = fingerprint(resolve_source(folder))
+    edit_json(folder / "vae" / "config.json", _diffusers_version="0.99", torch_dtype="float16")
+    assert fingerprint(resolve_source(folder)) == before
+    edit_json(folder / "vae" / "config.json", scaling_factor=0.8)
+    assert fingerprint(resolve_source(folder)) != before
+
+
+def test_a_buffer_that_older_versions_stored_is_no_misfit(tmp_path: Path) -> None:
+    """CLIP's position_ids are computed now, and are still in published files."""
+    folder = testing.save_pipeline("sd", tmp_path / "sd")
+    path = folder / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
+    save_file(tensors, path, {"format": "pt"})
+    load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+
+
+def test_a_model_is_not_built_beyond_its_weights() -> None:
+    """Parts and values are counted while a component is built, and no longer afterwards."""
+    few = [StoredTensor("fp32", (4,), 16)]
+    with limited_building(few):
+        torch.nn.Linear(1024, 1024)
+    with pytest.raises(SourceError, match="A configuration describes 17179869184 values, found in"):  # noqa: SIM117
+        with limited_building(few), torch.device("meta"):
+            torch.nn.Linear(2**17, 2**17)
+    with pytest.raises(SourceError, match="describes more than 200000 parts, found in Sequential"):  # noqa: SIM117
+        with limited_building():
+            torch.nn.Sequential(*[torch.nn.Identity()] * 200_001)
+    torch.nn.Sequential(*[torch.nn.Identity()] * 200_001)

@@ -33,14 +33,16 @@ LIMITS = (
     # built one by one, in Python
     (
         re.compile(r"(^|_)layers(_per_block)?$|_blocks$|^n_layers?$|^depths?$|_depths?$|_experts$"),
-        1000,
+        (0, 1000),
     ),
-    (re.compile(r"^extra_ids$"), 10_000),
+    (re.compile(r"^extra_ids$"), (0, 10_000)),
     # tables of one row each, made when the object is
-    (re.compile(r"^num_train_timesteps$"), 1_000_000),
-    (re.compile(r"^(sample|pos_embed_max)_(size|height|width|frames|length)$"), 2**16),
+    (re.compile(r"^num_train_timesteps$"), (1, 1_000_000)),
+    (re.compile(r"^(sample|pos_embed_max)_(size|height|width|frames|length)$"), (1, 2**16)),
+    # divisors of sizes
+    (re.compile(r"^patch_size(_t)?$"), (1, 2**10)),
 )
-"""Name of a field, and the largest number that it may hold; the first that fits a name counts.
+"""Name of a field, with the least and the most that it may hold; the first that fits a name counts.
 
 Published models stay far below: 120 layers, 100 extra ids, 1000 timesteps, sides of 1024 latents.
 """
@@ -50,6 +52,8 @@ MOST_POSITIONS = 2**26
 
 _CODE = ("trust_remote_code", "custom_pipeline", "custom_pipelines")
 _DIVISORS = ("scaling_factor",)
+_INFINITE = ("lambda_min_clipped", "s_tmax", "time_step_limit")
+"""Fields of schedulers and models whose default in Diffusers or Transformers is infinite."""
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -98,13 +102,15 @@ def find_excess(content: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _judge(path: str, key: str, value: Any) -> Iterator[tuple[str, str]]:
-    most = next((most for name, most in LIMITS if name.search(key)), math.inf)
+    limits = next((limits for name, limits in LIMITS if name.search(key)), (-math.inf, math.inf))
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, bool) or not isinstance(number, (int, float)):
             continue
-        if abs(number) > most:
-            yield f"{path} = {number:.6g}", f"at most {most}"
-        if key in _DIVISORS and (not number or not math.isfinite(number)):
+        if not limits[0] <= number <= limits[1]:
+            yield f"{path} = {number:.6g}", f"between {limits[0]} and {limits[1]}"
+        elif not math.isfinite(number) and key not in _INFINITE:
+            yield f"{path} = {number}", "a finite number there"
+        elif key in _DIVISORS and not number:
             yield f"{path} = {number}", "a number other than 0, by which latents are divided"
 
 

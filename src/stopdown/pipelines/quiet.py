@@ -20,7 +20,10 @@ _NOISE = re.compile(
             # Said of every module that is cast, also of those that keep nothing in fp32; pipelines
             # that cast their autoencoder for one call do so.
             r"should be kept in float32: ",
-            r"were not initialized from the model checkpoint",  # refused while loading
+            # refused while loading, by their names
+            r"were not initialized from the model checkpoint",
+            r"were not used when initializing",
+            r"LOAD REPORT",
         )
     )
 )

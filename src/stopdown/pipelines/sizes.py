@@ -7,12 +7,12 @@ Some transformers have positions for one size only, or up to a size.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, SourceError
+from stopdown.pipelines.descriptions import read_description
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,33 @@ class Grid:
 
 
 def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
-    """The config of each component of a Diffusers folder, by component."""
-    configs = {}
-    for path in sorted(folder.glob("*/config.json")):
-        configs[path.parent.name] = json.loads(path.read_text())
-    return configs
+    """The config of each component of a Diffusers folder, by component.
+
+    Raises:
+        SourceError: one cannot be read.
+    """
+    return {
+        path.parent.name: read_description(path) for path in sorted(folder.glob("*/config.json"))
+    }
 
 
 def find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
-    """The grid of a model, from the configs of its components."""
+    """The grid of a model, from the configs of its components.
+
+    Raises:
+        SourceError: they hold something else where sizes stand.
+    """
+    try:
+        return _find_grid(configs)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        raise SourceError(
+            f"The configurations of the model give no sizes: {error}.",
+            expected="Its patches, strides and positions are whole numbers, above 0.",
+            remedy="Download or save the model again.",
+        ) from error
+
+
+def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
     autoencoder = configs.get("vae", {})
     side = _read_side(autoencoder)
     reasons = [f"its autoencoder divides each side by {side}"]

@@ -16,6 +16,7 @@ import difflib
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import re
 from collections import Counter
@@ -561,9 +562,10 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
 
 
 def fingerprint(source: Source) -> str:
-    """SHA-256 over the headers, sizes and samples of the values of all weights, as hexadecimal.
+    """SHA-256 over the headers, sizes and samples of all weights, and what their configs say.
 
-    Equal for a copy in another folder; another checkpoint of the same shape differs.
+    Equal for a copy in another folder, and whatever version of the libraries saved it; another
+    checkpoint of the same shape differs, and so does one of which a config was edited.
     Cost: 64 KiB read from each file.
     """
     digest = hashlib.sha256()
@@ -573,4 +575,17 @@ def fingerprint(source: Source) -> str:
             digest.update(label.encode())
             digest.update(read_header_bytes(path))
             digest.update(read_samples(path))
+        config = source.path / name / "config.json"
+        if source.kind != "file" and config.is_file():
+            digest.update(_normalise(read_description(config)))
     return digest.hexdigest()
+
+
+def _normalise(config: dict[str, Any]) -> bytes:
+    """A config in one spelling, without what names versions, places and the dtype that was saved."""
+    said = {
+        key: value
+        for key, value in config.items()
+        if not key.startswith("_") and key not in ("transformers_version", "torch_dtype", "dtype")
+    }
+    return json.dumps(said, sort_keys=True).encode()

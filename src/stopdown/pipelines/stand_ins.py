@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +27,10 @@ from stopdown.capture import find_mode, name_parameters, renew_fakes
 from stopdown.formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, find_kept_fp32
+from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.doors import bared, copy_layers
 from stopdown.pipelines.empty import build_empty_component
-from stopdown.pipelines.loading import find_class
+from stopdown.pipelines.loading import describing_failures, find_class
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.sources import Source, has_weights
 
@@ -94,8 +94,8 @@ def _build(
 def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
     """A scheduler, tokenizer or processor: the real one, or a stand-in when its files are missing."""
     if class_name.endswith("Scheduler"):
-        config = folder / "scheduler_config.json"
-        return kind.from_config(json.loads(config.read_text(encoding="utf-8")))
+        with describing_failures(folder, class_name, has_weights=False):
+            return kind.from_config(read_description(folder / "scheduler_config.json"))
     if "Tokenizer" in class_name and not any((folder / name).is_file() for name in _VOCABULARIES):
         return Tokens()
     try:
@@ -143,7 +143,7 @@ def _join(source: Source, components: dict[str, Any]) -> Any:
 
     kind = getattr(diffusers, source.pipeline_class)
     taken = inspect.signature(kind.__init__).parameters
-    index = json.loads((source.path / "model_index.json").read_text(encoding="utf-8"))
+    index = read_description(source.path / "model_index.json")
     options = {k: v for k, v in index.items() if k in taken and k not in components}
     if "add_watermarker" in taken:
         options["add_watermarker"] = False
