@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from stopdown import __version__
 from stopdown.app import cli
 from stopdown.media import read_video, write_media
+from stopdown.outputs import written_beside
 
 SaveTiny = Callable[..., Path]
 NOISE = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
@@ -527,6 +530,153 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 def test_ctrl_c_says_how_to_go_on(words: list[str], last: str) -> None:
     """Where the same command goes on, it says so; elsewhere it promises nothing."""
     assert cli.describe_interrupt(words)[-1] == last
+
+
+# ---------------------------------------------------------------------------------------------
+# Other signals, and standard output
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_is_one_message(
+    name: str, code: int, run: Any, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is open is closed, half-written files go, and the code is 128 and the signal's number."""
+    number = getattr(signal, name)
+    before = signal.getsignal(number)
+
+    def end(*_: object) -> None:
+        with written_beside("clip.mp4") as part:
+            part.write_text("half")
+            signal.raise_signal(number)
+
+    monkeypatch.setattr("stopdown.app.commands.generate", end)
+    found, out, err = run("generate", "shapes", "a", "--json")
+    said = f"Stopped by {name}; no output was finished. With --journal DIR it could go on where it stopped."
+    assert (found, err) == (code, f"stopdown: {said}\n")
+    assert json.loads(out) == {"error": name, "message": said}
+    assert list(here.iterdir()) == []
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_ends_a_script(run: Any, here: Path) -> None:
+    """Its `finally` runs, its own exit code does not count, and what it ignores stays ignored."""
+    script = here / "script.py"
+    lines = "import signal\ntry:\n    signal.raise_signal(signal.SIGTERM)\nfinally:\n    print('closed')\n"
+    script.write_text(lines)
+    code, out, err = run("run", script)
+    assert (code, out) == (143, "closed\n")
+    assert err == "stopdown: Stopped by SIGTERM, while the script ran.\n"
+    script.write_text(f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n{lines}")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run("run", script)[0] == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_ignored_signal_stays_ignored(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `nohup` a closed terminal does not end a run."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(
+        "stopdown.app.doctor_command.write_profile",
+        lambda device: signal.raise_signal(signal.SIGHUP) or "toml",
+    )
+    try:
+        assert run("doctor", "--toml")[:2] == (0, "toml")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_child_process_is_ended_as_ever(run: Any, here: Path) -> None:
+    """A process that a script forks dies of SIGTERM itself: whoever waits for it sees that."""
+    (here / "script.py").write_text(
+        "import os, signal, time\n"
+        "read, write = os.pipe()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.write(write, b'.')\n"
+        "    for _ in range(2000):\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(0)\n"
+        "os.read(read, 1)\n"
+        "os.kill(child, signal.SIGTERM)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) + 100)\n"
+    )
+    assert run("run", here / "script.py")[0] == 100 - signal.SIGTERM
+
+
+class Full:
+    """A stream of a disk without room, or of a reader who has left."""
+
+    encoding = "utf-8"
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        raise self.error
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--version"], ["doctor", "--device", "v100"], ["explain", "black", "--json"]],
+)
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, ""), 1, "stopdown: Standard output could not be written: the disk is full. "
+         "The command itself had come to its end. Send it elsewhere, or free some space.\n"),
+        (BrokenPipeError(errno.EPIPE, ""), 141, ""),
+    ],
+)  # fmt: skip
+def test_stdout_that_is_full_or_not_read(
+    error: OSError,
+    code: int,
+    said: str,
+    words: list[str],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full disk is one message, a reader who leaves none; neither is a traceback."""
+    monkeypatch.setattr(sys, "stdout", Full(error))
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert (left.value.code, capfd.readouterr().err) == (code, said)
+
+
+def test_stdout_that_cannot_show_a_character(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A terminal without UTF-8 gets escapes; JSON is UTF-8 everywhere."""
+    for words in (["doctor", "--device", "v100"], ["explain", "schwarz: ä → black", "--json"]):
+        held = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(held, encoding="ascii"))
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        sys.stdout.flush()
+        assert capfd.readouterr().err == ""
+        text = held.getvalue().decode()
+        assert text.isascii() or json.loads(text)
+
+
+def test_bytes_that_are_no_text_are_refused(refuse: Any, save_tiny: SaveTiny) -> None:
+    """A model, a prompt or an output in another encoding is named in one line."""
+    name = os.fsdecode(b"caf\xe9.mp4")
+    for words in ((name, "a"), (save_tiny("cogvideox"), name), ("shapes", "a", "-o", name)):
+        assert refuse(*words) == (
+            "The argument caf\\xe9.mp4 holds bytes that are not UTF-8. Names and prompts go into records "
+            "and pages, which are UTF-8. Give the file another name, or the text in UTF-8."
+        )
 
 
 # ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""The command line. Exit 0 clean, 1 findings or a failed run, 2 usage, 130 after Ctrl-C.
+"""The command line. Exit 0 clean, 1 findings or a failed run, 2 usage, 130 after Ctrl-C, 143 after
+SIGTERM, 129 after SIGHUP, 141 when whoever read stdout has left.
 
 The commands stand in `making` and `looking`, what they share in `flags`; each is a thin function over one
 of this package's `*_command` modules (`commands` for `generate`).
@@ -6,6 +7,7 @@ of this package's `*_command` modules (`commands` for `generate`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -15,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import stopdown
-from stopdown.app import looking, making
+from stopdown.app import looking, making, signals, streams
 
 app = typer.Typer(
     name="stopdown",
@@ -61,34 +63,77 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     from stopdown.errors import StopdownError
 
     words = sys.argv[1:] if arguments is None else arguments
+    streams.fill_streams()
+    code, wants_json = 0, "--json" in words
     try:
-        app(args=arguments, standalone_mode=True)
+        with signals.raised_signals():
+            code = _run(words, wants_json)
+    except streams.StdoutError as error:
+        code = error.exit_code
+        _report_error(type(error).__name__, [error.what, error.expected, error.remedy], False)
     except StopdownError as error:
+        code = error.exit_code
         parts = [error.what, error.expected, error.remedy]
-        _report_error(type(error).__name__, parts, "--json" in words)
-        sys.exit(error.exit_code)
-    except (KeyboardInterrupt, SystemExit) as left:
-        if isinstance(left, SystemExit) and left.code != INTERRUPTED:
-            raise
-        _report_error("KeyboardInterrupt", describe_interrupt(words), "--json" in words)
-        sys.exit(INTERRUPTED)
-    sys.exit(0)
+        _report_error(type(error).__name__, parts, wants_json)
+    except signals.Stopped as stopped:
+        code = int(stopped.code or 0)
+        _report_error(stopped.name, describe_interrupt(words, stopped.name), wants_json)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+        _report_error("KeyboardInterrupt", describe_interrupt(words), wants_json)
+    sys.exit(code)
+
+
+def _run(words: list[str], wants_json: bool) -> int:
+    """The exit code that a command ends with."""
+    _refuse_bytes(words)
+    is_script = _find_command(words) == "run"  # its standard output is its own
+    checked = contextlib.nullcontext() if is_script else streams.checked_stdout(is_json=wants_json)
+    with checked:
+        try:
+            app(args=words, standalone_mode=True)
+        except SystemExit as left:
+            if left.code == INTERRUPTED:  # what Typer makes of Ctrl-C
+                raise KeyboardInterrupt from left
+            if isinstance(left, signals.Stopped | streams.ReaderGone):
+                raise
+            return int(left.code or 0)
+    return 0
+
+
+def _find_command(words: list[str]) -> str:
+    return next((word for word in words if not word.startswith("-")), "")
+
+
+def _refuse_bytes(words: list[str]) -> None:
+    """Refuse what is no text: it would go into records and pages, which are UTF-8."""
+    from stopdown.errors import OptionError
+
+    for word in words:
+        if any("\udc80" <= character <= "\udcff" for character in word):
+            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            raise OptionError(
+                f"The argument {shown} holds bytes that are not UTF-8.",
+                expected="Names and prompts go into records and pages, which are UTF-8.",
+                remedy="Give the file another name, or the text in UTF-8.",
+            )
 
 
 INTERRUPTED = 130
 """The code of a program that Ctrl-C ended: 128 and the number of the signal. Typer leaves with it, too."""
 
 
-def describe_interrupt(words: list[str]) -> list[str]:
-    """What Ctrl-C left, and how to go on, as whole sentences.
+def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
+    """What Ctrl-C or another signal left, and how to go on, as whole sentences.
 
     Args:
         words: of the command line, after `stopdown`.
+        cause: `Ctrl-C`, or the name of the signal.
     """
-    command = next((word for word in words if not word.startswith("-")), "")
+    command = _find_command(words)
     if command == "run":
-        return ["Stopped by Ctrl-C, while the script ran."]
-    said = ["Stopped by Ctrl-C; no output was finished."]
+        return [f"Stopped by {cause}, while the script ran."]
+    said = [f"Stopped by {cause}; no output was finished."]
     has_journal = any(word.partition("=")[0] == "--journal" for word in words)
     if command == "compare" or (command == "generate" and has_journal):
         said.append("The same command goes on where it stopped.")
@@ -98,17 +143,24 @@ def describe_interrupt(words: list[str]) -> list[str]:
 
 
 def _report_error(kind: str, parts: list[str], wants_json: bool) -> None:
-    """One line where a program reads; in a terminal each part on lines of its own, not cut in words."""
+    """One line where a program reads; in a terminal each part on lines of its own, not cut in words.
+
+    A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
+    """
     parts = [part for part in parts if part]
     message = " ".join(parts)
+    shown = message
     if sys.stderr.isatty():
         width = min(shutil.get_terminal_size().columns, _WIDEST)
         shown = "\n".join(_wrap(part, width) for part in parts)
+    with contextlib.suppress(OSError):
         typer.echo(f"stopdown: {shown}", err=True)
-    else:
-        typer.echo(f"stopdown: {message}", err=True)
     if wants_json:
-        typer.echo(json.dumps({"error": kind, "message": message}))
+        with contextlib.suppress(OSError, SystemExit, streams.StdoutError):
+            streams.CheckedStdout(sys.stdout).write(
+                json.dumps({"error": kind, "message": message}) + "\n"
+            )
+            streams.CheckedStdout(sys.stdout).flush()
 
 
 _WIDEST = 100

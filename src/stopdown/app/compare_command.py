@@ -148,10 +148,11 @@ def write_page(path: Path, text: str, *companions: str, numbered: bool) -> Path:
     Raises:
         OutputError: the file cannot be written, or holds something else.
     """
+    content = text.encode(errors="replace")
     if numbered:
-        return write_numbered(path, lambda part: part.write_text(text, "utf-8"), *companions)
+        return write_numbered(path, lambda part: part.write_bytes(content), *companions)
     with written_beside(path, replaces=describe_no_page) as part:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content)
     return path
 
 

@@ -432,6 +432,7 @@ def _run_convert(options: ConvertOptions, as_json: bool) -> None:
 def _run_script(options: ScriptOptions, as_json: bool) -> int:
     from stopdown.app import run_command
     from stopdown.app.displays import open_console
+    from stopdown.app.streams import CheckedStdout
     from stopdown.records import to_json
 
     console = open_console(stderr=True)
@@ -442,7 +443,7 @@ def _run_script(options: ScriptOptions, as_json: bool) -> int:
 
     record = run_command.run_script(options, announce)
     if as_json:
-        sys.stdout.write(to_json(record))
+        CheckedStdout(sys.stdout).write(to_json(record))
     else:
         run_command.print_script(record, console)
     return run_command.choose_code(record, strict=options.strict)

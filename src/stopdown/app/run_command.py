@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.app.request_options import refuse_profile
+from stopdown.app.signals import Stopped
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
 from stopdown.records import Plan, ScriptRecord
 
@@ -211,6 +212,8 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
     """Run it: its exit code; what it raises is printed as Python would."""
     try:
         start()
+    except Stopped:  # a signal, and not the script
+        raise
     except SystemExit as left:
         return _read_code(left)
     except NonFiniteError as error:
