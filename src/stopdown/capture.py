@@ -76,7 +76,8 @@ class Capture:
         graph: placeholders are parameters, buffers and constants first, then the call's tensors.
         dtype: what the module's floating parameters were captured in.
         parameters: placeholder name to the name of the parameter or buffer; tied ones share one.
-        constants: placeholder name to the tensor that the code made while it was traced.
+        constants: placeholder name to the tensor that the code made while it was traced, or to the
+            generator of random numbers that it was given.
         inputs: placeholder names of the call's tensors, in the order of `flatten_call`.
         kept_buffers: buffers that the capture left in their own dtype.
         component: name of the module's class.
@@ -90,7 +91,7 @@ class Capture:
     graph: GraphModule
     dtype: torch.dtype
     parameters: Mapping[str, str]
-    constants: Mapping[str, torch.Tensor]
+    constants: Mapping[str, Any]
     inputs: tuple[str, ...]
     kept_buffers: frozenset[str]
     component: str
@@ -548,13 +549,13 @@ def _read_program(
 ) -> Capture:
     names = _canonical_names(module)
     parameters: dict[str, str] = {}
-    constants: dict[str, torch.Tensor] = {}
+    constants: dict[str, Any] = {}
     inputs: list[str] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             name = spec.target.removeprefix(f"{_PREFIX}.")
             parameters[spec.arg.name] = names.get(name, name)
-        elif spec.kind == InputKind.CONSTANT_TENSOR:
+        elif spec.kind in (InputKind.CONSTANT_TENSOR, InputKind.CUSTOM_OBJ):
             constants[spec.arg.name] = program.constants[spec.target]
         elif spec.kind == InputKind.USER_INPUT:
             inputs.append(spec.arg.name)

@@ -120,10 +120,16 @@ class Noisy(Changing):
         return super().forward(x + noise)  # type: ignore[no-any-return]
 
 
-def test_a_call_that_draws_noise_is_solved() -> None:
+@pytest.mark.parametrize("ranges", ["measured", "bound"])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_call_that_draws_noise_is_solved(is_own: bool, ranges: str) -> None:
     """Each run draws the same numbers, so it is exact; how near it is in fp16 is not compared."""
     module, x = make(Noisy)
-    rescaling = rescale_(module, (x,))
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+    kwargs = {"generator": generator} if is_own else {}
+    rescaling = rescale_(module, (x,), kwargs, ranges=ranges)
+    assert torch.equal(generator.get_state(), state)
     assert rescaling.exponents["embed.weight"] < 0
     assert rescaling.trial == Trial(
         1, note="A call draws random numbers, which differ by format: it is not compared."

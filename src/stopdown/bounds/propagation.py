@@ -207,7 +207,9 @@ class _Propagation:
         if name in self.capture.parameters:
             return
         if name in self.capture.constants:
-            self._hold_known(node, self.capture.constants[name])
+            constant = self.capture.constants[name]
+            if isinstance(constant, torch.Tensor):
+                self._hold_known(node, constant)
         elif name in self.limits.fixed:
             self._hold_known(node, self.limits.fixed[name])
         elif name in self.limits.timesteps:

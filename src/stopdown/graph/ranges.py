@@ -177,13 +177,15 @@ class _Runner(torch.fx.Interpreter):
             self.ranges[n.name] = self._measure(n, result)
         return result
 
-    def _load(self, node: Node) -> torch.Tensor:
+    def _load(self, node: Node) -> Any:
         if node.name in self.capture.parameters:
             found = self.named[self.capture.parameters[node.name]]
         elif node.name in self.capture.constants:
             found = self.capture.constants[node.name]
         else:
             found = self.tensors[node.name]
+        if isinstance(found, torch.Generator):
+            return found.clone_state()  # the caller's own stays where it is
         return found.detach().float() if found.dtype in _HALVES else found.detach()
 
     def _compute(self, node: Node) -> Any:

@@ -32,6 +32,7 @@ from stopdown.planning.recording import RecordedCall
 from stopdown.records import ComponentPlan
 from stopdown.scaling import Measured, Scaling, find_folds, fold_scaling
 from stopdown.scaling.folding import split_name
+from stopdown.scaling.trial import run_call
 
 EFFECT_LIMIT = 2.0**-11
 """Relative change of an output that passes: half a unit in the last place of fp16."""
@@ -201,8 +202,7 @@ def _measure_effect(
 def _run(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Iterator[torch.Tensor]:
     for call in calls:
         args, kwargs = place_arguments(module, call)
-        with torch.no_grad():
-            output = find_call(module, call)(*args, **kwargs)
+        output, _ = run_call(module, find_call(module, call), args, kwargs)
         yield from (x.cpu() for x in iterate_tensors(output) if x.is_floating_point())
 
 

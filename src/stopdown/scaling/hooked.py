@@ -34,7 +34,7 @@ from stopdown.numerics import (
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
 from stopdown.scaling.folding import Scaling
-from stopdown.scaling.trial import Call, Reference, try_scaling
+from stopdown.scaling.trial import Call, Reference, run_call, try_scaling
 
 Failure = CaptureError | ScalingError
 
@@ -106,14 +106,15 @@ def scale_by_hooks(
 
 def _observe(module: torch.nn.Module, calls: Sequence[Call]) -> _Seen:
     seen, counter = _Seen(), FlopCounterMode(display=False, custom_mapping=_FORMULAS)
-    with Patches() as patches, torch.no_grad():
+    with Patches() as patches:
         for path, part in module.named_modules():
             if path and isinstance(part, (torch.nn.Linear, _ConvNd)):
                 hook = partial(_look, seen, path)
                 patches.defer(part.register_forward_hook(hook, with_kwargs=True).remove)
         with counter:
             for call, args, kwargs in calls:
-                seen.outputs.append(list(iterate_tensors(call(*args, **kwargs))))
+                output, _ = run_call(module, call, args, kwargs)
+                seen.outputs.append(list(iterate_tensors(output)))
     seen.flops = float(counter.get_total_flops())
     return seen
 

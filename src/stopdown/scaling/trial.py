@@ -107,17 +107,20 @@ def try_scaling(
 
 def _run_counted(module: torch.nn.Module, call: Call) -> Run:
     with _counting(module) as counts:
-        output, draws = _run(module, *call)
+        output, draws = run_call(module, *call)
     return Run(output, draws, sum(counts))
 
 
-def _run(
+def run_call(
     module: torch.nn.Module,
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[Any, bool]:
-    """What a call returns, and whether it drew random numbers; those of today are put back."""
+    """What a call returns, and whether it drew random numbers; those of today are put back.
+
+    It gets copies of its tensors and containers, so that the same call can be made again.
+    """
     given = pytree.tree_map_only(torch.Tensor, torch.clone, (args, dict(kwargs or {})))
     weight = next(module.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
@@ -181,10 +184,10 @@ def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
     try:
-        return _run(module, function, *given)[0]
+        return run_call(module, function, *given)[0]
     except RuntimeError:
         given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=0)
-        return _run(module, function, *given)[0]
+        return run_call(module, function, *given)[0]
 
 
 def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
@@ -197,7 +200,7 @@ def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
 
 def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
     for call, run in zip(reference.calls, reference.runs, strict=True):
-        after, before = (list(iterate_tensors(x)) for x in (_run(module, *call)[0], run.output))
+        after, before = (list(iterate_tensors(x)) for x in (run_call(module, *call)[0], run.output))
         pairs = zip(before, after, strict=True)
         if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
             raise ScalingError(
