@@ -16,6 +16,8 @@ from fault_cases import (
 )
 
 COVERING = list_covering()
+ONE_OF_EACH = tuple({(case.kind, case.lasting): case for case in COVERING}.values())
+"""A case of each kind, passing and lasting: there is one detector to switch off, whatever the component."""
 
 # KDPM2 schedulers take a square root of a tensor through NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarning")
@@ -27,14 +29,26 @@ def test_a_fault_is_found_and_repaired(case: Case) -> None:
     check(case, run_case(case))
 
 
-@pytest.mark.parametrize("case", COVERING, ids=str)
-def test_asleep_it_is_not(case: Case) -> None:
+def check_asleep(case: Case) -> None:
     """With the detector off the very same check fails, and the fault is in the pixels."""
     outcome = run_case(case, watching=False)
     assert outcome.repairs == ()
     assert not outcome.is_equal
     with pytest.raises((AssertionError, ValueError)):
         check(case, outcome)
+
+
+@pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
+def test_asleep_it_is_not(case: Case) -> None:
+    """With the detector off a fault of each kind is neither found nor repaired."""
+    check_asleep(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [x for x in COVERING if x not in ONE_OF_EACH], ids=str)
+def test_asleep_no_other_is(case: Case) -> None:
+    """The same for the rest."""
+    check_asleep(case)
 
 
 @pytest.mark.slow
@@ -54,6 +68,7 @@ def test_the_covering_set_covers() -> None:
     named = {(name, part) for name, found in COMPONENTS.items() for part in found}
     assert named <= {(c.pipeline, c.component) for c in COVERING}
     assert {c.moment for c in COVERING} == {"first", "middle", "last"}
+    assert {c.kind for c in ONE_OF_EACH} == kinds
     repaired = {(c.kind, c.component) for c in list_repairing()}
     assert {(kind, part) for kind in ("range", "clamp") for part in parts} <= repaired
     assert len(list_all()) > 300
