@@ -793,6 +793,72 @@ def test_a_file_for_a_run(row: Attack, tmp_path: Path) -> None:
     run_attack(row, tmp_path)
 
 
+def take_words(name: str, code: int, message: str, *words: str) -> Attack:
+    """Words with bytes that are not UTF-8, and what stands in the folder under such a name."""
+
+    def build(folder: Path) -> list[str]:
+        copy_tiny(folder).rename(folder / NO_TEXT)
+        (folder / "model").symlink_to(NO_TEXT)
+        put_picture(folder / f"{NO_TEXT}.png")
+        return [word.replace("HERE", str(folder)) for word in words]
+
+    return Attack(name, build, code, message)
+
+
+NO_TEXT = "a\udcff"
+UNENCODABLE = [
+    take_words(
+        "check: a folder", 2, "The path '{folder}/a\\udcff' holds", "check", f"HERE/{NO_TEXT}"
+    ),
+    take_words(
+        "check: what is nowhere", 2, "There is no file or folder x/\ufffd.", "check", "x/\udcff"
+    ),
+    take_words(
+        "explain: a picture", 0, "none: a\ufffd.png looks healthy.", "explain", f"HERE/{NO_TEXT}.png"
+    ),
+    take_words("explain: a message", 1, "unknown", "explain", f"what {NO_TEXT}"),
+    take_words(
+        "generate: a prompt",
+        2,
+        "The prompt 'a\\udcff' is not UTF-8 at character 2.",
+        "generate",
+        "HERE/model",
+        NO_TEXT,
+        "-o",
+        "HERE/out.mp4",
+    ),
+    take_words(
+        "compare: a prompt",
+        2,
+        "The prompt 'a\\udcff' is not UTF-8 at character 2.",
+        "compare",
+        "HERE/model",
+        "--prompt",
+        NO_TEXT,
+        "-o",
+        "HERE/out.html",
+    ),
+    take_words(
+        "plan: a prompt",
+        2,
+        "The prompt 'a\\udcff' is not UTF-8 at character 2.",
+        "plan",
+        "HERE/model",
+        "--prompt",
+        NO_TEXT,
+        "-o",
+        "HERE/out.json",
+    ),
+]
+
+
+@run_rows(UNENCODABLE)
+def test_names_and_prompts_that_are_no_text(row: Attack, tmp_path: Path) -> None:
+    """They are refused where they cannot be used, and shown with U+FFFD where they can."""
+    outcome = run_attack(row, tmp_path)
+    assert "\udcff" not in outcome.stdout + outcome.stderr
+
+
 # ---------------------------------------------------------------------------------------------
 # Journals
 

@@ -28,6 +28,7 @@ from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.probing import Trace
 from stopdown.comparison.prompts import LONGEST, read_prompts
 from stopdown.comparison.records import Cell, Comparison, Heat, Measures, Thresholds
+from stopdown.comparison.running import fail_cell, read_outcome, write_outcome
 from stopdown.comparison.subjects import parse_precisions
 from stopdown.comparison.verdicts import (
     choose_reference,
@@ -66,6 +67,18 @@ def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
         read_prompts(path)
     with pytest.raises(InputError, match="cannot be opened: No such file or directory"):
         read_prompts(tmp_path / "none.txt")
+
+
+def test_a_finished_cell_that_was_changed_is_named(tmp_path: Path) -> None:
+    """The message says what to remove; a cell as it was written comes back."""
+    path = tmp_path / "cell.safetensors"
+    write_outcome(fail_cell("bf16", "no memory"), path)
+    assert read_outcome(path).cell.error == "no memory"
+    content = path.read_bytes()
+    for changed in (b"", content[:40], content.replace(b"peak_source", b"peak_sourcf")):
+        path.write_bytes(changed)
+        with pytest.raises(InputError, match=r"cell\.safetensors cannot be read: .*rm "):
+            read_outcome(path)
 
 
 # Precisions

@@ -146,6 +146,14 @@ def test_an_edited_record_is_refused(changes: dict[str, Any], message: str) -> N
     assert caught.value.exit_code == 2
 
 
+def test_a_name_that_is_no_text_is_written_with_replacements() -> None:
+    """A file's name with bytes that are not UTF-8 does not keep its record from being written."""
+    record = dataclasses.replace(RECORD, output="clip\udcff.mp4", request={"\udc80": ["\udcfe"]})
+    found = from_json(to_json(record), RunRecord)
+    assert (found.output, found.request) == ("clip\ufffd.mp4", {"\ufffd": ["\ufffd"]})
+    assert found == dataclasses.replace(record, output=found.output, request=found.request)
+
+
 def test_a_record_is_read_from_a_file(tmp_path: Path) -> None:
     """A file that was written comes back equal; one that is missing is named."""
     path = tmp_path / "clip.mp4.json"

@@ -12,6 +12,7 @@ start with the same request goes on behind what is there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -65,12 +66,14 @@ from stopdown.comparison.verdicts import (
     recommend,
 )
 from stopdown.environment import describe_machine
+from stopdown.errors import InputError
+from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.planning.plan_files import read_class_versions
-from stopdown.records import from_json, to_json
+from stopdown.records import convert_record, from_json, to_json
 from stopdown.scaling.problem import CLAMPS_KEPT
 
 Prompt = tuple[int, str]
@@ -179,10 +182,9 @@ class _Matrix:
     def read_variants(self) -> None:
         """What an earlier start knew of the precisions; what could not be loaded is tried again."""
         path = self.folder / "variants.json"
-        if path.exists():
-            known = json.loads(path.read_bytes())
-            for name, plain in known.items():
-                variant = from_json(json.dumps(plain), Variant)
+        with contextlib.suppress(UnreadableError, InputError):  # they are found anew
+            for name, plain in read_json_table(path).items():
+                variant = convert_record(plain, Variant)
                 self.variants[name] = dataclasses.replace(variant, error="")
 
     def _measure_row(self, outcomes: dict[str, Outcome], line: int, text: str, seed: int) -> _Kept:

@@ -21,6 +21,7 @@ from stopdown.comparison.probing import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened
 from stopdown.environment import Device, peak_memory
+from stopdown.errors import InputError, take_first_line
 from stopdown.media import find_frame_findings, to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.quiet import quiet_libraries
@@ -181,7 +182,22 @@ def write_outcome(outcome: Outcome, path: Path) -> None:
 
 
 def read_outcome(path: Path) -> Outcome:
-    """A cell as it was kept."""
+    """A cell as it was kept.
+
+    Raises:
+        InputError: the file was changed since.
+    """
+    try:
+        return _read_outcome(path)
+    except Exception as error:  # whatever a changed file makes its parts raise
+        raise InputError(
+            f"The finished cell {path} cannot be read: {take_first_line(error)}.",
+            expected="It is as compare wrote it.",
+            remedy=f"Remove it, and the same command makes it again: rm {path}",
+        ) from error
+
+
+def _read_outcome(path: Path) -> Outcome:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as opened:

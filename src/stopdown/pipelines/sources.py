@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stopdown.errors import SourceError
+from stopdown.errors import SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
 from stopdown.pipelines import hub
 from stopdown.pipelines.descriptions import (
@@ -117,6 +117,12 @@ def resolve_source(
     if isinstance(source, str) and text in list_bundled():
         return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
     path = Path(source).expanduser()
+    if path.exists() and make_printable(str(path.absolute())) != str(path.absolute()):
+        raise SourceError(
+            f"The path {text!r} holds bytes or characters that are no text.",
+            expected="Weights are opened by the safetensors library, which takes paths in UTF-8.",
+            remedy="Give the folder a plain name, or a link to it that has one.",
+        )
     if path.is_dir():
         return _read_folder(text, path, "folder")
     if path.exists():
