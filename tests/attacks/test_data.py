@@ -814,7 +814,11 @@ UNENCODABLE = [
         "check: what is nowhere", 2, "There is no file or folder x/\ufffd.", "check", "x/\udcff"
     ),
     take_words(
-        "explain: a picture", 0, "none: a\ufffd.png looks healthy.", "explain", f"HERE/{NO_TEXT}.png"
+        "explain: a picture",
+        0,
+        "none: a\ufffd.png looks healthy.",
+        "explain",
+        f"HERE/{NO_TEXT}.png",
     ),
     take_words("explain: a message", 1, "unknown", "explain", f"what {NO_TEXT}"),
     take_words(
