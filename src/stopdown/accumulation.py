@@ -51,6 +51,9 @@ BACKENDS = {
 }
 """Names of the kernels for attention that torch chooses from."""
 
+PIECE = 2**24
+"""Sums that are looked at together: 64 MiB in fp32."""
+
 _SWITCHES = {
     "fp16_accumulation": "allow_fp16_accumulation",
     "fp16_reduced": "allow_fp16_reduced_precision_reduction",
@@ -226,16 +229,38 @@ class _Look(_Products):
         largest: list[torch.Tensor] = []
 
         def note(total: torch.Tensor) -> torch.Tensor:
-            largest.append(total.abs().amax())
+            low, high = total.aminmax()
+            largest.append(torch.maximum(-low, high))
             return total
 
-        total = _sum_groups(left, right, note)
+        total = _sum_in_pieces(left, right, note)
         key = (self._paths[-1] if self._paths else "", what)
         seen, result = self.found.get(key, (0.0, 0.0))
         reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
-        ended = float(total.abs().amax()) if total.numel() else 0.0
+        ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
         self.found[key] = (max(seen, reached), max(result, ended))
         return total.to(left.dtype)
+
+
+def _sum_in_pieces(
+    left: torch.Tensor, right: torch.Tensor, each: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """As `_sum_groups`, a few rows at a time: beside the result nothing is as large as it is."""
+    rows = _count_rows(left, right.shape[-1])
+    if left.dim() < 2 or rows >= left.shape[-2]:
+        return _sum_groups(left, right, each)
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    shape = (*batch, left.shape[-2], right.shape[-1])
+    total = torch.empty(shape, dtype=torch.float32, device=left.device)
+    for start in range(0, left.shape[-2], rows):
+        part = left[..., start : start + rows, :]
+        total[..., start : start + rows, :] = _sum_groups(part, right, each)
+    return total
+
+
+def _count_rows(left: torch.Tensor, columns: int) -> int:
+    """Rows of a product that make a piece."""
+    return max(1, PIECE // max(1, math.prod(left.shape[:-2]) * columns))
 
 
 def _sum_groups(
@@ -291,19 +316,30 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention with its scores summed first and scaled then, as fused kernels do."""
+    """Attention with its scores summed first and scaled then, as fused kernels do.
+
+    A few queries at a time, so that memory does not grow with the square of their number.
+    """
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
-    scores = mode.multiply(query, key.transpose(-2, -1), "attention scores").float()
-    scores = scores * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -math.inf)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    shares = functional.dropout(scores.softmax(-1), dropout_p)
-    return mode.multiply(shares.to(value.dtype), value, "attention")
+        shape = (query.shape[-2], key.shape[-2])
+        attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    rows, done = _count_rows(query, key.shape[-2]), []
+    for start in range(0, query.shape[-2], rows):
+        part = query[..., start : start + rows, :]
+        scores = mode.multiply(part, key.transpose(-2, -1), "attention scores").float() * scale
+        masked = attn_mask
+        if masked is not None and masked.dim() > 1 and masked.shape[-2] > 1:
+            masked = masked[..., start : start + rows, :]
+        if masked is not None and masked.dtype == torch.bool:
+            scores = scores.masked_fill(~masked, -math.inf)
+        elif masked is not None:
+            scores = scores + masked
+        shares = functional.dropout(scores.softmax(-1), dropout_p)
+        done.append(mode.multiply(shares.to(value.dtype), value, "attention"))
+    return torch.cat(done, dim=-2)
 
 
 _KNOWN: dict[Any, Callable[..., torch.Tensor]] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from stopdown import testing
+from stopdown import accumulation, testing
 from stopdown.accumulation import GROUP, accumulating, find_sums, read_accumulation, summing_in_fp16
 from stopdown.errors import OptionError
 from stopdown.pipelines.components import find_components
@@ -241,3 +241,32 @@ def test_an_unknown_kernel_is_refused() -> None:
         'Use attention=("math",).'
     )
     assert read_accumulation() == before
+
+
+def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sums and nearly the same values, and never more of them at once than a piece."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 3, 40, 24) for _ in range(3))
+    mask = torch.rand(40, 40) > 0.2
+
+    def attend() -> torch.Tensor:
+        mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return mixed @ torch.ones(24, 8)
+
+    whole, outputs = find_sums(torch.nn.Identity(), attend), []
+    seen: list[int] = []
+    add_up = accumulation._sum_groups
+
+    def note(left: torch.Tensor, right: torch.Tensor, each: Any) -> torch.Tensor:
+        total = add_up(left, right, each)
+        seen.append(total.numel())
+        return total
+
+    monkeypatch.setattr(accumulation, "_sum_groups", note)
+    monkeypatch.setattr(accumulation, "PIECE", 500)
+    pieces = find_sums(torch.nn.Identity(), lambda: outputs.append(attend()))
+    assert max(seen) <= 500
+    torch.testing.assert_close(outputs[0], attend(), atol=1e-4, rtol=1e-4)
+    assert [x.operation for x in pieces] == [x.operation for x in whole]
+    for part, one in zip(pieces, whole, strict=True):
+        assert (part.largest, part.result) == pytest.approx((one.largest, one.result), rel=1e-5)

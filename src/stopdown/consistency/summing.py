@@ -21,7 +21,9 @@ import torch
 
 from stopdown.accumulation import Sum, find_sums
 from stopdown.consistency.wording import generalise, make_finding, sort_findings
+from stopdown.environment import choose_device
 from stopdown.formats import FORMATS
+from stopdown.memory.forecasting import choose_size
 from stopdown.patches import Patches
 from stopdown.pipelines.components import (
     Door,
@@ -54,7 +56,8 @@ def check_sums(
         pipe: a pipeline with its weights; it is left as it was.
         narrow: components that are to run in fp16.
         profile: the device that they are to run on.
-        arguments: of the pipeline's call, instead of its defaults.
+        arguments: of the pipeline's call, instead of its defaults; sizes that are not among them are
+            chosen, see `choose_size`.
 
     Cost: a run of two steps in fp32, with a product for each group of 16 values; memory for fp32.
     """
@@ -88,7 +91,12 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
         for door in find_doors(pipe):
             if door.component.partition(".")[0] in narrow:
                 put_door(door, functools.partial(look, door), patches)
-        pipe(**{**make_arguments(pipe), "num_inference_steps": STEPS, **arguments})
+        given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
+        where = choose_device(str(getattr(pipe, "device", "cpu")))
+        sizes, _ = choose_size(
+            pipe, given, memory_bytes=where.memory_bytes, on_cpu=where.type == "cpu"
+        )
+        pipe(**{**given, **sizes})
     kept = {name: find_kept_fp32(type(x), "fp16") for name, x in find_components(pipe).items()}
     found = [(component, entry) for (component, *_), entry in largest.items()]
     found.sort(key=lambda pair: -pair[1].largest)

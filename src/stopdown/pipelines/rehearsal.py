@@ -21,12 +21,13 @@ from stopdown.pipelines.components import Door, find_doors
 from stopdown.pipelines.doors import Call, put_layer
 from stopdown.pipelines.quiet import quiet_libraries
 from stopdown.pipelines.requests import list_needed
+from stopdown.pipelines.sizes import find_own_sides
 
 OnCall = Callable[[Door, Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called at a door: the door, what it would call, positional and keyword arguments."""
 
 _PROMPT = "a red circle on a grey background"
-_SIDE = 32
+_SIDE = 256
 
 
 class _DecoderReached(Exception):
@@ -63,7 +64,7 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     if "prompt" in taken:
         arguments["prompt"] = _PROMPT
-    height, width = _find_size(pipe)
+    height, width = find_own_sides(pipe) or (_SIDE, _SIDE)
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
     needed = list_needed(type(pipe))
     for name in ("image", "images"):
@@ -85,19 +86,6 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
 
 def _read_config(pipe: Any, name: str) -> Any:
     return getattr(getattr(pipe, name, None), "config", None) or {}
-
-
-def _find_size(pipe: Any) -> tuple[int, int]:
-    """Height and width that a pipeline makes by default, as far as its configs say."""
-    config = _read_config(pipe, "transformer") or _read_config(pipe, "unet")
-    size: Any = config.get("sample_size")
-    both = size if isinstance(size, (list, tuple)) else (size, size)
-    height: Any = config.get("sample_height") or both[0] or _SIDE
-    width: Any = config.get("sample_width") or both[1] or _SIDE
-    scale: Any = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(
-        pipe, "vae_scale_factor", 8
-    )
-    return int(height) * int(scale), int(width) * int(scale)
 
 
 def _put_stop(door: Door, on_call: OnCall, is_last: bool, patches: Patches) -> None:

@@ -123,7 +123,7 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name in _NAMES:
         value = getattr(request, name)
-        target = _find_target(name, pipeline_class)
+        target = find_target(name, pipeline_class)
         if value is None or (target is None and _is_in_media(name, request)):
             continue
         if target is None:
@@ -152,7 +152,7 @@ def list_needed(pipeline_class: type) -> list[str]:
     starts_from = "strength" in taken or "mask_image" in taken
     if starts_from and not {"video", "conditions"} & set(taken):
         needed.add("image")
-    if _find_target("control_image", pipeline_class) == "image":
+    if find_target("control_image", pipeline_class) == "image":
         needed.add("image")
     return [name for name in taken if name in needed]
 
@@ -160,7 +160,7 @@ def list_needed(pipeline_class: type) -> list[str]:
 def list_needed_fields(pipeline_class: type) -> list[str]:
     """The attributes of a request that a pipeline's call needs."""
     needed = list_needed(pipeline_class)
-    named = {_find_target(name, pipeline_class): name for name in _NAMES}
+    named = {find_target(name, pipeline_class): name for name in _NAMES}
     return [named[target] for target in needed if target in named]
 
 
@@ -193,7 +193,7 @@ def _takes_anything(pipeline_class: type) -> bool:
     return any(x.kind == inspect.Parameter.VAR_KEYWORD for x in taken)
 
 
-def _find_target(name: str, pipeline_class: type) -> str | None:
+def find_target(name: str, pipeline_class: type) -> str | None:
     """The argument that an attribute of a request is; None where the pipeline has none."""
     taken = _read_signature(pipeline_class)
     found = next((candidate for candidate in _NAMES[name] if candidate in taken), None)
@@ -236,7 +236,7 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
 
 
 def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
-    flags = [_FLAGS[other] for other in _NAMES if _find_target(other, pipeline_class)]
+    flags = [_FLAGS[other] for other in _NAMES if find_target(other, pipeline_class)]
     return OptionError(
         f"{pipeline_class.__name__} does not take {_FLAGS[name]}.",
         expected=f"It takes {', '.join(flags)}.",
@@ -245,7 +245,7 @@ def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
 
 
 def _describe_clash(pipeline_class: type, target: str) -> OptionError:
-    flags = [_FLAGS[name] for name in _NAMES if _find_target(name, pipeline_class) == target]
+    flags = [_FLAGS[name] for name in _NAMES if find_target(name, pipeline_class) == target]
     return OptionError(
         f"{' and '.join(flags)} were both given, and {pipeline_class.__name__} has one argument for "
         f"them: {target}.",
@@ -267,7 +267,7 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
 
 def _find_flag(pipeline_class: type, argument: str) -> str:
     """The option that gives an argument of a pipeline's call; "" where there is none."""
-    names = [name for name in _NAMES if _find_target(name, pipeline_class) == argument]
+    names = [name for name in _NAMES if find_target(name, pipeline_class) == argument]
     if not names:
         return ""
     name = names[-1]  # a picture that is a control is called so

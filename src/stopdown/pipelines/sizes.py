@@ -114,6 +114,20 @@ def _read_time(autoencoder: dict[str, Any]) -> int:
     return int(autoencoder.get("scale_factor_temporal") or 2 ** sum(map(bool, downsample)))
 
 
+def find_own_sides(pipe: Any) -> tuple[int, int] | None:
+    """Height and width that the config of a pipeline's denoiser names; None where it names none."""
+    part = getattr(pipe, "transformer", None) or getattr(pipe, "unet", None)
+    config: Any = getattr(part, "config", None) or {}
+    size = config.get("sample_size")
+    both = size if isinstance(size, (list, tuple)) else (size, size)
+    height, width = config.get("sample_height") or both[0], config.get("sample_width") or both[-1]
+    if not height or not width:
+        return None
+    scale: Any = getattr(pipe, "vae_scale_factor_spatial", None)
+    scale = scale or getattr(pipe, "vae_scale_factor", 8)
+    return int(height) * int(scale), int(width) * int(scale)
+
+
 def check_sizes(
     grid: Grid, *, frames: int | None = None, height: int | None = None, width: int | None = None
 ) -> None:

@@ -27,10 +27,16 @@ import torch
 from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.formats import FORMATS, name_dtype
+from stopdown.memory.forecasting import choose_size
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.pipelines.loading import complete_source, load_pipeline
-from stopdown.pipelines.requests import Request, choose_class, list_needed_fields
+from stopdown.pipelines.requests import (
+    Request,
+    build_arguments,
+    choose_class,
+    list_needed_fields,
+)
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
@@ -94,7 +100,9 @@ def make_plan(
             can; `auto` takes bounds where they cost nothing, and measures with room where they
             are too loose. None is `measured`.
         request: sizes, guidance, picture, mask or video of the runs; None leaves the model's
-            defaults, and draws what the pipeline cannot do without.
+            defaults, and draws what the pipeline cannot do without. Where no size is asked for, the
+            configs' own is taken if the default is far beyond it, and a smaller one if a run in fp32
+            would not fit into memory.
         arguments: of the pipeline's call in every run, by its own names, as in `check`: a
             `mask_image`, `strength`, `prompt_embeds`.
         calls: such arguments of each run, instead of prompts.
@@ -116,11 +124,13 @@ def make_plan(
     given = request or Request()
     given = dataclasses.replace(given, arguments={**given.arguments, **(arguments or {})})
     opened = _open(pipe_or_source, device, given, config, progress)
-    requests = list_requests(opened.pipe, prompts, steps, given, calls)
+    requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, steps, given, calls))
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
         components = _plan_components(opened, recorded, len(requests), options, progress)
+    if resized:
+        components = tuple(_add_reason(entry, recorded, resized) for entry in components)
     return seal_plan(
         Plan(
             source=opened.name,
@@ -213,6 +223,27 @@ def list_requests(
         dataclasses.replace(base, prompt=text, seed=given.seed + number)
         for number, text in enumerate(texts)
     ]
+
+
+def _fit_size(opened: _Opened, requests: list[Request]) -> tuple[list[Request], str]:
+    """The requests at a size that suits the model and fits into memory, where none was asked for."""
+    where = opened.device
+    sizes, why = choose_size(
+        opened.pipe,
+        build_arguments(opened.pipe, requests[0]),
+        memory_bytes=where.memory_bytes,
+        on_cpu=where.type == "cpu",
+    )
+    return [dataclasses.replace(x, arguments={**sizes, **x.arguments}) for x in requests], why
+
+
+def _add_reason(
+    entry: ComponentPlan, recorded: Mapping[str, Sequence[RecordedCall]], why: str
+) -> ComponentPlan:
+    """The denoiser says at what size it was measured."""
+    if any(call.door.stage == "denoise" for call in recorded.get(entry.component, ())):
+        return dataclasses.replace(entry, reasons=(*entry.reasons, why))
+    return entry
 
 
 def _draw_picture(shift: int = 0) -> np.ndarray[Any, Any]:
