@@ -372,6 +372,7 @@ class Normed(nn.Module):
         self.linear, self.norm = nn.Linear(4, 6), nn.LayerNorm(4)
         self.linear.weight.data.fill_(1.0)
         self.register_buffer("ids", torch.arange(4))
+        self.register_buffer("table", torch.ones(1, 3, 6))
 
 
 MISFITS: dict[str, tuple[dict[str, Any], str]] = {
@@ -422,6 +423,7 @@ def test_exponents_that_fit_are_let_through() -> None:
     fitting = (
         {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
         {"exponents": {"linear.weight": 100}, "islands": ("linear",)},
+        {"exponents": {"table[0:6]": -2}},  # a block of its last dimension, which is all of it
     )
     for values in fitting:
         assert list(list_misfits(Normed(), Scaling(**values))) == []  # type: ignore[arg-type]

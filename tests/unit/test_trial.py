@@ -11,7 +11,7 @@ from torch import nn
 
 from stopdown.errors import ScalingError, TrialError
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling import rescale_, scale_anyhow, trial
+from stopdown.scaling import folding, rescale_, scale_anyhow, trial
 from stopdown.testing import compare_snapshot, take_snapshot
 
 Change = Callable[[torch.Tensor], Any]
@@ -216,3 +216,27 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
     module.forward = count  # type: ignore[method-assign]
     with pytest.raises(ScalingError, match="not bit for bit what it was"):
         scale_anyhow(module, [[(module, (x,), {})]], torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Half-way through a cast: every dtype is as it was, and the result says that nothing was tried."""
+    module, x = make()
+    before, replace = take_snapshot(module), folding._replace_data
+
+    def run_out(tensor: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> None:
+        if value.dtype == dtype and tensor is module.out.weight:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        replace(tensor, value, *rest, **more)
+
+    monkeypatch.setattr(folding, "_replace_data", run_out)
+    rescaling = rescale_(module, (x,))
+    found = rescaling.trial
+    assert found is not None
+    if dtype == torch.float16:
+        assert (found.calls, found.note) == (0, "It was not tried: CUDA out of memory.")
+    else:
+        assert found.rel_err is not None
+        assert found.bf16_rel_err is None
+    rescaling.undo()
+    assert compare_snapshot(before, module) == []

@@ -359,5 +359,7 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
         parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
     if entry.headroom_bits is not None:
         parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
+    if entry.trial is not None and entry.trial.rel_err is not None:
+        parts.append(f"{100 * entry.trial.rel_err:.2g} % off fp32 when it was tried")
     basis = _describe_basis(entry)
     return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

@@ -4,7 +4,7 @@ The pipeline runs on a few prompts in fp32; the arguments of every component's c
 (`recording`), and exponents are found for one component after the other (`measuring`). What cannot
 be captured or scaled falls back to bf16 where that is native, else fp32, with the reason.
 
-**Catches** every 16-bit value of the calls that were made.
+**Catches** every 16-bit value of the calls that were made; a component that does not run as planned.
 **Does not catch** larger values under other prompts, sizes and steps: the plan is calibrated, not
 certified, and a run under it is watched.
 """
@@ -112,6 +112,10 @@ def make_plan(
     Raises:
         OptionError: the precision is none that needs a plan; an option does not fit the pipeline.
         SourceError: the model is missing, damaged or refused.
+
+    Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
+    once in fp16 as planned. The next way is taken where that fails: without an fp32 residual stream,
+    as far as hooks show that fp16 does, bf16 or fp32; `reasons` say why, and `trial` how near it was.
 
     Cost: one run in fp32 for each prompt, and for each component captures of seconds and about as
     many forwards again as were kept.

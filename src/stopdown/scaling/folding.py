@@ -78,7 +78,10 @@ RESCALED = "stopdown_rescaled"
 
 
 class Rescaling:
-    """Exponents that are folded into a module; `undo` takes them off and restores every bit."""
+    """Exponents that are folded into a module; `undo` takes them off and restores every bit.
+
+    `cast_(module, torch.float16, rescaling)` brings it to fp16; `.trial` says how near to fp32 it is then.
+    """
 
     def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
         self.module, self.scaling, self._patches = module, scaling, patches
@@ -220,8 +223,11 @@ def _list_misfit(
 
 
 def _has_rows(tensor: torch.Tensor, rows: slice) -> bool:
+    """Whether there are such rows; a block from 0 on may be named by a longer dimension than the first."""
     size = len(tensor) if tensor.dim() else 1
-    return tensor.is_floating_point() and 0 <= (rows.start or 0) < (rows.stop or size) <= size
+    start, stop = rows.start or 0, size if rows.stop is None else rows.stop
+    is_inside = 0 <= start < min(stop, size) and (stop <= size or start == 0)
+    return tensor.is_floating_point() and is_inside
 
 
 def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
@@ -261,9 +267,15 @@ def cast_(
     """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
 
     A rescaling with an fp32 residual stream gets the casts of its stream as well.
-    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so.
+    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so. So a
+    rescaled module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
+
+        rescaling = rescale_(module, args)
+        cast_(module, torch.float16, rescaling)
+        output = module(*args_in_fp16)
 
     Args:
+        rescaling_or_plan: what `rescale_` gave for this module; None casts it plainly.
         keep: False lets the old values go: undoing removes the hooks, and every dtype stays.
 
     Returns:
@@ -272,15 +284,28 @@ def cast_(
     """
     plan = rescaling_or_plan
     given = plan.scaling if isinstance(plan, Rescaling) else plan
-    islands = given.islands if given is not None else ()
-    named = given.kept_buffers if given is not None else None
-    kept = find_kept_buffers(module) if named is None else frozenset(named)
-    stream = given.stream if given is not None else None
-    wide = frozenset() if stream is None else frozenset(stream.kept)
-    patches = Patches()
     check = vars(module).get(CHECK) if given is not None else None
+    patches = Patches()
     if check is not None:
         patches.defer(check.accept)
+    try:
+        _cast_parts(module, dtype, given or Scaling(), patches, keep=keep)
+    except BaseException:  # memory may run out half-way
+        patches.undo()
+        raise
+    if check is not None:
+        check.accept()
+    if isinstance(plan, Rescaling):
+        plan.defer(patches)
+    return patches
+
+
+def _cast_parts(
+    module: torch.nn.Module, dtype: torch.dtype, given: Scaling, patches: Patches, *, keep: bool
+) -> None:
+    islands, named, stream = given.islands, given.kept_buffers, given.stream
+    kept = find_kept_buffers(module) if named is None else frozenset(named)
+    wide = frozenset() if stream is None else frozenset(stream.kept)
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
@@ -290,11 +315,6 @@ def cast_(
     for path in islands:
         writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
         _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
-    if check is not None:
-        check.accept()
-    if isinstance(plan, Rescaling):
-        plan.defer(patches)
-    return patches
 
 
 def put_stream(

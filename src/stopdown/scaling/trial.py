@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +80,8 @@ def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
     is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
     runs = [_run_counted(module, call) for call in calls]
     if is_fp32:
-        runs = _add_bf16(module, calls, runs)
+        with suppress(torch.OutOfMemoryError):  # there is no figure then
+            runs = _add_bf16(module, calls, runs)
     return Reference(tuple(calls), tuple(runs), is_fp32)
 
 
@@ -101,6 +102,8 @@ def try_scaling(
             _demand_equal(module, reference)
         cast_(module, dtype, rescaling)
         return _try_calls(module, dtype, reference)
+    except torch.OutOfMemoryError as error:
+        return Trial(note=f"It was not tried: {take_first_line(error)}")
     finally:
         rescaling.undo()
 
@@ -222,10 +225,9 @@ def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference
             continue
         try:
             output = _run_cast(module, call, dtype)
-        except (
-            torch.OutOfMemoryError,
-            NotImplementedError,
-        ) as error:  # of the device, not the code
+        except torch.OutOfMemoryError:
+            raise
+        except NotImplementedError as error:  # of the device, not of the model's code
             first = take_first_line(error)
             notes.append(f"A call does not run in fp16 on this device, and was not tried: {first}.")
             continue
@@ -302,7 +304,8 @@ def _measure_error(output: Any, reference: Any) -> float:
     """
     errors = [0.0]
     for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
-        if right.is_floating_point() and not torch.equal(low.to(right.dtype), right):
+        is_finite = right.is_floating_point() and bool(right.isfinite().all())
+        if is_finite and not torch.equal(low.to(right.dtype), right):
             error = relative_l2(low.cpu(), right.cpu())  # some devices have no fp64
             errors.append(error if math.isfinite(error) else math.inf)
     return max(errors)
