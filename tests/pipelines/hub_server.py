@@ -28,6 +28,9 @@ class HubServer:
         cut_once: files of which only half is sent, the first time.
         withheld: files that are answered with status 500.
         broken: every request is answered with status 500.
+        silent: no request whose path holds this is answered; None for an answer to each.
+        forged: file → the bytes that are sent in place of its own, under its own ETag.
+        etags: file → the ETag that is announced in place of its own.
         requests: (method, path, Range header) in the order in which they came.
     """
 
@@ -38,6 +41,10 @@ class HubServer:
         self.cut_once: set[str] = set()
         self.withheld: set[str] = set()
         self.broken = False
+        self.silent: str | None = None
+        self.forged: dict[str, bytes] = {}
+        self.etags: dict[str, str] = {}
+        self.stopping = threading.Event()
         self.requests: list[tuple[str, str, str | None]] = []
 
     def __enter__(self) -> HubServer:
@@ -61,6 +68,7 @@ class HubServer:
 
     def stop(self) -> None:
         """Go away: from now on connections are refused."""
+        self.stopping.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -93,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         hub, path = self.server_hub, unquote(urlparse(self.path).path)
         hub.requests.append((self.command, path, self.headers.get("Range")))
+        if hub.silent is not None and hub.silent in path:
+            hub.stopping.wait()
         if path.endswith(tuple(f"/{name}" for name in hub.repos)):
             path += "/revision/main"  # what is asked for without a revision
         repo = next((name for name in hub.repos if f"/{name}/" in path), None)
@@ -134,11 +144,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, path: Path, name: str, *, with_body: bool) -> None:
         content = path.read_bytes()
+        etag = self.server_hub.etags.get(name, f'"{hashlib.sha256(content).hexdigest()}"')
+        content = self.server_hub.forged.get(name, content)
         start = int((self.headers.get("Range") or "bytes=0-")[6:].partition("-")[0])
         body = content[start:]
         self.send_response(206 if start else 200)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("ETag", etag)
         self.send_header("X-Repo-Commit", COMMIT)
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")

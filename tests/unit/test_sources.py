@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import testing
 from stopdown.errors import SourceError
-from stopdown.pipelines import sources
+from stopdown.pipelines import hub, sources
 from stopdown.pipelines.headers import StoredTensor, choose_weights, find_weights
 from stopdown.pipelines.hub import choose_files
 from stopdown.pipelines.loading import limited_building, load_pipeline
@@ -646,3 +647,12 @@ def test_a_model_is_not_built_beyond_its_weights() -> None:
         with limited_building():
             torch.nn.Sequential(*[torch.nn.Identity()] * 200_001)
     torch.nn.Sequential(*[torch.nn.Identity()] * 200_001)
+
+
+def test_a_cached_file_is_known_by_either_of_its_hashes(tmp_path: Path) -> None:
+    """SHA-256 for what is stored large, git's own hash for the rest, and none where no hash is the name."""
+    git = "e965047ad7c57865823c7d992b1d046ea66edf78"  # printf 'Hello\\n' | git hash-object --stdin
+    sha = hashlib.sha256(b"Hello\n").hexdigest()
+    for name, expected in {git: git, sha: sha, "0" * 64: sha, "config.json": None}.items():
+        (tmp_path / name).write_bytes(b"Hello\n")
+        assert hub._compute_hash(tmp_path / name) == expected

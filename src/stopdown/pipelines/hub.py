@@ -5,16 +5,26 @@ configurations, tokenizers and safetensors of the components that it names: no p
 no second copy of the weights in another precision, no checkpoint beside the folders. The client
 resumes a file that is cut off, keeps whole files from one run to the next, and reads HF_ENDPOINT,
 HF_HOME, HF_TOKEN and HF_HUB_OFFLINE itself.
+
+**Catches** a Hub that does not answer, files that are not those it announced, and answers by which a
+file would be written outside of the cache.
+**Does not catch** a file that came in a run that was killed before its hash was computed, and a server
+that goes on sending for ever.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from stopdown.errors import SourceError
+from stopdown.errors import SourceError, StopdownError
 from stopdown.formats import find_format
 from stopdown.pipelines.headers import choose_weights
 
@@ -34,12 +44,12 @@ def download_index(repo: str, *, revision: str | None = None) -> Path:
     """
     import huggingface_hub
 
-    try:
-        return Path(
+    with _asking(repo, revision):
+        index = Path(
             huggingface_hub.hf_hub_download(repo, filename="model_index.json", revision=revision)
         )
-    except Exception as error:
-        raise describe_failure(error, repo, revision) from error
+    _check_files([index], repo)
+    return index
 
 
 def download_snapshot(
@@ -68,16 +78,144 @@ def download_snapshot(
     if files is None:
         return index.parent
     chosen = choose_files(files, folders, repo=repo, with_weights=with_weights)
-    try:
+    absent = [index.parent / name for name in chosen if not (index.parent / name).exists()]
+    with _asking(repo, None):
         huggingface_hub.snapshot_download(
             repo,
             revision=commit,
             allow_patterns=[_escape_pattern(name) for name in chosen],
             tqdm_class=_make_bar_class(progress),
         )
-    except Exception as error:
-        raise describe_failure(error, repo, None) from error
+    _check_files(absent, repo)
     return index.parent
+
+
+def _check_files(paths: list[Path], repo: str) -> None:
+    """Compare files that just came with the hashes that the Hub announced, by which the cache names them.
+
+    Raises:
+        SourceError: one is another; it is deleted from the cache.
+
+    Cost: each file is read once.
+    """
+    for path in paths:
+        blob = path.resolve()
+        if path.is_file() and _compute_hash(blob) not in (None, blob.name):
+            path.unlink()
+            blob.unlink(missing_ok=True)
+            raise SourceError(
+                f"The file {path.name} that came from {_read_endpoint()} is not the one that it "
+                f"announced for {repo}: its hash is not {blob.name}.",
+                expected="The Hub names each file by the SHA-256, or the git hash, of its content.",
+                remedy="It was deleted. Run the command again; if it happens twice, ask the model's "
+                "author or whoever runs that server.",
+            )
+
+
+def _compute_hash(blob: Path) -> str | None:
+    """The hash of a file in the cache, of the kind by which it is named; None where no hash names it."""
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+        return None
+    digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(usedforsecurity=False)
+    if len(blob.name) == 40:
+        digest.update(f"blob {blob.stat().st_size}\0".encode())
+    with blob.open("rb") as file:
+        while part := file.read(2**20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _asking(repo: str, revision: str | None) -> Iterator[None]:
+    """A block that asks the Hub: it ends when the Hub does not answer, and what fails is a SourceError."""
+    try:
+        with _careful_client():
+            yield
+    except StopdownError:
+        raise
+    except Exception as error:
+        raise describe_failure(error, repo, revision) from error
+
+
+MOST_UNANSWERED = 3
+"""Requests without an answer, one after the other, after which the Hub is not asked again."""
+
+
+@contextmanager
+def _careful_client() -> Iterator[None]:
+    """The Hub's client with a limit on every wait, and a look at what answers say before it writes.
+
+    The client waits without limit where it lists files, and uses an ETag as the name of a file.
+    """
+    import huggingface_hub
+    from huggingface_hub.utils import _http
+
+    before = _http._GLOBAL_CLIENT_FACTORY
+    waits = (
+        threading.local()
+    )  # of this thread's last request: since when, and how many before it in vain
+
+    def hurry(request: Any) -> None:
+        most, now = _read_patience(), time.monotonic()
+        is_silence = (
+            now - getattr(waits, "since", now) >= most
+        )  # and not a connection that is refused
+        waits.vain = getattr(waits, "vain", 0) + is_silence
+        waits.since = now
+        if waits.vain == MOST_UNANSWERED:
+            raise _describe_silence()
+        limits = request.extensions.get("timeout") or {}
+        request.extensions["timeout"] = {
+            name: min(limits.get(name) or most, most)
+            for name in ("connect", "read", "write", "pool")
+        }
+
+    def look(response: Any) -> None:
+        waits.vain, waits.since = 0, math.inf
+        for name in ("ETag", "X-Linked-ETag", "X-Repo-Commit"):
+            _check_name(name, response.headers.get(name))
+
+    def make_client() -> Any:
+        client = before()
+        hooks = client.event_hooks
+        client.event_hooks = {
+            "request": [*hooks["request"], hurry],
+            "response": [look, *hooks["response"]],
+        }
+        return client
+
+    huggingface_hub.set_client_factory(make_client)
+    try:
+        yield
+    finally:
+        huggingface_hub.set_client_factory(before)
+
+
+def _read_patience() -> float:
+    """Seconds that the client waits for a part of an answer."""
+    from huggingface_hub import constants
+
+    return float(max(constants.HF_HUB_ETAG_TIMEOUT, constants.HF_HUB_DOWNLOAD_TIMEOUT))
+
+
+def _check_name(header: str, text: str | None) -> None:
+    """Refuse what the client would use as the name of a file and is none."""
+    name = (text or "").removeprefix("W/").strip('"')
+    if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
+        raise SourceError(
+            f"The Hub at {_read_endpoint()} answered with the {header} {text[:100]!r}.",
+            expected="Its client names files of the cache by it, so it must be a plain name.",
+            remedy="Look at HF_ENDPOINT: this is not how the Hub answers.",
+        )
+
+
+def _describe_silence() -> SourceError:
+    return SourceError(
+        f"The Hub at {_read_endpoint()} does not answer.",
+        expected=f"{MOST_UNANSWERED} requests had no answer within {_read_patience():g} s each.",
+        remedy="Look at the connection and at HF_ENDPOINT, and run the command again. "
+        "HF_HUB_OFFLINE=1 uses what is in the cache.",
+    )
 
 
 def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, dict[str, int]]:
@@ -101,12 +239,10 @@ def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, 
         ]
         _, chosen = choose_weights([path.name for path in inside if path.suffix == ".safetensors"])
         for name in chosen:
-            try:
+            with _asking(repo, commit):
                 header = huggingface_hub.HfApi().parse_safetensors_file_metadata(
                     repo, f"{folder}/{name}", revision=commit
                 )
-            except Exception as error:
-                raise describe_failure(error, repo, commit) from error
             counts = stored.setdefault(folder, {})
             for tensor in header.tensors.values():
                 found = find_format(tensor.dtype)
@@ -248,7 +384,10 @@ def _list_files(repo: str, commit: str) -> list[str] | None:
     if huggingface_hub.constants.HF_HUB_OFFLINE:
         return None
     try:
-        return list(huggingface_hub.HfApi().list_repo_files(repo, revision=commit))
+        with _careful_client():
+            return list(huggingface_hub.HfApi().list_repo_files(repo, revision=commit))
+    except StopdownError:
+        raise
     except Exception as error:
         failure = describe_failure(error, repo, commit)
         if _find_root_cause(error).__class__.__module__.startswith("http"):
