@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.graph.nodes import SPLITS
-from stopdown.scaling import rules
+from stopdown.consistency import walking
 
 SOURCE = Path(stopdown.__file__).parent
 NO_OPERATIONS = {"cpu", "cuda", "mps"}
@@ -51,12 +50,13 @@ def read_words(node: ast.AST) -> list[str]:
 
 
 def read_compared(node: ast.AST) -> list[str]:
-    """The name that a node's operation is compared with."""
-    if not isinstance(node, ast.Compare) or not isinstance(node.left, ast.Call):
+    """The names that a node's operation is compared with."""
+    if not isinstance(node, ast.Compare) or "operation(" not in ast.unparse(node.left):
         return []
-    called = getattr(node.left.func, "id", "")
-    found = [x.value for x in node.comparators if isinstance(x, ast.Constant)]
-    return [x for x in found if isinstance(x, str)] if called == "operation" else []
+    single = [x.value for x in node.comparators if isinstance(x, ast.Constant)]
+    return [x for x in single if isinstance(x, str)] + [
+        word for x in node.comparators for word in read_words(x)
+    ]
 
 
 def find_tables(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -75,16 +75,36 @@ FILES = [path for path in sorted(SOURCE.rglob("*.py")) if any(find_tables(path))
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_each_name_of_an_operation_exists_in_torch(path: Path) -> None:
-    """Rules of graphs name operations of ATen; those of calls name functions and methods as well."""
-    exists = is_aten if path.parent.name in ("bounds", "graph", "scaling") else is_torch
-    unknown = [f"{line}: {x}" for line, words in find_tables(path) for x in words if not exists(x)]
+    """Tables beside that of `graph.operations` name functions and methods that torch has."""
+    unknown = [
+        f"{line}: {x}" for line, words in find_tables(path) for x in words if not is_torch(x)
+    ]
     assert unknown == []
 
 
 def test_the_tables_are_found() -> None:
-    """The rules' own names are among those that are looked at, and a wrong one would be found."""
-    found = {word for _, words in find_tables(SOURCE / "scaling" / "rules.py") for word in words}
-    assert set(rules.RULES) - {*found, *SPLITS} == set()
-    assert len(FILES) > 12
-    assert not is_aten("upsample_nearest_exact2d")
+    """The products that a check knows are among what is looked at, and a wrong name would be found."""
+    path = SOURCE / "consistency" / "walking.py"
+    found = {word for _, words in find_tables(path) for word in words}
+    assert found >= walking.PRODUCTS
     assert not is_torch("upsample_nearest_exact2d")
+
+
+@pytest.mark.parametrize("package", ["bounds", "graph", "scaling"])
+def test_code_that_reads_graphs_asks_for_kinds(package: str) -> None:
+    """It compares no operation's name: the table says of which kind it is."""
+    found = [
+        f"{path.name}:{node.lineno}: {words}"  # type: ignore[attr-defined]
+        for path in sorted((SOURCE / package).glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if (words := read_compared(node))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "text", ["operation(x) == 'linear'", "operation(n).rstrip('_') in ('add', 'sub')"]
+)
+def test_a_comparison_is_found(text: str) -> None:
+    """The search sees a name beside `==`, and names in a collection."""
+    assert any(read_compared(node) for node in ast.walk(ast.parse(text)))

@@ -572,7 +572,10 @@ def test_an_output_without_a_range_is_refused() -> None:
 def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gelu that is said to scale with its input changes bits: refused, and every bit is restored."""
     torch.manual_seed(0)
-    monkeypatch.setitem(rules.RULES, "gelu", rules.keep_first)
+    read_rule = rules.read_rule
+    monkeypatch.setattr(
+        rules, "read_rule", lambda cell: read_rule("same" if cell == "pinned" else cell)
+    )
     module = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4))
     module.eval().requires_grad_(False)
     module[0].weight.mul_(2.0**18)

@@ -21,10 +21,10 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.intervals import WEIGHT_FLOOR, Interval
-from stopdown.bounds.operands import VIEWS, Operands, list_names
+from stopdown.bounds.operands import Operands
 from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
-from stopdown.graph.nodes import SPLITS, operation, shape_of
+from stopdown.graph.nodes import is_kind, shape_of
 
 MOST_PARTS = 4
 """Rows of one value that come from more norms than this are not followed."""
@@ -32,8 +32,7 @@ MOST_PARTS = 4
 NORM_ROUNDING = 2.0**-10
 """Relative error of what a norm gives, before its result is rounded."""
 
-_KEEP = list_names("dropout contiguous clone alias detach to _to_copy type_as feature_dropout")
-_NORMS = list_names("layer_norm rms_norm _fused_rms_norm")
+_PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
 def follow(
@@ -45,26 +44,26 @@ def follow(
         known: of the values before it.
         exact: gives what is held for a value that depends on the timestep alone.
     """
-    name, node = operation(op.node), op.node
+    node = op.node
     if not op.shape:
         return ()
-    if name in _NORMS:
+    if is_kind(node, "row_norm"):
         return _begin(op)
-    if name in ("mul", "multiply"):
+    if is_kind(node, "multiply"):
         return _multiply(op, known, exact) or _begin_written(op)
-    if name in ("div", "true_divide"):
+    if is_kind(node, "divide"):
         return _begin_written(op)
-    if name == "add" and op.given.get("alpha", 1) == 1:
+    if is_kind(node, "add") and op.given.get("alpha", 1) == 1:
         return _add(op, known, exact)
     source = node.args[0] if node.args else None
-    if name in ("cat", "concat"):
+    if is_kind(node, "join"):
         return _join(op, known)
     if not isinstance(source, Node):
         return ()
     before = shape_of(source)
-    if name == "getitem" and operation(source) in SPLITS and operation(source) != "unbind":
+    if is_kind(node, "part") and is_kind(source, "split"):
         before = shape_of(source.args[0])
-    elif name not in _KEEP | VIEWS | {"slice", "narrow"}:
+    elif not is_kind(node, *_PASSING):
         return ()
     return known.get(source, ()) if before[-1:] == op.shape[-1:] else ()
 

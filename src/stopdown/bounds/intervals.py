@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from stopdown.bounds.singular_values import count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, make_bound
-from stopdown.graph.nodes import arguments, operation
+from stopdown.graph.nodes import arguments, find_slope, has_trait, is_kind, operation
+from stopdown.graph.operations import kind_of
 from stopdown.numerics import CACHED_VALUES
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
@@ -37,72 +38,6 @@ MOST_ELEMENTS = 1 << 24
 
 MOST_LENGTH_WORK = 1 << 35
 """The length of an error is followed through matrices whose Gram matrix takes no more work."""
-
-MOVERS = frozenset(
-    [
-        "view",
-        "reshape",
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "flatten",
-        "unflatten",
-        "expand",
-        "slice",
-        "select",
-        "cat",
-        "stack",
-        "concat",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "repeat",
-        "repeat_interleave",
-        "contiguous",
-        "clone",
-        "alias",
-        "detach",
-        "lift_fresh_copy",
-        "neg",
-        "t",
-        "movedim",
-        "broadcast_to",
-        "meshgrid",
-        "index",
-        "dropout",
-        "tile",
-        "narrow",
-        "view_as",
-        "roll",
-        "expand_as",
-        "positive",
-        "abs",
-        "type_as",
-    ]
-)
-_LIPSCHITZ = {"sin": 1.0, "cos": 1.0, "silu": 1.13, "gelu": 1.13, "sigmoid": 0.25, "tanh": 1.0,
-              "relu": 1.0}  # fmt: skip
-_SOURCES = frozenset(
-    [
-        "arange",
-        "zeros",
-        "ones",
-        "full",
-        "eye",
-        "linspace",
-        "scalar_tensor",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-        "new_full",
-        "tril_indices",
-        "logspace",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -212,37 +147,37 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
         held: node to its interval, or a list of them, or something else.
         load: node to a parameter's values in float64, None when it is no parameter.
     """
-    name = operation(node).rstrip("_")
     sources = [x for x in node.all_input_nodes if isinstance(held(x), (Interval, list))]
     values = [held(x) for x in sources]
-    if name == "getitem":
+    if is_kind(node, "part"):
         number: Any = node.args[1]
         return values[0][number] if isinstance(values[0], list) else None
     if any(isinstance(x, list) for x in values) or writes_in_place(node):
         return None
     if len(sources) < len(node.all_input_nodes):
-        return _apply_linear(node, values[0], load) if name == "linear" and values else None
-    rule = _choose_rule(name, node, values)
+        return _apply_linear(node, values[0], load) if is_kind(node, "linear") and values else None
+    rule = _choose_rule(node, values)
     return None if rule is None else rule(node, dict(zip(sources, values, strict=True)))
 
 
 Rule = Callable[[Node, Mapping[Node, Interval]], Any]
 
 
-def _choose_rule(name: str, node: Node, values: list[Interval]) -> Rule | None:
+def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor) and (value.numel() > MOST_ELEMENTS or value.is_complex()):
         return None
-    if name in ("to", "_to_copy"):
+    if is_kind(node, "cast"):
         return _cast
-    if name in MOVERS:
+    if has_trait(node, "rearranges"):
         return _move
-    if name in _LIPSCHITZ:
+    if find_slope(node) is not None:
         return _apply_smooth
     known = all(not bool(x.radius.any()) for x in values)
-    if name in ("add", "sub", "mul", "div", "exp"):
-        return _RULES[name]
-    if name in _SOURCES or (known and not name.startswith("_assert")):
+    kind = kind_of(operation(node))
+    if kind in _RULES:
+        return _RULES[kind]
+    if kind in _CONSTANTS or (known and kind != "assertion"):
         return _compute_known
     return None
 
@@ -319,8 +254,7 @@ def _round(node: Node, value: Interval) -> Interval:
 
 
 def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
-    (value,) = values.values()
-    held = node.meta["val"]
+    value, held = values[node.args[0]], node.meta["val"]  # type: ignore[index]
     if held.is_floating_point():
         made = Interval(value.center.double(), value.radius, value.batched, value.length)
         return made if _is_held(made, held.dtype) else _round(node, made)
@@ -337,7 +271,8 @@ def _is_held(value: Interval, dtype: torch.dtype) -> bool:
 
 def _apply_smooth(node: Node, values: Mapping[Node, Interval]) -> Any:
     (value,) = values.values()
-    slope = _LIPSCHITZ[operation(node).rstrip("_")]
+    slope = find_slope(node)
+    assert slope is not None
     length = None if value.length is None else slope * value.length
     center = _run(node, values).double()
     return _round(node, Interval(center, slope * value.radius, value.batched, length))
@@ -391,11 +326,12 @@ def _apply_quotient(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 _RULES: dict[str, Rule] = {
     "add": _apply_sum,
-    "sub": _apply_sum,
-    "mul": _apply_product,
-    "div": _apply_quotient,
-    "exp": _apply_exp,
+    "subtract": _apply_sum,
+    "multiply": _apply_product,
+    "divide": _apply_quotient,
+    "exponential": _apply_exp,
 }
+_CONSTANTS = ("constant", "counting", "filled")
 
 
 def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | None]) -> Any:

@@ -61,12 +61,3 @@ class Operands:
 
 
 Rule = Callable[[Operands], Bound | None]
-
-
-def list_names(text: str) -> frozenset[str]:
-    """Names of operations, written side by side."""
-    return frozenset(text.split())
-
-
-VIEWS = list_names("view reshape flatten unflatten unsqueeze squeeze expand _unsafe_view view_as")
-"""Operations that give the same values another shape, in the same order."""

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
 from stopdown.bounds.intervals import WEIGHT_FLOOR, WEIGHT_ROUNDING, Interval
-from stopdown.bounds.operands import Operands, Rule
+from stopdown.bounds.operands import Operands
 from stopdown.bounds.singular_values import (
     DECOMPOSED,
     MOST_WORK,
@@ -31,7 +31,7 @@ from stopdown.bounds.values import (
     norm_over,
     uniform,
 )
-from stopdown.graph.nodes import arguments, operation, shape_of, strip_casts
+from stopdown.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
 
 ROW_ENTRIES = 1 << 18
 """Weights are widened to float64 in parts of at most this many values."""
@@ -225,33 +225,29 @@ def _sum_heads(
 def _find_values(node: Node) -> tuple[Node, Node] | None:
     """The attention whose heads a linear reads side by side, and the linear that gave its values."""
     behind = strip_casts(node.args[0])
-    if operation(behind) not in ("reshape", "flatten", "view"):
+    if not is_kind(behind, "reshape"):
         return None
     swapped = strip_casts(behind.args[0])
-    if operation(swapped) != "transpose" or not _swaps_heads(swapped):
+    if not _swaps_heads(swapped):
         return None
     attention = strip_casts(swapped.args[0])
-    if operation(attention) in ("reshape", "view") and shape_of(attention) == shape_of(
-        attention.args[0]
-    ):
+    if is_kind(attention, "reshape") and shape_of(attention) == shape_of(attention.args[0]):
         attention = attention.args[0]
-    if operation(attention) != "scaled_dot_product_attention":
+    if not is_kind(attention, "attention"):
         return None
     value = strip_casts(attention.args[2])
-    if operation(value) != "transpose" or not _swaps_heads(value):
+    if not _swaps_heads(value):
         return None
     viewed = strip_casts(value.args[0])
-    if operation(viewed) not in ("view", "reshape", "unflatten"):
+    if not is_kind(viewed, "reshape"):
         return None
     inner = strip_casts(viewed.args[0])
-    fits = operation(inner) == "linear" and _same_heads(node, attention, viewed, inner)
+    fits = is_kind(inner, "linear") and _same_heads(node, attention, viewed, inner)
     return (attention, inner) if fits else None
 
 
 def _swaps_heads(node: Node) -> bool:
-    rank = len(shape_of(node))
-    given = arguments(node)
-    return rank == 4 and {int(given["dim0"]) % 4, int(given["dim1"]) % 4} == {1, 2}
+    return is_kind(node, "permutation") and read_order(node) == [0, 2, 1, 3]
 
 
 def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
@@ -333,7 +329,7 @@ def matmul(op: Operands) -> Bound | None:
         return None
     rows, columns = len(shape_of(first)) - 1, len(shape_of(other)) - 2
     count = shape_of(first)[-1]
-    if operation(strip_casts(first)) in ("softmax", "_softmax") and _is_last(strip_casts(first)):
+    if is_kind(strip_casts(first), "softmax") and _is_last(strip_casts(first)):
         largest = uniform(float(b.peak.max()), op.shape, b.typical)
         return op.made(largest.peak, b.typical / math.sqrt(max(count, 1)))
     by_norm = norm_over(a, shape_of(first), (rows,)).amax() * norm_over(
@@ -454,26 +450,3 @@ def normalise_groups(op: Operands) -> Bound:
     peak = math.sqrt(count) * gain + shift
     typical = float(gain.square().mean().sqrt())
     return op.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
-
-
-PRODUCTS: dict[str, Rule] = {
-    "linear": linear,
-    "conv1d": convolve,
-    "conv2d": convolve,
-    "conv3d": convolve,
-    "conv_transpose1d": transposed,
-    "conv_transpose2d": transposed,
-    "conv_transpose3d": transposed,
-    "matmul": matmul,
-    "bmm": matmul,
-    "mm": matmul,
-    "einsum": einsum,
-    "outer": outer,
-    "scaled_dot_product_attention": attention,
-    "layer_norm": normalise,
-    "rms_norm": normalise,
-    "_fused_rms_norm": normalise,
-    "group_norm": normalise_groups,
-}
-
-__all__ = ["PRODUCTS", "bound_interval_parts", "bound_scores"]

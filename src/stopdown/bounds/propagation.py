@@ -32,13 +32,22 @@ from stopdown.bounds.intervals import (
     make_interval,
     writes_in_place,
 )
-from stopdown.bounds.operands import VIEWS, Operands, list_names
-from stopdown.bounds.product_rules import PRODUCTS, bound_interval_parts, bound_scores
-from stopdown.bounds.rules import MOVING, RULES
+from stopdown.bounds.operands import Operands
+from stopdown.bounds.product_rules import bound_interval_parts, bound_scores
+from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.capture import Capture, module_path
 from stopdown.graph.blocks import Blocks
-from stopdown.graph.nodes import SPLITS, arguments, is_float, operation, shape_of
+from stopdown.graph.nodes import (
+    arguments,
+    has_trait,
+    is_float,
+    is_kind,
+    is_split,
+    operation,
+    shape_of,
+)
+from stopdown.graph.operations import find_operation
 from stopdown.graph.ranges import Range
 from stopdown.numerics import summarise_magnitudes
 
@@ -170,7 +179,7 @@ class _Propagation:
             return uniform(1.0, shape_of(node))
         if node.name in self.limits.largest:
             return uniform(self.limits.largest[node.name], shape_of(node))
-        moves = operation(node) in VIEWS or operation(node) in ("to", "slice", "repeat")
+        moves = is_kind(node, "reshape", "expansion", "cast", "slice", "repetition")
         if not moves or not isinstance(node.args[0], Node):
             return None
         source = self.bound(node.args[0])
@@ -286,9 +295,9 @@ class _Propagation:
     # operations
 
     def _visit_operation(self, node: Node) -> None:
-        if operation(node).startswith(("_assert", "sym_")):
+        if is_kind(node, "assertion", "size"):
             return
-        if operation(node) in SPLITS and node.all_input_nodes[0] in self.rows:
+        if is_split(node) and node.all_input_nodes[0] in self.rows:
             self.rows[node] = self.rows[node.all_input_nodes[0]]  # for its parts
         made = self._evaluate(node)
         if made is not None:
@@ -303,7 +312,7 @@ class _Propagation:
     def _find_parts(self, node: Node) -> torch.Tensor | None:
         """Bounds of the parts of a sum that is known: they may be larger than the sum."""
         given = arguments(node)
-        if operation(node) != "linear" or not isinstance(given["input"], Node):
+        if not is_kind(node, "linear") or not isinstance(given["input"], Node):
             return None
         value, weight = self._exact(given["input"]), self.load(given["weight"])
         if value is None or weight is None:
@@ -323,31 +332,30 @@ class _Propagation:
             return None  # bounded like any other value then
 
     def _apply_rule(self, node: Node) -> None:
-        name = operation(node)
         in_place = writes_in_place(node)
-        name = name.rstrip("_") if name.endswith("_") and not name.startswith("__") else name
-        rule = PRODUCTS.get(name) or RULES.get(name)
-        if name == "copy":
+        found = find_operation(operation(node))
+        rule = None if found is None or not found.bound else find_rule(found.bound)
+        if is_kind(node, "copy"):
             self._keep(node, self._as_seen(node.args[1], node))
             return
         if rule is None:
-            self._miss(node, f"{name} has no rule")
+            self._miss(node, f"{operation(node)} has no rule")
             return
         op = Operands(node, self)
         bound = rule(op)
-        if name == "scaled_dot_product_attention":
+        if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
             self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(op))
-        if bound is not None and name not in MOVING:
+        if bound is not None and not has_trait(node, "unrounded"):
             bound = self._round(node, bound)
         self._keep(node, bound, op.parts)
         if bound is not None and not in_place:
-            self._follow(op, bound, name)
+            self._follow(op, bound)
 
-    def _follow(self, op: Operands, bound: Bound, name: str) -> None:
+    def _follow(self, op: Operands, bound: Bound) -> None:
         """Keep what is known of the rows of a value behind a norm."""
         rows = follow(op, self.rows, self._exact)
-        if rows and name not in MOVING:
+        if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
             error = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
             floor = FLOOR if dtype == torch.float16 else 0.0
@@ -360,7 +368,7 @@ class _Propagation:
 
     def _round(self, node: Node, bound: Bound) -> Bound:
         dtype = node.meta["val"].dtype
-        if operation(node) in ("to", "_to_copy", "type_as"):
+        if is_kind(node, "cast"):
             source = node.all_input_nodes[0].meta["val"].dtype
             if source == dtype:
                 return bound
@@ -434,22 +442,14 @@ def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:
     return (sizes.amax(dims, keepdim=True) if dims else sizes).double()
 
 
-_SAME_STORAGE = list_names(
-    "view reshape flatten unflatten squeeze unsqueeze transpose permute t movedim swapaxes expand "
-    "expand_as slice select narrow getitem chunk split split_with_sizes unbind detach alias contiguous "
-    "to type_as dropout view_as diagonal _unsafe_view clamp_ view_as_real view_as_complex"
-)
-
-
 def _find_aliases(graph: torch.fx.Graph) -> dict[Node, Node]:
     """Values of changed storages, each to the first value of its storage; more rather than fewer."""
     roots: dict[Node, Node] = {}
     changed: set[Node] = set()
     for node in graph.nodes:
-        name = operation(node)
         in_place = writes_in_place(node)
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is not None and (name in _SAME_STORAGE or in_place or name == "detach_"):
+        if source is not None and (has_trait(node, "alias") or in_place):
             roots[node] = roots.get(source, source)
         else:
             roots[node] = node

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.operands import VIEWS, Operands, Rule, list_names
+from stopdown.bounds.operands import Operands, Rule
 from stopdown.bounds.values import (
     Bound,
     largest_over,
@@ -26,27 +26,7 @@ from stopdown.bounds.values import (
     reshape,
     uniform,
 )
-from stopdown.bounds.view_rules import (
-    cat,
-    choose,
-    embedding,
-    expand,
-    keep,
-    loosen,
-    loosen_spatially,
-    loosen_tokens,
-    pad,
-    part_of_split,
-    repeat,
-    select,
-    slice_,
-    stack,
-    swap,
-    to_complex,
-    to_real,
-    view,
-)
-from stopdown.graph.nodes import arguments, is_range_clamp, operation, shape_of, strip_casts
+from stopdown.graph.nodes import arguments, is_kind, is_range_clamp, shape_of, strip_casts
 
 
 def add(op: Operands) -> Bound | None:
@@ -103,14 +83,14 @@ def divide(op: Operands) -> Bound | None:
 def _find_least(node: Node) -> float | None:
     """The number that a clamp keeps a value from falling below; None without one that fp16 can hold."""
     node = strip_casts(node)
-    least = arguments(node).get("min") if operation(node) in ("clamp", "clamp_min") else None
+    least = arguments(node).get("min") if is_kind(node, "clamp") else None
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
 
 
 def bound_written_norm(op: Operands) -> Bound | None:
     """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
     first, other = op.given["self"], op.given["other"]
-    inverse = operation(op.node).startswith("div")
+    inverse = is_kind(op.node, "divide")
     pairs = [(first, other)] if inverse else [(first, other), (other, first)]
     for value, factor in pairs:
         found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
@@ -127,16 +107,16 @@ def bound_written_norm(op: Operands) -> Bound | None:
 def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
     """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
     node = strip_casts(node)
-    if inverse and operation(node) in ("clamp", "clamp_min", "expand", "expand_as", "maximum"):
+    if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
         return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
-    if inverse and operation(node) == "linalg_vector_norm":
+    if inverse and is_kind(node, "vector_norm"):
         return _read_vector_norm(node)
     if not _is_root(node, inverse):
         return None
     node = strip_casts(node.args[0])
-    if operation(node) == "add" and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
+    if is_kind(node, "add") and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
         node = strip_casts(node.args[0])
-    if operation(node) != "mean":
+    if not is_kind(node, "mean"):
         return None
     given, square = arguments(node), strip_casts(node.args[0])
     if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
@@ -146,15 +126,19 @@ def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool]
 
 
 def _is_root(node: Node, inverse: bool) -> bool:
-    if operation(node) == "pow":
+    if is_kind(node, "power"):
         return bool(node.args[1] == (0.5 if inverse else -0.5))
-    return operation(node) == ("sqrt" if inverse else "rsqrt")
+    return is_kind(node, "sqrt" if inverse else "rsqrt")
+
+
+def _is_clamped_below(node: Node) -> bool:
+    return is_kind(node, "clamp") and arguments(node).get("max") is None
 
 
 def _is_square(node: Node) -> bool:
-    name = operation(node)
-    twice = name == "mul" and node.args[0] is node.args[1]
-    return name == "square" or twice or (name == "pow" and bool(node.args[1] == 2))
+    twice = is_kind(node, "multiply") and node.args[0] is node.args[1]
+    by_power = is_kind(node, "power") and bool(node.args[1] == 2)
+    return is_kind(node, "square") or twice or by_power
 
 
 def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
@@ -168,12 +152,13 @@ def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
 def _bound_masked_mean(op: Operands) -> Bound | None:
     """`sum(x m) / sum(m)` with a mask `m` of zeros and ones: a mean of some of the values."""
     top, below = strip_casts(op.given["self"]), strip_casts(op.given["other"])
-    if operation(top) != "sum" or operation(below) != "sum":
+    if not (is_kind(top, "sum") and is_kind(below, "sum")):
         return None
     product, mask, given = strip_casts(top.args[0]), below.args[0], arguments(top)
     rank, before = len(shape_of(product)), shape_of(product)
     alike = all(given.get(key) == arguments(below).get(key) for key in ("dim", "keepdim"))
-    if operation(product) != "mul" or mask not in product.args or not given.get("dim") or not alike:
+    is_product = is_kind(product, "multiply") and mask in product.args
+    if not is_product or not given.get("dim") or not alike:
         return None
     value = product.args[1 if product.args[0] is mask else 0]
     bound = op.bound(value)
@@ -188,7 +173,7 @@ def _bound_masked_mean(op: Operands) -> Bound | None:
 
 def _is_mask(op: Operands, node: Node) -> bool:
     """True for truth values, and for whole numbers that are bounded: those are masks."""
-    while operation(node) in VIEWS or operation(node) in ("to", "_to_copy"):
+    while is_kind(node, "reshape", "expansion", "cast"):
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
     floating = not isinstance(held, torch.Tensor) or held.is_floating_point()
@@ -307,63 +292,3 @@ def fill(op: Operands) -> Bound | None:
 
 def ones(op: Operands) -> Bound:
     return uniform(1.0, op.shape)
-
-
-def _table(rule: Rule, names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
-
-
-MOVING = list_names(
-    "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as permute transpose t numpy_T mT "
-    "movedim "
-    "swapaxes swapdims expand expand_as broadcast_to slice narrow select getitem cat concat stack "
-    "dropout contiguous clone alias detach lift_fresh_copy index roll flip repeat repeat_interleave "
-    "tile pad constant_pad_nd neg abs relu zeros ones zeros_like ones_like empty_like chunk split "
-    "upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d "
-    "_upsample_nearest_exact2d _upsample_nearest_exact3d where masked_fill copy embedding "
-    "view_as_real clamp clip gather index_select"
-)
-"""Operations that round nothing: each element of the result is one of an input, or a number."""
-
-RULES: dict[str, Rule] = {
-    **_table(keep, "dropout contiguous clone alias detach lift_fresh_copy type_as to _to_copy "
-                   "neg abs positive feature_dropout conj"),
-    **_table(view, "view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as ravel"),
-    **_table(swap, "permute transpose t numpy_T mT movedim swapaxes swapdims"),
-    **_table(expand, "expand expand_as broadcast_to"),
-    **_table(slice_, "slice narrow"),
-    **_table(cat, "cat concat"),
-    **_table(loosen, "roll flip gather amax amin max_pool2d pad_sequence"),
-    **_table(loosen_tokens, "index index_select"),
-    **_table(loosen_spatially, "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-             "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d "
-             "upsample_bilinear2d upsample_linear1d upsample_trilinear3d "
-             "avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d"),
-    **_table(repeat, "repeat repeat_interleave tile"),
-    **_table(add, "add sub"),
-    **_table(multiply, "mul multiply"),
-    **_table(divide, "div true_divide"),
-    **_table(shrink(), "silu gelu relu leaky_relu hardswish mish"),
-    **_table(shrink(1.0), "tanh sin erf"),
-    **_table(saturate(1.0), "sigmoid cos sign"),
-    **_table(softmax, "softmax _softmax"),
-    **_table(clamp, "clamp clip"),
-    **_table(choose, "where masked_fill"),
-    **_table(pad, "pad constant_pad_nd"),
-    **_table(zeros, "zeros zeros_like new_zeros empty empty_like new_empty"),
-    **_table(ones, "ones ones_like new_ones"),
-    **_table(fill, "full full_like new_full scalar_tensor fill"),
-    "select": select,
-    "getitem": part_of_split,
-    "stack": stack,
-    "pow": power,
-    "sqrt": root,
-    "exp": exponential,
-    "rsub": subtract_from,
-    "sum": total,
-    "mean": mean,
-    "embedding": embedding,
-    "view_as_complex": to_complex,
-    "view_as_real": to_real,
-    "polar": polar,
-}  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from stopdown.bounds.operands import Operands
@@ -21,7 +20,16 @@ from stopdown.bounds.values import (
     take,
     uniform,
 )
-from stopdown.graph.nodes import SPLITS, arguments, operation, shape_of
+from stopdown.graph.nodes import (
+    arguments,
+    is_kind,
+    is_split,
+    operation,
+    read_order,
+    shape_of,
+    slice_bounds,
+    strip_casts,
+)
 
 
 def keep(op: Operands) -> Bound | None:
@@ -37,12 +45,8 @@ def view(op: Operands) -> Bound | None:
 
 def swap(op: Operands) -> Bound | None:
     source = op.node.args[0]
-    bound, rank = op.bound(source), len(shape_of(source))
-    if bound is None:
-        return None
-    coded = torch.empty(tuple(range(2, 2 + rank)), device="meta")
-    order = [size - 2 for size in op.node.target(coded, *op.node.args[1:]).shape]  # type: ignore[operator]
-    return permute(bound, order)
+    bound = op.bound(source)
+    return None if bound is None else permute(bound, read_order(op.node))
 
 
 def expand(op: Operands) -> Bound | None:
@@ -105,23 +109,18 @@ def slice_(op: Operands) -> Bound | None:
     if bound is None:
         return None
     dim = int(op.given.get("dim", 0)) % len(before)
-    start, stop = op.given.get("start") or 0, op.given.get("end")
-    stop = before[dim] if stop is None else stop
-    if not isinstance(start, int) or not isinstance(stop, int):
+    indices = slice_bounds(op.node)
+    if indices is None:
         return loosen(op)
-    size = before[dim]
-    start, stop = (min(max(x + size if x < 0 else x, 0), size) for x in (start, stop))
+    start, stop = indices
     bound = _behind_cat(source, dim, start, stop, op) or bound
     return take(bound, before, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _behind_cat(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
     """The bound of the one part of a concatenation that a slice takes; None when there is none."""
-    while operation(source) in ("dropout", "clone", "contiguous", "to", "alias"):
-        source = source.args[0]
-    if operation(source) not in ("cat", "concat") or any(
-        operation(user).endswith("_") for user in source.users
-    ):
+    source = strip_casts(source)
+    if not is_kind(source, "join") or any(operation(user).endswith("_") for user in source.users):
         return None
     given = arguments(source)
     if int(given.get("dim", 0)) % len(shape_of(source)) != dim:
@@ -157,10 +156,10 @@ def part_of_split(op: Operands) -> Bound | None:
     number: Any = op.node.args[1]
     source = parent.args[0]
     bound, before = op.bound(source), shape_of(source)
-    if operation(parent) not in SPLITS or bound is None:
+    if not is_split(parent) or bound is None:
         return None
     dim = int(arguments(parent).get("dim", 0)) % len(before)
-    if operation(parent) == "unbind":
+    if is_kind(parent, "unbind"):
         kept = (*before[:dim], 1, *before[dim + 1 :])
         return reshape(take(bound, before, kept, dim, number, number + 1), kept, op.shape)
     sizes = [shape.shape[dim] for shape in parent.meta["val"]]

@@ -15,7 +15,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from stopdown.graph.nodes import SPLITS, arguments, is_float, operation, shape_of, whole_size
+from stopdown.graph.nodes import (
+    arguments,
+    is_float,
+    is_kind,
+    is_split,
+    read_order,
+    shape_of,
+    slice_bounds,
+    whole_size,
+)
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,8 @@ class Blocks:
         return range(touched[0], touched[-1] + 1) if touched else range(0)
 
 
-_KEEPERS = ("to", "_to_copy", "clone", "contiguous", "dropout", "detach", "alias", "type_as", "neg")
-_VIEWS = ("view", "reshape", "unflatten", "flatten", "_unsafe_view", "unsqueeze", "squeeze")
-_SWAPS = ("permute", "transpose")
-_SUMS = ("add", "sub")
-_ROWS = ("linear", "conv1d", "conv2d", "conv3d")
+_KEEPING = ("identity", "cast", "sign")
+_BY_ROW = ("linear", "convolution")
 
 
 def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[Node, Blocks]:
@@ -61,20 +67,12 @@ def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
     """Dimension and bounds of the parts that a chunk, split, unbind or slice makes of its input."""
     given, shape = arguments(node), shape_of(node.args[0])
     dim = int(given.get("dim", 0)) % max(len(shape), 1)
-    if operation(node) == "slice":
-        start, stop = given["start"] or 0, given["end"]
-        if not isinstance(start, int) or isinstance(stop, Node):
-            return dim, (0, shape[dim])
-        stop = shape[dim] if stop is None else stop
-        return dim, (_clip(start, shape[dim]), _clip(stop, shape[dim]))
+    if is_kind(node, "slice"):
+        return dim, slice_bounds(node) or (0, shape[dim])
     sizes = [1] * shape[dim]
-    if operation(node) != "unbind":
+    if not is_kind(node, "unbind"):
         sizes = [whole_size(part.shape[dim]) for part in node.meta["val"]]
     return dim, tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
-
-
-def _clip(index: int, size: int) -> int:
-    return min(max(index + size if index < 0 else index, 0), size)
 
 
 def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
@@ -89,11 +87,10 @@ def _combine(node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
 
 
 def _demand(user: Node, node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | None:
-    name = operation(user)
-    if name in SPLITS or (name == "slice" and arguments(user).get("step", 1) == 1):
+    if is_split(user) or (is_kind(user, "slice") and arguments(user).get("step", 1) == 1):
         dim, bounds = split_bounds(user)
         return Blocks(dim, bounds)
-    if name == "select" and isinstance(user.args[2], int):
+    if is_kind(user, "select") and isinstance(user.args[2], int):
         dim = int(user.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
         index = user.args[2] % shape_of(node)[dim]
         return Blocks(dim, (index, index + 1))
@@ -104,31 +101,23 @@ def _demand(user: Node, node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | N
 
 def _pull(user: Node, node: Node, blocks: Blocks) -> Blocks | None:
     """Blocks of an operation's output as blocks of one of its inputs; None when they are lost."""
-    name, given = operation(user), arguments(user)
-    if name in _KEEPERS:
+    given = arguments(user)
+    if is_kind(user, *_KEEPING):
         return blocks
-    if name in _VIEWS:
+    if is_kind(user, "reshape"):
         return map_through_view(shape_of(user), shape_of(node), blocks)
-    if name in _SWAPS:
-        return Blocks(_source_dim(user, len(shape_of(node)), blocks.dim), blocks.bounds)
-    if name in _SUMS:
+    if is_kind(user, "permutation"):
+        return Blocks(read_order(user)[blocks.dim], blocks.bounds)
+    if is_kind(user, "add", "subtract"):
         dim = blocks.dim - (len(shape_of(user)) - len(shape_of(node)))
         fits = dim >= 0 and shape_of(node)[dim] == shape_of(user)[blocks.dim]
         return Blocks(dim, blocks.bounds) if fits else None
-    if name in _ROWS and node in (given.get("weight"), given.get("bias")):
-        rows = len(shape_of(user)) - 1 if name == "linear" else 1
+    if is_kind(user, *_BY_ROW) and node in (given.get("weight"), given.get("bias")):
+        rows = len(shape_of(user)) - 1 if is_kind(user, "linear") else 1
         return Blocks(0, blocks.bounds) if blocks.dim == rows else None
-    if name in ("mul", "div") and not isinstance(given["other"], Node):
+    if is_kind(user, "multiply", "divide") and not isinstance(given["other"], Node):
         return blocks
     return None
-
-
-def _source_dim(user: Node, rank: int, dim: int) -> int:
-    given = arguments(user)
-    if operation(user) == "permute":
-        return int(given["dims"][dim]) % rank
-    first, second = int(given["dim0"]) % rank, int(given["dim1"]) % rank
-    return {first: second, second: first}.get(dim, dim)
 
 
 def map_through_view(
@@ -164,10 +153,12 @@ def _keep_producible(
 def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[str, str]) -> bool:
     if node.op == "placeholder":
         return node.name in parameters and all(_takes(user, node, kept) for user in node.users)
-    name, given = operation(node), arguments(node)
-    if name in _ROWS:
+    given = arguments(node)
+    if is_kind(node, *_BY_ROW):
         sources = [given["weight"], given.get("bias")]
-    elif name in (*_KEEPERS, *_VIEWS, *_SWAPS, *_SUMS, "mul", "div"):
+    elif is_kind(
+        node, *_KEEPING, "reshape", "permutation", "add", "subtract", "multiply", "divide"
+    ):
         sources = [given[key] for key in ("self", "input", "other") if key in given]
     else:
         return False
@@ -178,6 +169,6 @@ def _is_producible(node: Node, kept: Mapping[Node, Blocks], parameters: Mapping[
 
 def _takes(user: Node, node: Node, kept: Mapping[Node, Blocks]) -> bool:
     """True when a user splits a value or carries its blocks on."""
-    if operation(user) in (*SPLITS, "slice", "select"):
+    if is_split(user) or is_kind(user, "slice", "select"):
         return True
     return user in kept and _pull(user, node, kept[user]) == kept[node]

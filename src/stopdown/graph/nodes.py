@@ -7,18 +7,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from stopdown.graph.operations import find_operation, kind_of
+
 LARGEST_TAME = 6e4
 """A bound or mask of at least this magnitude stands for the end of fp16's range."""
-
-SPLITS = (
-    "chunk",
-    "split",
-    "split_with_sizes",
-    "unsafe_split",
-    "unsafe_chunk",
-    "unbind",
-    "tensor_split",
-)
 
 
 def operation(node: Node) -> str:
@@ -27,6 +19,23 @@ def operation(node: Node) -> str:
     if schema is not None:
         return str(schema.name).rpartition("::")[2]
     return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+def is_kind(node: Any, *kinds: str) -> bool:
+    """Whether a value is made by an operation of one of these kinds; an in-place form has none."""
+    return isinstance(node, Node) and kind_of(operation(node)) in kinds
+
+
+def has_trait(node: Any, trait: str) -> bool:
+    """Whether the operation that makes a value has a trait; an in-place form has those of its own."""
+    found = find_operation(operation(node)) if isinstance(node, Node) else None
+    return found is not None and trait in found.traits
+
+
+def find_slope(node: Node) -> float | None:
+    """The Lipschitz constant of an operation, None where there is none."""
+    found = find_operation(operation(node))
+    return None if found is None else found.slope
 
 
 def arguments(node: Node) -> dict[str, Any]:
@@ -56,16 +65,46 @@ def is_float(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
+def is_split(node: Any) -> bool:
+    """Whether a value is the list of parts of another one."""
+    return is_kind(node, "split", "unbind")
+
+
+def slice_bounds(node: Node) -> tuple[int, int] | None:
+    """First index and end of a slice along its dimension; None where they depend on values."""
+    given, shape = arguments(node), shape_of(node.args[0])
+    size = shape[int(given.get("dim", 0)) % max(len(shape), 1)]
+    start, stop = given.get("start") or 0, given.get("end")
+    length = given.get("length", 0)
+    if not all(isinstance(x, int | None) for x in (start, stop, length)):
+        return None
+    start = _clip(start, size)
+    if length:
+        return start, start + length
+    return start, size if stop is None else _clip(stop, size)
+
+
+def _clip(index: int, size: int) -> int:
+    return min(max(index + size if index < 0 else index, 0), size)
+
+
+def read_order(node: Node) -> list[int]:
+    """Dimension of a permutation's result to the dimension of its input."""
+    coded = torch.empty(tuple(range(2, 2 + len(shape_of(node.args[0])))), device="meta")
+    return [size - 2 for size in node.target(coded, *node.args[1:], **node.kwargs).shape]  # type: ignore[operator]
+
+
 def strip_casts(node: Any) -> Any:
     """The value behind casts and operations that leave it as it is."""
-    while operation(node) in ("to", "_to_copy", "dropout", "contiguous", "alias", "clone"):
+    while is_kind(node, "identity", "cast"):
         node = node.args[0]
     return node
 
 
 def is_range_clamp(node: Node) -> bool:
     """True for a clamp whose bounds stand for the end of fp16's range."""
-    if operation(node).rstrip("_") not in ("clamp", "clip"):
+    found = find_operation(operation(node))
+    if found is None or found.kind != "clamp":
         return False
     given = arguments(node)
     sizes = [smallest_constant(given.get(name)) for name in ("min", "max")]
@@ -79,10 +118,11 @@ def smallest_constant(value: Any) -> float:
     if not isinstance(value, Node):
         return 0.0
     given = arguments(value)
-    if operation(value) == "where":
-        return min(smallest_constant(given["self"]), smallest_constant(given["other"]))
-    if operation(value) in ("neg", "to", "alias", "clone", "detach_", "lift_fresh_copy", "expand"):
+    if is_kind(value, "choice"):
+        other = given.get("other", given.get("value"))
+        return min(smallest_constant(given["self"]), smallest_constant(other))
+    if is_kind(value, "sign", "identity", "cast", "expansion"):
         return smallest_constant(given["self"])
-    if operation(value) in ("full", "scalar_tensor"):
+    if is_kind(value, "filled"):
         return smallest_constant(given.get("fill_value", given.get("s")))
     return 0.0

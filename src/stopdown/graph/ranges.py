@@ -23,13 +23,19 @@ from torch.fx import Node
 from stopdown.capture import Capture, flatten_call, module_path, name_parameters
 from stopdown.errors import ScalingError
 from stopdown.graph.blocks import Blocks
-from stopdown.graph.nodes import LARGEST_TAME, arguments, is_float, is_range_clamp, operation
+from stopdown.graph.nodes import (
+    LARGEST_TAME,
+    arguments,
+    has_trait,
+    is_float,
+    is_kind,
+    is_range_clamp,
+    operation,
+)
 from stopdown.numerics import summarise_magnitudes
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TAME_END = 65504.0
-_SATURATING = ("tanh", "sigmoid", "erf")
-_END_OF_MASKS = ("softmax", "_softmax", "scaled_dot_product_attention", "exp", "sigmoid")
 
 
 @dataclass(frozen=True)
@@ -121,12 +127,12 @@ def find_masked(graph: torch.fx.Graph) -> frozenset[Node]:
     """The values that carry a mask's sentinels."""
     masked: set[Node] = set()
     for node in graph.nodes:
-        name = operation(node)
-        if name.rstrip("_") in _END_OF_MASKS or is_range_clamp(node) or not is_float(node):
+        if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
             continue
         numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
         sentinel = any(abs(x) >= LARGEST_TAME and is_float(node) for x in numbers)
-        if (sentinel and name not in ("slice", "arange")) or masked & set(node.all_input_nodes):
+        counts = is_kind(node, "slice", "counting")
+        if (sentinel and not counts) or masked & set(node.all_input_nodes):
             masked.add(node)
     return frozenset(masked)
 
@@ -145,14 +151,14 @@ def find_saturating(graph: torch.fx.Graph, ranges: Ranges) -> frozenset[Node]:
 
 
 def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> bool:
-    name = operation(user)
-    if name in _SATURATING:
+    if has_trait(user, "saturates"):
         return True
     others = [x for x in user.all_input_nodes if x is not node]
-    passes = name in ("mul", "add") and user in harmless
-    if name == "mul":
-        return passes and not others
-    return passes and all(part.amax < _TAME_END for x in others for part in ranges.get(x.name, ()))
+    if user not in harmless or not is_kind(user, "multiply", "add"):
+        return False
+    if is_kind(user, "multiply"):
+        return not others
+    return all(part.amax < _TAME_END for x in others for part in ranges.get(x.name, ()))
 
 
 class _Runner(torch.fx.Interpreter):
@@ -189,7 +195,7 @@ class _Runner(torch.fx.Interpreter):
         return found.detach().float() if found.dtype in _HALVES else found.detach()
 
     def _compute(self, node: Node) -> Any:
-        if operation(node).startswith("_assert"):
+        if is_kind(node, "assertion"):
             return None
         if is_range_clamp(node) and node not in self.kept_clamps:
             return self.env[node.args[0]]  # type: ignore[index]
@@ -198,7 +204,7 @@ class _Runner(torch.fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = torch.utils._pytree.tree_map(_widen, (args, kwargs))
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-        return result.zero_() if "empty" in operation(node) else result
+        return result.zero_() if is_kind(node, "blank") else result
 
     def _measure(self, node: Node, value: torch.Tensor) -> tuple[Range, ...]:
         split = self.blocks.get(node)

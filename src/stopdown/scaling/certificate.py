@@ -29,11 +29,11 @@ from stopdown.bounds.propagation import (
     Load,
     bound_call,
 )
-from stopdown.bounds.rules import MOVING
 from stopdown.capture import Capture, name_parameters
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.nodes import is_float
+from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
 from stopdown.scaling.folding import Scaling
 from stopdown.scaling.problem import Measured, Problem, split_values
@@ -333,7 +333,7 @@ def find_uncertain(
             continue
         stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
         is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
-        keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in MOVING
+        keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
         least = LEAST_STORED_WEIGHT if limit.weight else LEAST_STORED
         count += 1
         if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):

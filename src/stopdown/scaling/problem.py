@@ -19,13 +19,15 @@ from stopdown.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
 from stopdown.graph.nodes import (
     LARGEST_TAME,
-    SPLITS,
     arguments,
     is_float,
+    is_kind,
     is_range_clamp,
+    is_split,
     operation,
     shape_of,
 )
+from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
 from stopdown.scaling.equations import ZERO, System
 from stopdown.scaling.rules import Site, state_equations
@@ -365,27 +367,27 @@ def _is_narrowing(node: Node) -> bool:
     """True for a cast from fp32 to fp16."""
     source = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
     is_wide = isinstance(source, torch.Tensor) and source.dtype == torch.float32
-    return is_wide and operation(node) in ("to", "_to_copy")
+    return is_wide and is_kind(node, "cast")
 
 
 def _is_split(node: Node) -> bool:
-    if operation(node) in ("slice", "select"):
+    if is_kind(node, "slice", "select"):
         return True
     parent = node.args[0] if node.args else None
-    return operation(node) == "getitem" and isinstance(parent, Node) and operation(parent) in SPLITS
+    return is_kind(node, "part") and is_split(parent)
 
 
 def _part(node: Node) -> tuple[Node, tuple[int, int], int]:
     """What a slice, select or getitem takes: its source, the indices, the dimension."""
     source = node.args[0]
     assert isinstance(source, Node)
-    if operation(node) == "select":
+    if is_kind(node, "select"):
         dim = int(arguments(node)["dim"]) % len(shape_of(source))
         size, index = shape_of(source)[dim], arguments(node)["index"]
         if not isinstance(index, int):
             return source, (0, size), dim
         return source, (index % max(size, 1), index % max(size, 1) + 1), dim
-    if operation(node) == "slice":
+    if is_kind(node, "slice"):
         dim, bounds = split_bounds(node)
         return source, (bounds[0], bounds[1]), dim
     parent = source.args[0]
@@ -452,18 +454,14 @@ def _may_multiply(node: Node, path: str, call: Measured) -> bool:
     return not mutated and node not in call.blocks and path in call.capture.single_outputs
 
 
-_PRODUCTS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "scaled_dot_product_attention")
-
-
 def count_flops(node: Node) -> float:
     """FLOPs of a matrix product or convolution; 0 for anything else."""
-    name = operation(node)
-    if not name.startswith("conv") and name not in _PRODUCTS:
+    if not is_kind(node, *PRODUCTS):
         return 0.0
     given = arguments(node)
     shapes = {key: shape_of(x) for key, x in given.items() if is_float(x)}
     is_transposed = bool(given.get("transposed"))
-    return numerics.count_flops(name, shapes, shape_of(node), transposed=is_transposed)
+    return numerics.count_flops(operation(node), shapes, shape_of(node), transposed=is_transposed)
 
 
 __all__ = [

@@ -27,21 +27,18 @@ from torch.fx import Node
 
 from stopdown.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.errors import ScalingError
-from stopdown.graph.nodes import arguments, is_float, operation, shape_of
+from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of
+from stopdown.graph.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
 from stopdown.scaling.folding import put_stream
 from stopdown.scaling.problem import count_flops, is_inside
-from stopdown.scaling.rules import RULES, pin
 
 LARGEST_KEPT = 1 << 17
 """Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
 
-_MATRICES = ("linear", "conv1d", "conv2d", "conv3d", "convolution", "addmm", "mm", "embedding",
-             "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")  # fmt: skip
-_NORMS = ("layer_norm", "group_norm", "rms_norm", "_fused_rms_norm", "batch_norm", "instance_norm")
-_SUMS = ("add", "sub", "pow", "square", "rsqrt", "var", "var_mean", *_NORMS)
-_ONE_DTYPE = ("scaled_dot_product_attention", *_NORMS)
+_WEIGHTED = ("linear", *CONVOLUTIONS, "matrix", "table")
+_SUMMING = ("power", "square", "rsqrt", "variance", "variance_mean", *NORMS)
 
 
 def find_stream(
@@ -177,7 +174,7 @@ class _Reader:
         self.weighted = {node for node in self.nodes if self._is_weighted(node)}
         self.interior = self._find_interior()
         own = {node: module_path(node) for node in self.weighted}
-        self.matrices = {own[n] for n in own if own[n] and operation(n) != "embedding"}
+        self.matrices = {own[n] for n in own if own[n] and not is_kind(n, "table")}
         self.attentions = {module_path(n) for n in self.nodes if self._is_functional(n)} - {""}
         self.inner = {own[node] for node in own if node in self.interior}
         self.writers = {own[n] for n in own if self._is_writer(n)} & capture.single_outputs
@@ -189,7 +186,7 @@ class _Reader:
         """Paths of the modules that normalise with parameters that are kept in fp32."""
         found = set()
         for node in self.nodes:
-            if operation(node) in _NORMS and node not in self.interior:
+            if is_kind(node, *NORMS) and node not in self.interior:
                 names = {self.capture.parameters.get(x.name) for x in node.all_input_nodes}
                 found |= {module_path(node)} if names & kept else set()
         return found
@@ -202,7 +199,7 @@ class _Reader:
 
     def _is_weighted(self, node: Node) -> bool:
         """True for a product with a parameter, or a look-up in one."""
-        if operation(node) not in _MATRICES or not is_float(node):
+        if not is_kind(node, *_WEIGHTED) or not is_float(node):
             return False
         given = arguments(node)
         weight = given.get("weight", given.get("mat2"))
@@ -225,7 +222,7 @@ class _Reader:
         """True for a product of two values in the narrow dtype."""
         if node in self.weighted or not is_float(node):
             return False
-        is_product = count_flops(node) > 0 or operation(node) == "einsum"
+        is_product = count_flops(node) > 0 or is_kind(node, "einsum")
         return is_product and node.meta["val"].dtype == self.capture.dtype
 
     def _is_writer(self, node: Node) -> bool:
@@ -240,7 +237,7 @@ class _Reader:
                 if not is_inside(module_path(user), path) and _sums(user):
                     return True
                 seen.add(user)
-                if not self._is_functional(user) and RULES.get(operation(user)) is not pin:
+                if not self._is_functional(user) and not _is_pinned(user):
                     waiting.append(user)
         return False
 
@@ -256,7 +253,7 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
     lists = [x for x, part in module.named_modules() if isinstance(part, torch.nn.ModuleList)]
     single, many = set[str](), set[str]()
     for reader in readers:
-        shapes = {x: shape_of(x) for x in reader.weighted if operation(x) in ("linear", "addmm")}
+        shapes = {x: shape_of(x) for x in reader.weighted if is_kind(x, "linear", "matrix")}
         pictures = min((shape[0] for shape in shapes.values() if len(shape) > 2), default=0)
         for node, shape in shapes.items():
             is_row = len(shape) == 2 and shape[0] <= pictures
@@ -274,10 +271,15 @@ def _origin(node: Node) -> Node:
 
 
 def _sums(node: Node) -> bool:
-    name = operation(node).rstrip("_")
-    if name in ("add", "sub"):
+    found = find_operation(operation(node))
+    if found is not None and found.kind in ("add", "subtract"):
         return len([x for x in node.all_input_nodes if is_float(x)]) == 2
-    return name in _SUMS
+    return found is not None and found.kind in _SUMMING
+
+
+def _is_pinned(node: Node) -> bool:
+    found = find_operation(operation(node))
+    return found is not None and found.exponent == "pinned"
 
 
 def _is_small(node: Node) -> bool:
@@ -306,6 +308,6 @@ def _find_mixed_norms(capture: Capture) -> list[Node]:
     return [
         node
         for node in capture.graph.graph.nodes
-        if operation(node) in _ONE_DTYPE
+        if is_kind(node, "attention", *NORMS)
         and len({x.meta["val"].dtype for x in node.all_input_nodes if is_float(x)}) > 1
     ]

@@ -12,16 +12,18 @@ capture), eps that is written as an attribute of the module whose code uses it.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
-from stopdown.graph.nodes import SPLITS, arguments, is_float, is_range_clamp, operation
+from stopdown.graph.nodes import arguments, is_float, is_kind, is_range_clamp, is_split, operation
+from stopdown.graph.operations import find_operation
 from stopdown.scaling.equations import ZERO, System
 
 
@@ -109,16 +111,18 @@ def pinned_source(site: Site) -> None:
         site.system.pin(site.out)
 
 
-def product(*names: str, bias: str = "") -> Rule:
-    """The exponents of the named inputs add; a bias has that of the result."""
+def product(*names: str) -> Rule:
+    """The exponents of the named inputs add; a bias, written `+bias`, has that of the result."""
+    names, biases = tuple(x for x in names if x[0] != "+"), [x[1:] for x in names if x[0] == "+"]
 
     def rule(site: Site) -> None:
         if not is_float(site.node):
             return
         factors = [(site.of(site.given[name]), 1) for name in names]
         site.system.relate((site.out, -1), *factors)
-        if site.given.get(bias) is not None:
-            site.system.equate(site.out, site.of(site.given[bias]))
+        for bias in biases:
+            if site.given.get(bias) is not None:
+                site.system.equate(site.out, site.of(site.given[bias]))
 
     return rule
 
@@ -174,8 +178,9 @@ def power(site: Site) -> None:
     return site.system.relate(*terms)
 
 
-def fixed_power(twice: int) -> Rule:
-    """`x ** (twice / 2)`: rsqrt, sqrt, reciprocal, square."""
+def fixed_power(halves: str) -> Rule:
+    """`x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
+    twice = int(halves)
 
     def rule(site: Site) -> None:
         site.system.relate((site.of(site.given["self"]), twice), (site.out, -2))
@@ -311,17 +316,18 @@ def pick(site: Site) -> None:
     """One part of an operation with several results."""
     parent = site.node.args[0]
     assert isinstance(parent, Node)
-    name = operation(parent)
     sources = [x for x in parent.all_input_nodes if is_float(x)]
     if not is_float(site.node):
         return
-    if name in SPLITS or name in _ORDERS:
+    if is_split(parent) or is_kind(parent, "order"):
         site.system.equate(site.out, *(site.of(x) for x in sources))
-    elif name == "var_mean" and site.node.args[1] == 0:
+    elif is_kind(parent, "variance_mean") and site.node.args[1] == 0:
         site.system.relate((site.out, -1), (site.of(sources[0]), 2))
-    elif name in ("var_mean", "std_mean") or (name == "linalg_qr" and site.node.args[1] == 1):
+    elif is_kind(parent, "variance_mean", "deviation_mean") or (
+        is_kind(parent, "factors") and site.node.args[1] == 1
+    ):
         site.system.equate(site.out, site.of(sources[0]))
-    elif name == "linalg_qr":
+    elif is_kind(parent, "factors"):
         site.system.pin(site.out)  # orthonormal columns, whatever the length of the input's
     else:
         site.system.pin(site.out, *(site.of(x) for x in sources))
@@ -338,75 +344,10 @@ def pin(site: Site) -> None:
     site.pin()
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-_ORDERS = _words("topk sort max min cummax cummin median aminmax broadcast_tensors meshgrid")
-
-_LIKE_SELF = _words("""
-    abs adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d
-    alias amax amin as_strided avg_pool1d avg_pool2d avg_pool3d broadcast_to clone col2im
-    conj contiguous cumsum detach detach_ diagonal diff expand expand_as flatten flip gather
-    im2col index index_select lift_fresh_copy linalg_vector_norm masked_select max_pool1d
-    max_pool2d max_pool3d mean movedim narrow neg nonzero norm permute pixel_shuffle
-    pixel_unshuffle real imag reflection_pad1d reflection_pad2d reflection_pad3d relu repeat
-    repeat_interleave replication_pad1d replication_pad2d replication_pad3d reshape roll
-    select slice squeeze std sum swapaxes t take_along_dim tile transpose tril triu
-    unflatten unfold unsqueeze upsample_bicubic2d upsample_bilinear2d upsample_linear1d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_trilinear3d
-    _upsample_bilinear2d_aa _upsample_bicubic2d_aa view view_as view_as_complex
-    view_as_real _unsafe_view resolve_conj type_as leaky_relu swapdims moveaxis squeeze_
-    channel_shuffle rot90 positive trace ravel numpy_T matrix_H mT mH adjoint diag diag_embed
-""")
-
-_ALIKE = _words("""
-    cat stack concat maximum minimum copy copy_ index_put slice_scatter select_scatter
-    index_copy index_add scatter scatter_add hstack vstack concatenate block_diag
-""")
-
-_PINNED = _words("""
-    gelu silu sigmoid tanh softmax _softmax exp exp2 log log2 log10 log1p expm1 sin cos tan
-    erf softplus mish hardswish hardsigmoid hardtanh elu selu celu log_softmax logsumexp
-    floor ceil round trunc frac fmod remainder sign sgn sinc atan2 asin acos atan sinh cosh
-    asinh acosh atanh floor_divide bucketize nan_to_num logit glu log_sigmoid prelu cumprod
-    prod bernoulli relu6 sign_ angle silu_ gelu_ multinomial histc erfinv
-""")
-
-_FREE = _words("""
-    isinf isnan isfinite isneginf isposinf zeros new_zeros zeros_like empty new_empty
-    empty_like empty_strided new_empty_strided any all size sym_size sym_numel sym_stride
-    _assert_tensor_metadata _assert_async _assert_scalar sym_constrain_range
-    sym_constrain_range_for_size logical_not logical_and logical_or logical_xor
-    nonzero_static argmax argmin argsort unique_consecutive is_floating_point
-""")
-
-_SOURCES = _words("""
-    ones new_ones ones_like full new_full full_like arange linspace eye rand randn rand_like
-    randn_like randint scalar_tensor tensor logspace one_hot normal hann_window tril_indices
-""")
-
-
-def _rule_table() -> dict[str, Rule]:
-    table: dict[str, Rule] = dict.fromkeys(_LIKE_SELF, keep_first)
-    table |= dict.fromkeys(_ALIKE, keep_all)
-    table |= dict.fromkeys(_PINNED, pin)
-    table |= dict.fromkeys(_FREE, free)
-    table |= dict.fromkeys(_SOURCES, pinned_source)
-    table |= dict.fromkeys((*SPLITS, *_ORDERS), free)
-    table |= dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _WEIGHTED)
-    table |= dict.fromkeys(
-        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"), _WEIGHTED
-    )
-    table |= dict.fromkeys(("layer_norm", "group_norm", "rms_norm", "_fused_rms_norm"), norm)
-    table |= dict.fromkeys(("gt", "lt", "ge", "le", "eq", "ne"), compare)
-    table |= dict.fromkeys(("to", "_to_copy"), cast)
-    table |= dict.fromkeys(("where", "masked_fill", "masked_scatter"), choose)
-    table |= dict.fromkeys(("clamp", "clip", "clamp_min", "clamp_max"), clamp)
-    table |= dict.fromkeys(("pad", "constant_pad_nd", "_pad_enum"), pad)
-    table |= dict.fromkeys(("bmm", "mm", "matmul"), _matmul)
-    return table | _SPECIAL
+def extremum(site: Site) -> None:
+    """`max(x)` is like x; `max(x, other)` wants both alike."""
+    if is_float(site.node):
+        keep_all(site)
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -414,76 +355,55 @@ def _dtype(node: Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _matmul(site: Site) -> None:
-    second = "mat2" if "mat2" in site.given else "other"
-    product("self", second)(site)
-
-
-def _extremum(site: Site) -> None:
-    """`max(x)` is like x; `max(x, other)` wants both alike."""
-    if is_float(site.node):
-        keep_all(site)
-
-
-_WEIGHTED = product("input", "weight", bias="bias")
-
-_SPECIAL: dict[str, Rule] = {
-    "mul": product("self", "other"),
-    "multiply": product("self", "other"),
-    "outer": product("self", "vec2"),
-    "mv": product("self", "vec"),
-    "dot": product("self", "tensor"),
-    "addmm": product("mat1", "mat2", bias="self"),
-    "baddbmm": product("batch1", "batch2", bias="self"),
-    "addcmul": product("tensor1", "tensor2", bias="self"),
-    "einsum": multiply_all,
-    "div": quotient,
-    "true_divide": quotient,
+RULES: dict[str, Rule] = {
+    "same": keep_first,
+    "alike": keep_all,
+    "free": free,
+    "source": pinned_source,
+    "pinned": pin,
+    "multiply_all": multiply_all,
+    "quotient": quotient,
     "add": add,
-    "sub": add,
-    "rsub": subtract_from,
-    "pow": power,
-    "square": fixed_power(4),
-    "sqrt": fixed_power(1),
-    "rsqrt": fixed_power(-1),
-    "reciprocal": fixed_power(-2),
-    "var": fixed_power(4),
+    "subtract_from": subtract_from,
+    "power": power,
+    "norm": norm,
     "batch_norm": batch_norm,
-    "instance_norm": batch_norm,
-    "scaled_dot_product_attention": attention,
-    "embedding": keep_first,
-    "dropout": keep_first,
-    "feature_dropout": keep_first,
-    "lerp": interpolate_linearly,
-    "pad_sequence": pad_all,
+    "attention": attention,
+    "cast": cast,
+    "choose": choose,
+    "compare": compare,
+    "clamp": clamp,
+    "pad": pad,
+    "pad_all": pad_all,
     "fill": fill,
-    "zero": free,
-    "max": _extremum,
-    "min": _extremum,
-    "var_mean": free,
-    "std_mean": free,
+    "interpolate": interpolate_linearly,
+    "pick": pick,
     "polar": polar,
-    "complex": keep_all,
-    "linalg_qr": free,
+    "extremum": extremum,
 }
+"""Rules by the names that the table of operations gives them."""
 
-RULES = _rule_table()
+_MAKERS: dict[str, Callable[..., Rule]] = {"product": product, "halves": fixed_power}
+
+
+@functools.cache
+def read_rule(cell: str) -> Rule:
+    """The rule that a row of the table names: `add`, `product self vec2`."""
+    name, *words = cell.split()
+    return _MAKERS[name](*words) if name in _MAKERS else RULES[name]
 
 
 def find_rule(node: Node) -> tuple[Rule | None, bool]:
     """The rule of a node's operation and whether it works in place; None when there is none."""
-    name = operation(node)
     if node.target is operator.getitem:
         return pick, False
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if getattr(node.target, "_schema", None) is None:
         return (None if is_float(node) else free), False
     if _tells_no_value(node.target):
         return free, False
-    if name in RULES:
-        return RULES[name], name.endswith("_") and not name.startswith("__")
-    if name.endswith("_") and name.rstrip("_") in RULES:
-        return RULES[name.rstrip("_")], True
+    name = operation(node)
+    if (found := find_operation(name)) is not None:
+        return read_rule(found.exponent), name.endswith("_") and not name.startswith("__")
     if not is_float(node) and not any(is_float(x) for x in node.all_input_nodes):
         return free, False
     return None, False
@@ -504,8 +424,3 @@ def state_equations(site: Site) -> bool:
     if is_float(changed) and is_float(site.node):
         site.system.equate(site.out, site.of(changed))
     return rule is not None
-
-
-def names_with_rules() -> Iterable[str]:
-    """The operations that have a rule, sorted."""
-    return sorted(RULES)
