@@ -214,14 +214,14 @@ def climb(
         and name not in bounded.limits.fixed and name not in bounded.limits.timesteps
     ]  # fmt: skip
     found: list[str] = []
-    for op in range(steps):
+    for step in range(steps):
         leaves = {name: inputs[name].double().requires_grad_() for name in moved}
         run = GraphRun(bounded, {**inputs, **leaves}, torch.float64)
-        with torch.set_grad_enabled(bool(moved) and op < steps - 1):
+        with torch.set_grad_enabled(bool(moved) and step < steps - 1):
             run.run()
         found += list_excesses(bounded, run.seen, sites)
         _note(best, run.seen, sites)
-        if not moved or op == steps - 1:
+        if not moved or step == steps - 1:
             inputs = draw_inputs(bounded, rng)
             continue
         inputs.update(_push(bounded, run.seen[target], target, leaves, rng))
@@ -249,8 +249,8 @@ def _push(
     pushed = {}
     for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
         limit = bounded.limits.largest[name]
-        op = limit * rng.choice([0.02, 0.2, 1.0, 2.0])
-        up = torch.zeros_like(leaf) if slope is None else slope.nan_to_num().sign() * op
+        step = limit * rng.choice([0.02, 0.2, 1.0, 2.0])
+        up = torch.zeros_like(leaf) if slope is None else slope.nan_to_num().sign() * step
         pushed[name] = (leaf.detach() + up).clamp(-limit, limit)
     return pushed
 

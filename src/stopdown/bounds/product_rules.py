@@ -374,7 +374,7 @@ def attention(op: Operands) -> Bound | None:
     """Weights that are not negative and sum to one: a mean of the values, token by token."""
     value = op.given["value"]
     bound, before = op.bound(value), shape_of(value)
-    if bound is None:
+    if bound is None or op.given.get("dropout_p"):
         return None
     last, heads = len(before) - 1, len(before) - 3
     cut = [d for d in range(last) if before[d] != op.shape[d] or d == last - 1 or d != heads]

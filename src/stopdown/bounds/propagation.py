@@ -390,8 +390,8 @@ class _Propagation:
     def _split(self, node: Node, peak: torch.Tensor, typical: float) -> tuple[Range, ...]:
         split = self.blocks.get(node)
         if split is None or peak.shape[split.dim] == 1:
-            count, largest = 1 if split is None else len(split), float(peak.max())
-            return (_as_range(largest, typical),) * count
+            largest = float(peak.max()) if peak.numel() else 0.0
+            return (_as_range(largest, typical),) * (1 if split is None else len(split))
         pairs = zip(split.bounds, split.bounds[1:], strict=False)
         sizes = [float(peak.narrow(split.dim, a, b - a).max()) for a, b in pairs]
         return tuple(_as_range(size, typical) for size in sizes)

@@ -261,8 +261,8 @@ def mean(op: Operands) -> Bound | None:
 def _reduce(op: Operands, *, mean: bool) -> Bound | None:
     source = op.given["self"]
     bound, before = op.bound(source), shape_of(source)
-    if bound is None:
-        return None
+    if bound is None or not before:
+        return bound
     given = op.given.get("dim")
     dims = [int(d) % len(before) for d in ([given] if isinstance(given, int) else given or ())]
     dims = dims or list(range(len(before)))

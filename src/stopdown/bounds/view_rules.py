@@ -46,7 +46,7 @@ def view(op: Operands) -> Bound | None:
 def swap(op: Operands) -> Bound | None:
     source = op.node.args[0]
     bound = op.bound(source)
-    return None if bound is None else permute(bound, read_order(op.node))
+    return bound if bound is None or not op.shape else permute(bound, read_order(op.node))
 
 
 def expand(op: Operands) -> Bound | None:
@@ -66,6 +66,8 @@ def loosen_spatially(op: Operands) -> Bound | None:
     """As `loosen`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
     source = op.node.args[0]
     bound = op.bound(source)
+    if op.given.get("divisor_override"):
+        return None
     if bound is None or len(shape_of(source)) != len(op.shape):
         return loosen(op)
     before = shape_of(source)
@@ -97,6 +99,8 @@ def repeat(op: Operands) -> Bound | None:
     if bound is None:
         return None
     added = len(op.shape) - len(before)
+    if added < 0:  # flattened first
+        return loosen(op)
     before = (1,) * added + before
     bound = broadcast(bound, shape_of(source), before)
     changed = [d for d in range(len(before)) if before[d] != op.shape[d]]

@@ -39,9 +39,9 @@ permutation | same | permute | rearranges alias | swapaxes swapdims
 expansion   | same | expand | rearranges alias | expand expand_as broadcast_to
 slice       | same | slice | rearranges alias | slice narrow
 select      | same | select | rearranges alias | select
-split       | free | - | rearranges alias | chunk split split_with_sizes unsafe_split unsafe_chunk
-split       | free | - | rearranges alias | tensor_split
-unbind      | free | - | rearranges alias | unbind
+split       | parts | - | rearranges alias | chunk split split_with_sizes unsafe_split unsafe_chunk
+split       | parts | - | rearranges alias | tensor_split
+unbind      | parts | - | rearranges alias | unbind
 part        | pick | part | unrounded alias | getitem
 join        | alike | cat | rearranges | cat concat
 alike       | alike | - | | concatenate hstack vstack block_diag
@@ -51,8 +51,8 @@ index       | same | tokens | rearranges | index
 index       | same | tokens | unrounded | index_select
 order       | same | any | rearranges | roll
 order       | same | any | unrounded | flip gather
-order       | free | - | rearranges | meshgrid
-order       | free | - | | broadcast_tensors topk sort cummax cummin median aminmax
+order       | parts | - | rearranges | meshgrid
+order       | parts | - | | broadcast_tensors topk sort cummax cummin median aminmax
 view        | same | - | alias | as_strided diagonal unfold real imag adjoint mH matrix_H
 view        | same | complex | alias | view_as_complex
 view        | same | real | unrounded alias | view_as_real
@@ -77,7 +77,8 @@ same        | same | shrink | unrounded slope=1 | relu
 extremum    | extremum | - | | max min
 maximum     | alike | - | | maximum
 minimum     | alike | - | | minimum
-alike       | alike | - | | complex index_add index_copy index_put scatter scatter_add
+alike       | alike | - | | complex index_add index_copy index_put scatter_add
+scatter     | scatter | - | | scatter
 alike       | alike | - | | select_scatter slice_scatter
 copy        | alike | - | unrounded | copy copy_
 padding     | pad | pad | unrounded | pad constant_pad_nd

@@ -96,9 +96,23 @@ def keep_first(site: Site) -> None:
         site.pin()
 
 
+def parts(site: Site) -> None:
+    """One result is like the first float input; of several, `pick` says so of each."""
+    if is_float(site.node):
+        keep_first(site)
+
+
 def keep_all(site: Site) -> None:
     """The result and every float input have one exponent."""
     site.system.equate(site.out, *(site.of(x) for x in site.floats()))
+
+
+def scatter(site: Site) -> None:
+    """As `keep_all`; a number that is written must be 0, and products want the values themselves."""
+    if site.given.get("reduce") not in (None, "add") or site.given.get("value"):
+        site.pin()
+    else:
+        keep_all(site)
 
 
 def free(site: Site) -> None:
@@ -358,6 +372,8 @@ def _dtype(node: Node) -> torch.dtype | None:
 RULES: dict[str, Rule] = {
     "same": keep_first,
     "alike": keep_all,
+    "parts": parts,
+    "scatter": scatter,
     "free": free,
     "source": pinned_source,
     "pinned": pin,

@@ -1,0 +1,95 @@
+"""Calls of operations with arguments that torch's own tests use, as graphs of ATen operations."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from stopdown.capture import Capture
+from stopdown.graph.nodes import operation
+from stopdown.graph.operations import read_operations
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: its graph, and the tensors that it was made with, in the order of the placeholders."""
+
+    graph: GraphModule
+    tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def capture(self) -> Capture:
+        """The graph as a component call of which every tensor is an input."""
+        names = tuple(node.name for node in self.graph.graph.nodes if node.op == "placeholder")
+        return Capture(
+            self.graph, torch.float32, {}, {}, names, frozenset(), "Sample", frozenset()
+        )  # fmt: skip
+
+
+@functools.cache
+def find_infos() -> Mapping[str, list[Any]]:
+    """Name of an operation to what torch's tests know of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    switches = torch.backends.disable_global_flags.__globals__
+    switches["__allow_nonbracketed_mutation_flag"] = True  # the import forbids torch's switches
+    found: dict[str, list[Any]] = {}
+    for info in op_db:
+        for name in {info.name.rpartition(".")[2], info.aten_name or ""}:
+            found.setdefault(name, []).append(info)
+    return found
+
+
+def list_known() -> list[str]:
+    """The operations of the table that torch's tests have arguments for."""
+    return [name for name in read_operations() if name in find_infos()]
+
+
+def draw_samples(name: str, most: int) -> Iterator[Sample]:
+    """Calls of an operation in fp32, each whose graph holds it."""
+    found = 0
+    for info in find_infos()[name]:
+        if torch.float32 not in info.supported_dtypes("cpu"):
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layouts in beta
+            drawn = list(info.sample_inputs("cpu", torch.float32))
+        for sample in drawn[: 3 * most]:
+            traced = trace(info.op, sample)
+            if traced and any(operation(n) == name for n in traced.graph.graph.nodes):
+                found += 1
+                yield traced
+            if found == most:
+                return
+
+
+def trace(function: Any, sample: Any) -> Sample | None:
+    """The graph of one call; None where it cannot be traced."""
+    leaves, spec = pytree.tree_flatten(((sample.input, *sample.args), dict(sample.kwargs)))
+    tensors = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+    if any(x.layout is not torch.strided for x in tensors):
+        return None
+
+    def call(*given: torch.Tensor) -> Any:
+        waiting = iter(given)
+        args, kwargs = pytree.tree_unflatten(
+            [next(waiting) if isinstance(x, torch.Tensor) else x for x in leaves], spec
+        )
+        return function(*args, **kwargs)
+
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph = make_fx(call, tracing_mode="fake", pre_dispatch=True)(*tensors)
+    except Exception:  # torch's tracer has many; what cannot be traced is no sample
+        return None
+    return Sample(graph, tensors)
