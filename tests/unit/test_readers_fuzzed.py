@@ -230,7 +230,7 @@ def read_call(path: Path) -> None:
     named.write_bytes(content)
     try:
         entry, tensors = journal._load_entry(named)
-        unpack(entry.structure, list(tensors.values()))
+        unpack(entry.structure, [tensors[name] for name in sorted(tensors) if "output" in name])
     finally:
         named.unlink()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stopdown.app.commands import find_record_path
-from stopdown.app.request_options import check_texts, read_request
+from stopdown.app.request_options import read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, find_free, write_numbered, written_beside
@@ -187,7 +187,6 @@ def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[
     """Numbered prompts of the file, then those of the command, and the lines that are none."""
     from stopdown.comparison.prompts import read_prompts
 
-    check_texts(options.prompt)
     good, bad = ([], []) if options.prompts is None else read_prompts(options.prompts)
     last = good[-1][0] if good else 0
     good += [(last + place, text) for place, text in enumerate(options.prompt, 1)]

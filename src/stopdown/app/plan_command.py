@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stopdown.app.request_options import check_texts, read_request
+from stopdown.app.request_options import read_request
 from stopdown.errors import OptionError
 from stopdown.records import ComponentPlan, Plan
 
@@ -90,7 +90,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             expected="generate --precision knows a plan by that ending.",
             remedy=f"Use -o {output.with_suffix('.json')}.",
         )
-    check_texts(options.prompts)
     request = read_request(options)
     check_target(output, replaces=describe_no_plan)
     from stopdown.pipelines.quiet import quiet_libraries

@@ -48,23 +48,6 @@ class RunOptions(Protocol):
     def guidance(self) -> float | None: ...
 
 
-def check_texts(prompts: Sequence[str]) -> None:
-    """Refuse prompts with bytes that are no text, as a terminal of another encoding gives them.
-
-    Raises:
-        OptionError: one has some.
-    """
-    for prompt in prompts:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise OptionError(
-                f"The prompt {prompt[:60]!r} is not UTF-8 at character {error.start + 1}.",
-                expected="Prompts are Unicode.",
-                remedy="Give it from a terminal whose locale is UTF-8.",
-            ) from error
-
-
 def read_request(
     options: RunOptions,
     *,
@@ -93,7 +76,6 @@ def read_request(
     from stopdown.pipelines.requests import Request
 
     refuse_ignored(options.source, options.revision, options.config)
-    check_texts([text for text in (prompt, negative) if text])
     if not takes_profile:
         refuse_profile(options.device)
     _check_counts(options)
