@@ -9,20 +9,98 @@ as it saves them, whatever they hold. Stopdown is called as a command.
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import CogVideoXPipeline
+from PIL import Image, ImageDraw, ImageFont
 
-from stopdown.media import draw_contact_sheet, read_video
+from stopdown.media import read_video
+from stopdown.outputs import written_beside
 from stopdown.pipelines.sources import BUNDLED_FOLDER
 
 SHEET = Path(__file__).parents[1] / "docs" / "images" / "contact-sheet.png"
+
+
+Frames = np.ndarray[Any, np.dtype[np.uint8]]
+_PAPER, _INK, _EDGE = (252, 252, 250), (32, 32, 36), (205, 205, 200)
+
+
+def draw_contact_sheet(
+    rows: Sequence[tuple[str, Frames]],
+    path: str | os.PathLike[str],
+    *,
+    scale: float = 1.0,
+    columns: int | None = None,
+) -> Path:
+    """Write labelled rows of frames as one png, and return its path.
+
+    Args:
+        rows: a label (it may have several lines) and `[T, H, W, 3]` uint8 frames for each row.
+        path: the png file.
+        scale: size of a frame on the sheet; whole numbers keep pixels sharp.
+        columns: show at most so many frames of each row, evenly spaced; None shows all.
+
+    Raises:
+        OutputError: the operating system refused to write.
+    """
+    clips = [(label, _pick_columns(frames, columns)) for label, frames in rows]
+    if not clips:
+        raise ValueError("a contact sheet needs at least one row")
+    height = round(max(clip.shape[1] for _, clip in clips) * scale)
+    font = _load_font(min(22, max(14, height // 6)))
+    gap = max(6, height // 20)
+    margin = _measure_labels([label for label, _ in clips], font) + 3 * gap
+    total = max(len(clip) * (round(clip.shape[2] * scale) + gap) for _, clip in clips)
+    sheet = Image.new("RGB", (margin + total + gap, gap + len(clips) * (height + gap)), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for row, (label, clip) in enumerate(clips):
+        top = gap + row * (height + gap)
+        draw.multiline_text((2 * gap, top + height / 2), label, _INK, font, anchor="lm", spacing=3)
+        _paste_row(sheet, draw, clip, (margin, top), scale, gap)
+    with written_beside(path) as part:
+        sheet.save(part, format="PNG", optimize=True)
+    return Path(path)
+
+
+def _pick_columns(clip: Frames, columns: int | None) -> Frames:
+    if columns is None or len(clip) <= columns:
+        return clip
+    return clip[np.linspace(0, len(clip) - 1, columns).round().astype(int)]
+
+
+def _load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _measure_labels(
+    labels: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont
+) -> int:
+    lines = [line for label in labels for line in label.splitlines()]
+    return math.ceil(max((font.getbbox(line)[2] for line in lines), default=0))
+
+
+def _paste_row(
+    sheet: Image.Image, draw: Any, clip: Frames, corner: tuple[int, int], scale: float, gap: int
+) -> None:
+    left, top = corner
+    size = (round(clip.shape[2] * scale), round(clip.shape[1] * scale))
+    is_whole = float(scale).is_integer()
+    resample = Image.Resampling.NEAREST if is_whole else Image.Resampling.LANCZOS
+    for frame in clip:
+        sheet.paste(Image.fromarray(frame).resize(size, resample), (left, top))
+        box = (left - 1, top - 1, left + size[0], top + size[1])
+        draw.rectangle(box, outline=_EDGE)  # so that a white or black frame has an edge
+        left += size[0] + gap
 
 
 def run_diffusers(prompt: str, dtype: torch.dtype, options: argparse.Namespace) -> np.ndarray:

@@ -27,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, take_first_line
 from stopdown.formats import FORMATS, PRECISIONS
 
 if TYPE_CHECKING:
@@ -637,8 +637,7 @@ def _time_formats(device: Device) -> dict[str, Timing]:
                     _warm_up(operation)
                 operations |= {(name, at): operation for at, operation in enumerate(made)}
             except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
-                lines = str(error).splitlines() or [type(error).__name__]
-                failures[name] = f"{lines[0].rstrip('.')}."
+                failures[name] = f"{take_first_line(error).rstrip('.')}."
         samples = _sample(device, operations)
     return {
         name: Timing(failure=failures[name])

@@ -12,7 +12,6 @@ false alarm costs more trust than a miss that the guard finds elsewhere.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from stopdown.records import Finding
 
 if TYPE_CHECKING:
     import numpy as np
-    from PIL import Image, ImageFont
+    from PIL import Image
 
     Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -698,84 +697,3 @@ _DETECTORS: dict[str, Callable[[Sequence[_Look]], list[FrameFault]]] = {
     "frozen": _detect_frozen,
     "noise": _detect_noise,
 }
-
-# ---------------------------------------------------------------------------------------------
-# Contact sheets
-
-_PAPER, _INK, _EDGE = (252, 252, 250), (32, 32, 36), (205, 205, 200)
-
-
-def draw_contact_sheet(
-    rows: Sequence[tuple[str, Frames]],
-    path: str | os.PathLike[str],
-    *,
-    scale: float = 1.0,
-    columns: int | None = None,
-) -> Path:
-    """Write labelled rows of frames as one png, and return its path.
-
-    Args:
-        rows: a label (it may have several lines) and `[T, H, W, 3]` uint8 frames for each row.
-        path: the png file.
-        scale: size of a frame on the sheet; whole numbers keep pixels sharp.
-        columns: show at most so many frames of each row, evenly spaced; None shows all.
-
-    Raises:
-        OutputError: the operating system refused to write.
-    """
-    from PIL import Image, ImageDraw
-
-    clips = [(label, _pick_columns(_require_clip(frames), columns)) for label, frames in rows]
-    if not clips:
-        raise ValueError("a contact sheet needs at least one row")
-    height = round(max(clip.shape[1] for _, clip in clips) * scale)
-    font = _load_font(min(22, max(14, height // 6)))
-    gap = max(6, height // 20)
-    margin = _measure_labels([label for label, _ in clips], font) + 3 * gap
-    total = max(len(clip) * (round(clip.shape[2] * scale) + gap) for _, clip in clips)
-    sheet = Image.new("RGB", (margin + total + gap, gap + len(clips) * (height + gap)), _PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for row, (label, clip) in enumerate(clips):
-        top = gap + row * (height + gap)
-        draw.multiline_text((2 * gap, top + height / 2), label, _INK, font, anchor="lm", spacing=3)
-        _paste_row(sheet, draw, clip, (margin, top), scale, gap)
-    with written_beside(path) as part:
-        sheet.save(part, format="PNG", optimize=True)
-    return Path(path)
-
-
-def _pick_columns(clip: Frames, columns: int | None) -> Frames:
-    import numpy as np
-
-    if columns is None or len(clip) <= columns:
-        return clip
-    return clip[np.linspace(0, len(clip) - 1, columns).round().astype(int)]
-
-
-def _load_font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size)
-
-
-def _measure_labels(
-    labels: Sequence[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont
-) -> int:
-    lines = [line for label in labels for line in label.splitlines()]
-    return math.ceil(max((font.getbbox(line)[2] for line in lines), default=0))
-
-
-def _paste_row(
-    sheet: Image.Image, draw: Any, clip: Frames, corner: tuple[int, int], scale: float, gap: int
-) -> None:
-    from PIL import Image
-
-    left, top = corner
-    size = (round(clip.shape[2] * scale), round(clip.shape[1] * scale))
-    is_whole = float(scale).is_integer()
-    resample = Image.Resampling.NEAREST if is_whole else Image.Resampling.LANCZOS
-    for frame in clip:
-        sheet.paste(Image.fromarray(frame).resize(size, resample), (left, top))
-        box = (left - 1, top - 1, left + size[0], top + size[1])
-        draw.rectangle(box, outline=_EDGE)  # so that a white or black frame has an edge
-        left += size[0] + gap

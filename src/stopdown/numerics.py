@@ -101,22 +101,6 @@ def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """A boolean scalar on the device, True when every floating value is finite; None without one.
-
-    Neither a sum, which overflows by itself in fp16, nor `isnan`, which misses Inf.
-    Cost: one pass; no host read.
-    """
-    checks = [
-        torch.isfinite(tensor).all()
-        for tensor in tensors
-        if tensor.is_floating_point() and tensor.numel()
-    ]
-    if not checks:
-        return None
-    return torch.stack([check.to(checks[0].device) for check in checks]).all()
-
-
 def bound_values(
     tensors: list[torch.Tensor], known: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
 ) -> torch.Tensor | None:

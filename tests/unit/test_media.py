@@ -18,7 +18,6 @@ from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
 from stopdown.media import (
     check_output,
     choose_format,
-    draw_contact_sheet,
     find_frame_faults,
     read_image,
     read_video,
@@ -687,33 +686,3 @@ def test_tiny_frames_are_measured_too(size: int) -> None:
     assert kinds(fill((0, 0, 0), 2, size)) == ["black"]
     random = np.random.default_rng(0).integers(0, 256, (2, size, size, 3), dtype=np.uint8)
     assert "frozen" not in kinds(random)
-
-
-# Contact sheets
-
-
-def test_a_contact_sheet_shows_every_row(tmp_path: Path) -> None:
-    """Rows of different length stand beside their labels; pixels are enlarged, not blurred."""
-    clip = draw_clip(5)
-    rows = [("plain, fp16", fill((0, 0, 0), 5, 48)), ("stopdown\ngenerate", clip)]
-    path = draw_contact_sheet(rows, tmp_path / "sheet.png", scale=2)
-    sheet = read_image(path)
-    enlarged = np.asarray(Image.fromarray(clip[4]).resize((128, 96), Image.Resampling.NEAREST))
-    windows = np.lib.stride_tricks.sliding_window_view(sheet, enlarged.shape)
-    corner = (windows[:, :, 0, 0, 0] == enlarged[0, 0]).all(-1)
-    hits = [tuple(at) for at in np.argwhere(corner) if (windows[tuple(at)][0] == enlarged).all()]
-    assert len(hits) == 1
-    assert (sheet[:, :5] == media._PAPER).all()
-    assert (sheet[100:200, 10:100] < 120).any()
-
-
-def test_a_contact_sheet_picks_columns_evenly(tmp_path: Path) -> None:
-    """With fewer columns than frames the first and the last frame are still shown."""
-    clip = draw_clip(9)
-    picked = media._pick_columns(clip, 3)
-    assert np.array_equal(picked, clip[[0, 4, 8]])
-    wide = read_image(draw_contact_sheet([("a", clip)], tmp_path / "wide.png"))
-    narrow = read_image(draw_contact_sheet([("a", clip)], tmp_path / "narrow.png", columns=3))
-    assert narrow.shape[1] < wide.shape[1]
-    with pytest.raises(ValueError, match="at least one row"):
-        draw_contact_sheet([], tmp_path / "none.png")

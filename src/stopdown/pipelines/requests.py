@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, take_first_line
 
 VIDEO_TO_VIDEO = {
     "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
@@ -168,7 +168,7 @@ def explain_refusal(
     pipeline_class: type, arguments: Mapping[str, Any], error: Exception
 ) -> OptionError:
     """What a pipeline's own code lacked, when it ended before its first component was called."""
-    reason = (str(error).strip().splitlines() or [""])[0][:300]
+    reason = take_first_line(error)[:300]
     absent = [x for x in _read_signature(pipeline_class) if _INPUT.match(x)]
     absent = [x for x in absent if arguments.get(x) is None]
     names = ", ".join(absent)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.errors import CaptureError, ScalingError, StopdownError
+from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.planning.recording import RecordedCall, sign_call
 from stopdown.scaling import (
     Measured,
@@ -127,5 +127,5 @@ def describe_failure(error: Exception) -> str:
         return error.what
     if isinstance(error, StopdownError):
         return str(error)
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"Finding its exponents failed with {type(error).__name__}: {first[:300]}"
+    reason = take_first_line(error)[:300]
+    return f"Finding its exponents failed with {type(error).__name__}: {reason}"
