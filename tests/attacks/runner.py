@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -38,7 +39,7 @@ class Attack:
     Attributes:
         name: of the test.
         build: makes the input in an empty folder and returns the words after `stopdown`.
-        exit_code: that the process must end with.
+        exit_code: that the process must end with; negative: the signal that must end it.
         message: the first words of the last line on stderr that begins with `stopdown: ` or `Error: `, or
             of stdout when there is none; `{folder}` in it is the row's folder.
         left: patterns of the paths, relative to the folder, that may be new or changed afterwards.
@@ -97,7 +98,10 @@ def run_attack(attack: Attack, tmp_path: Path) -> Outcome:
 
 def find_faults(attack: Attack, outcome: Outcome, folder: Path) -> Iterator[str]:
     """What is wrong with how a row ended."""
-    if outcome.ended_by:
+    if attack.exit_code < 0:
+        if outcome.ended_by != signal.Signals(-attack.exit_code).name:
+            yield f"not ended by {signal.Signals(-attack.exit_code).name}"
+    elif outcome.ended_by:
         yield f"ended by {outcome.ended_by}"
     elif outcome.exit_code != attack.exit_code:
         yield f"exit code {outcome.exit_code}, not {attack.exit_code}"
