@@ -423,7 +423,7 @@ def test_exponents_that_fit_are_let_through() -> None:
     fitting = (
         {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
         {"exponents": {"linear.weight": 100}, "islands": ("linear",)},
-        {"exponents": {"table[0:6]": -2}},  # a block of its last dimension, which is all of it
+        {"exponents": {"table[0:6]": -2, "table[6:9]": -2}},  # as plans of before name all of it
     )
     for values in fitting:
         assert list(list_misfits(Normed(), Scaling(**values))) == []  # type: ignore[arg-type]

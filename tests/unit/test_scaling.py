@@ -421,6 +421,28 @@ def test_a_square_in_fp16_does_not_underflow() -> None:
     assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
 
 
+def test_a_table_that_is_cropped_is_scaled_as_a_whole() -> None:
+    """Only rows have exponents of their own: a crop along another dimension names no rows."""
+
+    class Cropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.norm = nn.Linear(4, WIDTH), nn.LayerNorm(WIDTH)
+            self.register_buffer("table", torch.randn(1, 8, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.embed(x) + self.table[:, 2:6])
+
+    torch.manual_seed(0)
+    module, x = Cropped().eval().requires_grad_(False), torch.randn(1, 4, 4)
+    module.embed.weight.mul_(2.0**20)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    assert rescaling.exponents["table"] == rescaling.exponents["embed.weight"] < 0
+    assert not any("[" in name for name in rescaling.exponents)
+    assert torch.equal(module(x), reference)
+
+
 def test_several_calls_share_their_parameters() -> None:
     """Two lengths give one set of exponents that holds for both."""
     module, _ = _overflowing()

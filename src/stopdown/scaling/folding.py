@@ -223,11 +223,11 @@ def _list_misfit(
 
 
 def _has_rows(tensor: torch.Tensor, rows: slice) -> bool:
-    """Whether there are such rows; a block from 0 on may be named by a longer dimension than the first."""
+    """Whether there are such rows; plans of before name blocks of another dimension so: all, or none."""
     size = len(tensor) if tensor.dim() else 1
     start, stop = rows.start or 0, size if rows.stop is None else rows.stop
-    is_inside = 0 <= start < min(stop, size) and (stop <= size or start == 0)
-    return tensor.is_floating_point() and is_inside
+    is_other = start == 0 or start >= size
+    return tensor.is_floating_point() and 0 <= start < stop and (stop <= size or is_other)
 
 
 def _read_eps(owner: torch.nn.Module, name: str) -> float | None:

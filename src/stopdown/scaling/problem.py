@@ -273,14 +273,12 @@ class _Stater:
 
     def _state_parameter(self, node: Node, name: str) -> None:
         split = self.call.blocks.get(node)
-        for block in range(len(split) if split else 1):
-            unknown = self.unknown(node, block if split else None, node)
-            rows = split.bounds[block : block + 2] if split else (0, 0)
-            self.problem.parameters[(name, rows[0], rows[1])] = unknown
-        if split is None:
+        if split is None or split.dim != 0:  # only rows have exponents of their own
+            self.problem.parameters[(name, 0, 0)] = self.unknown(node, None, node)
             return
-        if split.dim != 0:
-            self.unknown(node, None, node)
+        for block in range(len(split)):
+            start, stop = split.bounds[block : block + 2]
+            self.problem.parameters[(name, start, stop)] = self.unknown(node, block, node)
 
     def _pin_outputs(self, node: Node) -> None:
         for number, source in enumerate(list_outputs(node)):
