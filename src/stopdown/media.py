@@ -404,6 +404,8 @@ def _decode(source: Path) -> Iterator[Frames]:
     try:
         with av.open(str(source), container_options=options) as container:
             context = container.streams.video[0].codec_context
+            if context is None:
+                raise _refuse_video(source, "FFmpeg does not know its codec")
             _refuse_large(source, context.width, context.height)
             context.options = {"max_pixels": str(LARGEST_PICTURE)}
             for frame in container.decode(video=0):

@@ -452,6 +452,15 @@ def test_a_playlist_opens_no_other_file(text: str, tmp_path: Path) -> None:
         read_video(tmp_path / "list.mp4")
 
 
+def test_a_video_of_an_unknown_codec_is_refused(tmp_path: Path) -> None:
+    """A codec that FFmpeg does not know is named, and is no AttributeError."""
+    write_media(tmp_path / "clip.mp4", draw_clip())
+    content = (tmp_path / "clip.mp4").read_bytes()
+    (tmp_path / "clip.mp4").write_bytes(content.replace(b"avc1", b"xxxx"))
+    with pytest.raises(InputError, match="FFmpeg does not know its codec"):
+        read_video(tmp_path / "clip.mp4")
+
+
 def test_whatever_pillow_raises_is_a_sentence(tmp_path: Path) -> None:
     """A png whose text unpacks to 100 MB makes Pillow raise a ValueError."""
     info = PngInfo()
