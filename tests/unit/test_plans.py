@@ -364,6 +364,34 @@ def test_a_component_that_cannot_be_captured_says_which_line() -> None:
     assert "test_plans.py" in entry.reasons[0]
 
 
+class Picky(nn.Module):
+    """An autoencoder that decodes anything and encodes nothing that was made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def decode(self, z: torch.Tensor) -> torch.Tensor:
+        return self.linear(z)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("Encoding without tiling has not been implemented yet.")
+
+
+def test_a_made_up_encode_that_fails_is_left_out() -> None:
+    """Whatever it raises: the decoder is in fp16 all the same, and the plan says what was not measured."""
+    module = Picky().eval().requires_grad_(False)
+    calls = [
+        RecordedCall(Door(f"vae.{x}", module, x, x), (torch.ones(1, 2),), {}, made_up=x == "encode")
+        for x in ("encode", "decode")
+    ]
+    assert measuring.leave_out_failing(module, calls) == calls[1:]
+    opened: Any = SimpleNamespace(stored={"vae": {"fp32": 8}}, device=None)
+    entry = plans._plan_component(opened, "vae", module, calls, "fp16", "native", "measured")
+    assert entry.precision == "fp16"
+    assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
+
+
 class Normed(nn.Module):
     """A linear, a norm and a table of whole numbers."""
 

@@ -27,7 +27,13 @@ import torch
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
-from stopdown.planning.measuring import find_call, group_calls, measure_kind, place_arguments
+from stopdown.planning.measuring import (
+    find_call,
+    group_calls,
+    leave_out_failing,
+    measure_kind,
+    place_arguments,
+)
 from stopdown.planning.recording import RecordedCall
 from stopdown.records import ComponentPlan
 from stopdown.scaling import Measured, Scaling, find_folds, fold_scaling
@@ -92,7 +98,7 @@ def express_component(
         planned = _write_eps(module, scaling, fields)
         if not planned.left:
             return planned
-    calls = record()
+    calls = leave_out_failing(module, record())
     if not calls:
         raise ScalingError(
             f"Its plan has {describe_rest(entry)}, and no run of the pipeline calls it to measure what "
