@@ -9,8 +9,9 @@ points is the answer, the others are named as alternatives. Every line that coun
 **Catches** mixed dtypes, fp32 layers that were lowered, missing kernels and formats, bf16 that is
 emulated, overflow by component as far as the text names one, masks, kernels, autocast, offload,
 schedules, quantised files, adapters; black, grey, flat, frozen and noisy pictures and videos.
-**Does not catch** what the text does not say. A bare `invalid value encountered in cast` is answered
-with how to find the component, and not with a guess. Anything else is unknown.
+**Does not catch** what the text does not say, and the middle of a very long one. A bare `invalid value
+encountered in cast` is answered with how to find the component, and not with a guess. Anything else is
+unknown.
 
 Nothing here imports torch; a picture or video needs only the libraries that read it.
 """

@@ -92,6 +92,9 @@ class PlanError(InputError):
 class StopdownWarning(UserWarning):
     """Something was decided or repaired that the user should know."""
 
+    def __init__(self, text: str) -> None:
+        super().__init__(make_printable(text))
+
 
 def take_first_line(error: Exception) -> str:
     """The first line of what an exception says; its class when it says nothing."""

@@ -7,6 +7,7 @@ Nothing here sees a tensor, so a report can be made without torch.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -810,12 +811,20 @@ class MachineHealth:
 
 
 def to_json(record: Any) -> str:
-    """A record as indented JSON text; bytes of a file's name that are not UTF-8 become U+FFFD."""
+    """A record as indented JSON text, which a terminal shows as it is.
+
+    Bytes of a file's name that are not UTF-8 become U+FFFD.
+    """
     try:
         content = msgspec.json.encode(record)
     except UnicodeEncodeError:
         content = msgspec.json.encode(_replace_bytes(msgspec.to_builtins(record)))
-    return msgspec.json.format(content, indent=2).decode() + "\n"
+    text = msgspec.json.format(content, indent=2).decode()
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+_UNPRINTABLE = re.compile("[\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""What a terminal obeys and JSON need not escape; outside of texts there is none of it."""
 
 
 def _replace_bytes(value: Any) -> Any:

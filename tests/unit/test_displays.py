@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stopdown.app.displays import open_console, print_prose
-from stopdown.errors import StopdownError
+from stopdown.errors import StopdownError, StopdownWarning
 
 REMEDY = "  - Use [this] --precision text_encoder=bf16, or make a plan: stopdown plan SOURCE"
 
@@ -70,3 +70,4 @@ def test_a_message_holds_no_control_sequence() -> None:
     error = StopdownError(HOSTILE, expected="\udcff", remedy="\u202etxt.exe")
     assert str(error) == "a[bold]b[/bold] :fire: \ufffd31m c\ufffd \ufffd \ufffdtxt.exe"
     assert error.what.isprintable()
+    assert str(StopdownWarning(HOSTILE)).isprintable()

@@ -154,6 +154,14 @@ def test_a_name_that_is_no_text_is_written_with_replacements() -> None:
     assert found == dataclasses.replace(record, output=found.output, request=found.request)
 
 
+def test_json_holds_no_control_characters() -> None:
+    """What a terminal obeys is escaped, and comes back."""
+    record = dataclasses.replace(RECORD, source="a\x1b[2J\x07\x7f\x9b2J\u202ea")
+    text = to_json(record)
+    assert text.replace("\n", "").isprintable()
+    assert from_json(text, RunRecord) == record
+
+
 def test_a_record_is_read_from_a_file(tmp_path: Path) -> None:
     """A file that was written comes back equal; one that is missing is named."""
     path = tmp_path / "clip.mp4.json"

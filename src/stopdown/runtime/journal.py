@@ -7,9 +7,10 @@ once; its arguments must be the same bytes. No state of a scheduler has to be un
 be again. The numbers that a call drew are drawn from then on as after that call. A call that was
 repaired is run once more, so that its repair is in force for those that follow.
 
-**Catches** another prompt, seed, size, model, precision, version or device (refused, by name); files
-that are cut, changed, missing or of another run, and calls with other arguments (made anew from there
-on); two processes with one journal.
+**Catches** another prompt, seed, size, model, precision, version or device (refused, by name); a head
+whose checksum does not fit (all is made anew); files
+that are cut, changed, missing or of another run, and calls with other arguments (made anew from
+there on); two processes with one journal.
 **Does not catch** components that change their arguments in place, or that draw from NumPy's or
 Python's random numbers inside a call. Components that remember earlier calls (step caches) are refused
 when the journal is put on.
