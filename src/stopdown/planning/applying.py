@@ -24,7 +24,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import cast_component_, find_components, find_doors
 from stopdown.pipelines.doors import Call, put_cast, put_door
 from stopdown.pipelines.loading import load_pipeline
-from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.planning.adapters import watch_adapters
 from stopdown.planning.loading import Loaded, Standing
 from stopdown.planning.plan_files import read_class_versions
@@ -86,16 +86,19 @@ def apply_plan(
         watch_adapters(pipe, plan, own)
     except ScalingError as error:
         own.undo()
-        raise PlanError(
-            f"The plan for {plan.source} does not fit the pipeline: {error.what}",
-            remedy=_REMEDY,
-        ) from error
+        raise _explain_misfit(plan, error) from error
     except BaseException:
         own.undo()
         raise
     if patches is not None:
         patches.defer(own.undo)
     return AppliedPlan(pipe, plan, own)
+
+
+def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
+    return PlanError(
+        f"The plan for {plan.source} does not fit the pipeline: {error.what}", remedy=_REMEDY
+    )
 
 
 def check_plan(pipe: Any, plan: Plan) -> None:
@@ -132,7 +135,17 @@ def apply_without_weights(stand_in: Any, plan: Plan) -> None:
 
     Args:
         stand_in: from `build_stand_in` or `copy_stand_in`, in fp32; it is changed for good.
+
+    Raises:
+        PlanError: a module of the plan is not there.
     """
+    try:
+        _apply_without_weights(stand_in, plan)
+    except ScalingError as error:
+        raise _explain_misfit(plan, error) from error
+
+
+def _apply_without_weights(stand_in: Any, plan: Plan) -> None:
     patches, modules = Patches(), find_components(stand_in)  # never undone: the stand-in is ours
     for entry in plan.components:
         if entry.component in modules and entry.precision in FORMATS:
@@ -270,6 +283,10 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
 
 
 def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
+    planned = {entry.component for entry in plan.components}
+    for name, (_, class_name) in source.components.items():
+        if has_weights(class_name) and name not in planned:
+            yield f"it has no {name}, and {source.name} has one"
     for entry in plan.components:
         _, found = source.components.get(entry.component, ("", "nothing"))
         if found != entry.class_name:
