@@ -7,7 +7,7 @@ cannot go together is reported and its operands are cast, so that one walk finds
 
 **Catches** functions of torch and methods of tensors, in eager order, branches on known values.
 **Does not catch** what a custom kernel does inside, and branches on values that depend on weights:
-a test whether such values are finite is answered with no fault.
+a test whether such values are finite is answered with no fault, a mask of such values is taken as full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    unset_fake_temporarily,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -193,13 +198,15 @@ class Walk(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             is_device = self._device is not None and func == _DEVICE
             return self._device if is_device else func(*args, **kwargs)
+        if name in _INDEXING:
+            args = (args[0], _read_index(args[1]), *args[2:])
         step = self._describe(func, name, args, kwargs)
         with unset_fake_temporarily():
             must_cast = self._judge(step)
         known = _compute_known(func, args, kwargs)
         if must_cast:
             args, kwargs = self._unite(name, args, kwargs)
-        output = func(*args, **kwargs)
+        output = _run(func, args, kwargs)
         if must_cast:
             output = _heal(output, step, self._main)
         known = output if known is _IS_OUTPUT else known
@@ -461,6 +468,61 @@ def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
     small = [x for x in _direct_tensors(values) if x.numel() <= LARGEST_KNOWN]
     return values if small and len(small) == len(_direct_tensors(values)) else None
 
+
+def _read_index(index: Any) -> Any:
+    """An index whose whole numbers that stand in fake tensors are read: `x[:, :lengths[0]]`."""
+    if isinstance(index, (tuple, list)):
+        return type(index)(_read_index(x) for x in index)
+    if isinstance(index, slice):
+        return slice(*(_read_number(x, None) for x in (index.start, index.stop, index.step)))
+    return _read_number(index, 0)
+
+
+def _read_number(value: Any, otherwise: int | None) -> Any:
+    """The number in a fake tensor of one; `otherwise` where it depends on weights."""
+    if not isinstance(value, FakeTensor) or value.dim() or value.dtype not in _WHOLE:
+        return value
+    known = find_known(value)
+    with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        return otherwise if known is None else int(known)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives on fake tensors, also where values decide the size: `nonzero`, `x[mask]`.
+
+    Values that depend on weights are taken as zeros, masks among them as full.
+    """
+    try:
+        return func(*args, **kwargs)
+    except (DataDependentOutputException, DynamicOutputShapeException) as refused:
+        error = refused
+    fakes = [x for x in iterate_tensors((args, kwargs)) if isinstance(x, FakeTensor)]
+    if sum(x.numel() for x in fakes) > _LARGEST_STAND_IN:
+        raise error
+    try:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
+            real = pytree.tree_map_only(FakeTensor, _fill, (args, kwargs))
+            made = func(*real[0], **real[1])
+    except Exception:
+        raise error from None
+    if not _direct_tensors(made):
+        raise error  # a number that depends on weights: nobody knows what the code does with it
+    mode = fakes[0].fake_mode
+    return pytree.tree_map_only(torch.Tensor, mode.from_tensor, made)
+
+
+def _fill(tensor: FakeTensor) -> torch.Tensor:
+    known = find_known(tensor)
+    if known is not None:
+        return known
+    value = 1 if tensor.dtype == torch.bool else 0
+    return torch.full((), value, dtype=tensor.dtype).expand(tuple(tensor.shape))
+
+
+_INDEXING = ("__getitem__", "__setitem__")
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_LARGEST_STAND_IN = 1 << 26
+"""Elements of tensors that are filled to find the size of a result."""
 
 _IS_OUTPUT = object()
 """Everything is real here: what comes out is what is known."""

@@ -217,8 +217,9 @@ KINDS: dict[str, Kind] = {
     "unchecked": Kind(
         "note",
         "What comes after it was not looked at.",
-        "Check a live pipeline with the arguments of your call: stopdown.check(pipe, "
-        "arguments=dict(height=..., width=...)).",
+        "Run it once with its weights and a watch on every call: stopdown generate SOURCE, or "
+        "stopdown.guard(pipe). Where only an input was missing, give it: stopdown.check(pipe, "
+        "arguments=dict(image=...)).",
     ),
 }
 """How each kind is told."""
