@@ -74,6 +74,7 @@ CASTS: dict[str, Callable[[Any, Rescaling], object]] = {
     "cast_ with its rescaling": lambda module, rescaling: cast_(module, torch.float16, rescaling),
     "cast_ with its scaling": lambda module, found: cast_(module, torch.float16, found.scaling),
     "fp32": lambda module, rescaling: module.to(torch.float32),
+    "bf16": lambda module, rescaling: module.to(torch.bfloat16),
     "not at all": lambda module, rescaling: None,
     "undone": lambda module, rescaling: (rescaling.undo(), module.half()),
     "cast_ undone": lambda module, found: cast_(module, torch.float16, found).undo(),
@@ -82,7 +83,7 @@ CASTS: dict[str, Callable[[Any, Rescaling], object]] = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_what_keeps_its_values_is_let_through(name: str) -> None:
-    """`cast_` with what was found, fp32, and anything once the rescaling is taken off."""
+    """`cast_` with what was found, fp32, bf16 (a guard repairs so), and anything once it is undone."""
     module, rescaling = make(NEEDS["islands"][0])
     CASTS[name](module, rescaling)
     assert bool(run(module, "forward").isfinite().all())

@@ -5,8 +5,8 @@ beside buffers that stay fp32. It gives other values, without an error. So hooks
 the parts that a method of it calls first, compare dtypes with those that the rescaling or `cast_` left.
 
 **Catches** `.half()`, `.to(dtype)`, a pipeline's `.to(dtype)`, and `cast_` without the rescaling.
-**Does not catch** a cast to fp32 alone, which is what the folds are exact in; calls of compiled code; a
-copy of the module.
+**Does not catch** a cast to fp32 or bf16, whose range needs nothing but the folds; calls of compiled code;
+a copy of the module.
 """
 
 from __future__ import annotations
@@ -24,6 +24,9 @@ from stopdown.patches import Patches
 
 CHECK = "stopdown_cast_check"
 """Attribute of a module under which its check is found."""
+
+
+_WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
 class CastCheck:
@@ -50,8 +53,9 @@ class CastCheck:
             return
         now = _read_dtypes(module)
         changed = [name for name, dtype in now.items() if known.get(name, dtype) != dtype]
-        if changed and any(now[name] != torch.float32 for name in changed):
-            self._refuse(changed[0], known[changed[0]], now[changed[0]])
+        narrow = [name for name in changed if now[name] not in _WIDE]
+        if narrow:
+            self._refuse(narrow[0], known[narrow[0]], now[narrow[0]])
 
     def _refuse(self, name: str, before: torch.dtype, after: torch.dtype) -> None:
         kind = type(self.module).__name__
