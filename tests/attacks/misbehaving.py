@@ -22,6 +22,12 @@ def raise_error() -> None:
     raise ValueError("stopdown: This is wrong.")
 
 
+def colour() -> None:
+    """A sequence that a terminal obeys."""
+    sys.stderr.write("\x1b[2J")
+    behave()
+
+
 def hang() -> None:
     """Sleep for longer than a row may take."""
     time.sleep(1000)

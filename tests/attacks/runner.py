@@ -5,7 +5,7 @@ for each row, because a fresh process takes seconds to import them. A row with `
 process all the same: the answers of both are the same, which `test_runner` shows.
 
 **Catches** another exit code, another message, tracebacks, signals, hangs, memory that grows over a
-limit, files that are left behind, changed or removed.
+limit, control characters, files that are left behind, changed or removed.
 **Does not catch** files outside of the row's folder: home, cache and temporary files are inside it.
 """
 
@@ -16,6 +16,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -107,6 +108,8 @@ def find_faults(attack: Attack, outcome: Outcome, folder: Path) -> Iterator[str]
         yield f"exit code {outcome.exit_code}, not {attack.exit_code}"
     if "Traceback" in outcome.stderr:
         yield "a traceback"
+    if re.search(r"[\x00-\x08\x0b-\x1f\x7f]", outcome.stdout + outcome.stderr):
+        yield "a control character"
     wanted = attack.message.replace("{folder}", str(folder))
     if not find_message(outcome).startswith(wanted):
         yield f"the message does not begin with {wanted!r}"

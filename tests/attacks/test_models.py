@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -928,9 +929,163 @@ QUANTISED = grow_rows(
     ("generate", "plan"),
 )
 
+# Places: what stands where a file or folder should, and words that are no SOURCE.
+
+
+def swap(path: str, make: Callable[[Path], object]) -> Damage:
+    """Something else in the place of a folder or file of the model; "" is the model itself."""
+
+    def damage(model: Path) -> None:
+        target = model / path if path else model
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        make(target)
+
+    return damage
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+PLACES = grow_rows(
+    [
+        ("the model is a pipe", swap("", os.mkfifo), "The file MODEL is not a .safetensors file."),
+        (
+            "the model links to itself",
+            swap("", link_to_itself),
+            "There is no file or folder MODEL.",
+        ),
+        (
+            "the model links to nothing",
+            swap("", lambda path: path.symlink_to("nothing")),
+            "There is no file or folder MODEL.",
+        ),
+        (
+            "the model is an empty folder",
+            swap("", Path.mkdir),
+            "The folder MODEL has no model_index.json.",
+        ),
+        (
+            "the model is an empty file",
+            swap("", Path.touch),
+            "The file MODEL is not a .safetensors file.",
+        ),
+        (
+            "no index",
+            swap("model_index.json", lambda _: None),
+            "The folder MODEL has no model_index.json.",
+        ),
+        (
+            "a component is a pipe",
+            swap("vae", os.mkfifo),
+            "The folder of the component vae is missing from MODEL.",
+        ),
+        (
+            "a component is a file",
+            swap("vae", Path.touch),
+            "The folder of the component vae is missing from MODEL.",
+        ),
+        (
+            "a component links to itself",
+            swap("vae", link_to_itself),
+            "The folder of the component vae is missing from MODEL.",
+        ),
+        (
+            "a component is empty",
+            swap("vae", Path.mkdir),
+            "The model MODEL has 2 problems. (1) MODEL/vae has no config.json.",
+        ),
+        (
+            "a component is missing",
+            swap("vae", lambda _: None),
+            "The folder of the component vae is missing from MODEL.",
+        ),
+        (
+            "a vocabulary is a pipe",
+            swap("tokenizer/spiece.model", os.mkfifo),
+            "MODEL/tokenizer/spiece.model is no regular file.",
+        ),
+        (
+            "a vocabulary links to itself",
+            swap("tokenizer/spiece.model", link_to_itself),
+            "MODEL/tokenizer/spiece.model is no regular file.",
+        ),
+        (
+            "a vocabulary is huge",
+            swap("tokenizer/merges.txt", lambda path: (path.touch(), enlarge(path))),
+            "MODEL/tokenizer/merges.txt has 73400320 bytes.",
+        ),
+        (
+            "a template is a pipe",
+            swap("tokenizer/chat_template.jinja", os.mkfifo),
+            "MODEL/tokenizer/chat_template.jinja is no regular file.",
+        ),
+        (
+            "a generation config is a pipe",
+            swap("text_encoder/generation_config.json", os.mkfifo),
+            "MODEL/text_encoder/generation_config.json cannot be read",
+        ),
+        (
+            "an index of shards is a pipe",
+            swap(f"{WEIGHTS}.index.json", os.mkfifo),
+            "MODEL/transformer/diffusion_pytorch_model.safetensors.index.json is damaged",
+        ),
+        (
+            "a pickle for weights",
+            lambda model: void(
+                (model / WEIGHTS).rename(model / "transformer/diffusion_pytorch_model.bin")
+            ),
+            "The weights transformer/diffusion_pytorch_model.bin of MODEL are stored",
+        ),
+        (
+            "code in the place of an index",
+            lambda model: (
+                edit(model / INDEX, transformer=["mine", "Model"]),
+                (model / "transformer/mine.py").write_text("raise SystemExit(7)"),
+            ),
+            "MODEL/model_index.json asks for the component transformer from mine.py",
+        ),
+    ],
+    ("generate", "convert"),
+)
+
+
+def make_word_row(name: str, word: str, message: str) -> Attack:
+    return Attack(f"check: {name}", lambda folder: ["check", word], 2, message)
+
+
+WORDS = [
+    make_word_row(name, word, message)
+    for name, word, message in (
+        ("no word", "", "The folder . has no model_index.json."),
+        ("a space", " ", "The model ' ' is unknown."),
+        ("two dots", "..", "The folder .. has no model_index.json."),
+        ("a slash", "/", "The folder / has no model_index.json."),
+        ("a device", "/dev/zero", "The file /dev/zero is not a .safetensors file."),
+        ("a proc file", "/proc/self/mem", "The file /proc/self/mem is not a .safetensors file."),
+        ("a long name", "a" * 5000, "The model 'aaaa"),
+        ("a long path", "/".join(["a" * 200] * 50), "There is no file or folder aaaa"),
+        ("a newline", "a\nb", "The model 'a\\nb' is unknown."),
+        ("control signs", "\x1b[2Jshapes", "The model '\\x1b[2Jshapes' is unknown."),
+        ("a Hub id above", "../shapes", "There is no file or folder ../shapes."),
+        ("a Hub id of dots", "owner/..", "The model owner/.. is not wholly on this computer"),
+        (
+            "an address",
+            "https://example.org/model",
+            "There is no file or folder https://example.org/model.",
+        ),
+        ("a home of nobody", "~nobody-at-all/model", "There is no file or folder ~nobody-at-all"),
+        ("control signs in a path", "./\x1b[2Jshapes", "There is no file or folder ./shapes."),
+        ("a pickle", "model.ckpt", "There is no file or folder model.ckpt."),
+    )
+]
+
 EVERY = [
     *(*CLASSES, *CODE, *ADAPTERS, *COUNTS),
-    *(*HEADERS, *SHARDS, *MISFITS, *UNBUILDABLE, *SIDES, *QUANTISED),
+    *(*HEADERS, *SHARDS, *MISFITS, *UNBUILDABLE, *SIDES, *QUANTISED, *PLACES, *WORDS),
 ]
 
 

@@ -37,11 +37,12 @@ def test_a_row_that_behaves_passes(tmp_path: Path, is_fresh: bool) -> None:
         ("change_file", "kept was left, changed or removed"),
         ("remove_file", "kept was left, changed or removed"),
         ("use_home", ".home/left was left, changed or removed"),
+        ("colour", "a control character"),
         ("die", "ended by SIGSEGV"),
     ],
 )
 def test_what_no_command_may_do_is_caught(tmp_path: Path, function: str, said: str) -> None:
-    """Tracebacks, signals and files are named."""
+    """Tracebacks, signals, control characters and files are named."""
     with pytest.raises(AssertionError, match=re.escape(said)):
         run_attack(make_row(function), tmp_path)
 

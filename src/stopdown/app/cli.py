@@ -147,7 +147,9 @@ def _report_error(kind: str, parts: list[str], wants_json: bool) -> None:
 
     A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
     """
-    parts = [part for part in parts if part]
+    from stopdown.errors import make_printable
+
+    parts = [make_printable(part) for part in parts if part]  # names come from files of others
     message = " ".join(parts)
     shown = message
     if sys.stderr.isatty():

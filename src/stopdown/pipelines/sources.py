@@ -116,16 +116,16 @@ def resolve_source(
     text = str(source)
     if isinstance(source, str) and text in list_bundled():
         return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
-    path = Path(source).expanduser()
-    if path.exists() and make_printable(str(path.absolute())) != str(path.absolute()):
+    path = _find_path(source)
+    if os.path.exists(path) and make_printable(str(path.absolute())) != str(path.absolute()):
         raise SourceError(
             f"The path {text!r} holds bytes or characters that are no text.",
             expected="Weights are opened by the safetensors library, which takes paths in UTF-8.",
             remedy="Give the folder a plain name, or a link to it that has one.",
         )
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
         return _read_folder(text, path, "folder")
-    if path.exists():
+    if os.path.exists(path):
         return _read_file(text, path)
     if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
         return _resolve_hub(text, revision, progress, with_weights)
@@ -143,10 +143,14 @@ KINDS = {
 
 def find_kind(source: str | Path) -> str:
     """Which of `KINDS` a SOURCE names, as `resolve_source` reads it; what is nowhere is a Hub id."""
-    path = Path(source).expanduser()
+    path = _find_path(source)
     if isinstance(source, str) and source in list_bundled():
         return "bundled"
-    return "folder" if path.is_dir() else "file" if path.exists() else "hub"
+    return "folder" if os.path.isdir(path) else "file" if os.path.exists(path) else "hub"
+
+
+def _find_path(source: str | Path) -> Path:
+    return Path(os.path.expanduser(source))  # Path's own raises for ~nobody
 
 
 def list_bundled() -> list[str]:
@@ -159,6 +163,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _describe_unknown(text: str) -> SourceError:
+    text = text if len(text) <= 300 else f"{text[:300]}…"
     if _looks_like_path(text) or "/" in text or "\\" in text:
         return SourceError(
             f"There is no file or folder {text}.",
