@@ -71,6 +71,15 @@ def test_a_device_without_native_fp16_is_not_offered_it() -> None:
     assert [way.name for way in list_ways(FACTS, emulated, "auto")] == ["fp32"]
 
 
+@pytest.mark.parametrize("text", ["vae.encode=fp16,vae.decode=fp32", "vae.decode=fp32,vae=fp16"])
+def test_an_autoencoder_in_two_precisions_counts_as_the_wider(text: str) -> None:
+    """In any order; that the other method has a copy of its own is said."""
+    vae = ComponentFacts("vae", ("vae.encode", "vae.decode"), {"fp16": 9})
+    (way,) = list_ways([*FACTS, vae], TURING, text)
+    assert way.precisions["vae"] == "fp32"
+    assert way.remark.startswith("vae: a second copy of the weights")
+
+
 def test_a_precision_that_is_named_is_alone() -> None:
     """fp16 and fp32 are predicted by themselves, a plan beside fp32."""
     assert [way.name for way in list_ways(FACTS, TURING, "fp16")] == ["fp16 rescaled"]

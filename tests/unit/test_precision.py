@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stopdown.environment import Support, Timing, judge_cpu, judge_cuda, weigh_support
 from stopdown.errors import OptionError
@@ -196,6 +198,31 @@ def test_a_slow_precision_that_was_asked_for_is_given() -> None:
 def test_a_request_is_read(text: str, request_: dict[str, str]) -> None:
     """Names, aliases, components and methods of an autoencoder; auto leaves a call open."""
     assert resolve_request(parse_request(text), CALLS) == request_
+
+
+WORDS = ["fp16", "half", "auto", "vae", ".decode", ".", "=", ",", "+", " ", ".json", "transformer"]
+
+
+@given(st.lists(st.sampled_from(WORDS) | st.text(max_size=3)).map("".join))
+def test_any_text_is_a_request_or_refused(text: str) -> None:
+    """No text raises anything else; what is read gives each call one known precision."""
+    try:
+        request = parse_request(text)
+        found = {} if request.plan is not None else resolve_request(request, CALLS)
+    except OptionError:
+        return
+    assert set(found) <= {call for calls in CALLS.values() for call in calls}
+    assert set(found.values()) <= {"fp32", "bf16", "fp16"}
+
+
+@given(st.permutations(["vae=fp16", "vae.decode=fp32", "transformer=bf16"]), st.sampled_from(",+"))
+def test_the_order_of_parts_says_nothing(parts: list[str], sign: str) -> None:
+    """A method goes before its component wherever it stands."""
+    assert resolve_request(parse_request(sign.join(parts)), CALLS) == {
+        "transformer": "bf16",
+        "vae.encode": "fp16",
+        "vae.decode": "fp32",
+    }
 
 
 def test_a_component_and_its_method_are_two_fields() -> None:

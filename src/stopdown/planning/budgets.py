@@ -31,7 +31,7 @@ from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.pipelines.sources import Source
 from stopdown.pipelines.stand_ins import build_stand_in
 from stopdown.planning.applying import apply_without_weights
-from stopdown.planning.loading import decide
+from stopdown.planning.loading import decide, widest_by_component
 from stopdown.planning.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import MemoryRow, Plan
 
@@ -102,11 +102,16 @@ def list_ways(
     rescaled = Way("fp16 rescaled", dict.fromkeys(names, "fp16"), flag, keeps_fp32=False)
     if request.everywhere == "fp16":
         return [rescaled]
-    found = {
-        decision.component.partition(".")[0]: decision.precision
-        for decision in decide(list(facts), supports, asked)
-    }
+    decisions = decide(list(facts), supports, asked)
+    found = widest_by_component(decisions)
     own = Way(" and ".join(dict.fromkeys(found.values())), found, asked)
+    by_call = {decision.component: decision.precision for decision in decisions}
+    twice = [x.name for x in facts if len({by_call[call] for call in x.calls}) > 1]
+    if twice:
+        copies = (
+            f"{', '.join(twice)}: a second copy of the weights, for the other method, comes on top."
+        )
+        own = dataclasses.replace(own, remark=copies)
     if not request.is_auto:
         return [own]
     ways = [own]

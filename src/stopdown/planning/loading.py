@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from stopdown.environment import Device, Support
 from stopdown.formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
@@ -124,7 +122,10 @@ def load_decided(
     Raises:
         SourceError: the weights do not fit their model.
     """
-    widest = _widest_by_component(decisions)
+    widest = {
+        name: FORMATS[precision].torch_dtype
+        for name, precision in widest_by_component(decisions).items()
+    }
     pipe = load_pipeline(source, torch_dtypes=widest, progress=progress, config=config)
     decisions = tuple(d for d in decisions if _name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
@@ -149,7 +150,8 @@ def _name_component(call: str) -> str:
     return call.removesuffix(".encode").removesuffix(".decode")
 
 
-def _widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, torch.dtype]:
+def widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, str]:
+    """Component → the format that it is loaded in: the widest of its calls, fp32 for fp16 and bf16."""
     widest: dict[str, str] = {}
     for decision in decisions:
         name = _name_component(decision.component)
@@ -157,4 +159,4 @@ def _widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, torch.dty
         widest[name] = max(before, decision.precision, key=lambda p: FORMATS[p].significant_bits)
         if {before, decision.precision} == {"fp16", "bf16"}:
             widest[name] = "fp32"  # neither holds the other's values
-    return {name: FORMATS[precision].torch_dtype for name, precision in widest.items()}
+    return widest
