@@ -42,21 +42,23 @@ def put_processor() -> Iterator[UsesProcessor]:
     The fixture itself puts another one in its place: `this` is the machine's own.
     """
     from stopdown import environment, profiles
-    from stopdown.environment import Device, Timing
+    from stopdown.environment import Device, Timing, Verdict
 
-    flags, times = environment.read_cpu_flags, environment._time_formats
+    judge, times = environment.judge_device, environment._time_formats
 
     def put(patch: pytest.MonkeyPatch, name: str) -> None:
-        def read() -> frozenset[str]:
-            return flags() if name == "this" else PROCESSORS[name][0]
+        def say(device: Device) -> dict[str, Verdict]:
+            if name == "this" or device.type != "cpu":
+                return judge(device)
+            return environment.judge_cpu(PROCESSORS[name][0])
 
         def measure(device: Device) -> dict[str, Timing]:
             if name == "this" or device.type != "cpu":
                 return times(device)
             return {key: Timing(value, value) for key, value in PROCESSORS[name][1].items()}
 
-        patch.setattr(environment, "read_cpu_flags", read)
-        patch.setattr(profiles, "read_cpu_flags", read)
+        patch.setattr(environment, "judge_device", say)
+        patch.setattr(profiles, "judge_device", say)
         patch.setattr(environment, "_time_formats", measure)
         environment._probe_once.cache_clear()
 

@@ -410,6 +410,7 @@ STEPS = 8
 
 def make_command(out: Path, journal: Path, steps: int = STEPS) -> list[str]:
     options = ["--steps", str(steps), "--seed", "5", "-o", f"{out}/", "--journal", str(journal)]
+    options += ["--precision", "fp32", "--device", "cpu"]
     return [sys.executable, "-m", "stopdown.app.cli", "generate", "shapes", PROMPT, *options]
 
 
@@ -468,7 +469,8 @@ def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
     """Two kills -9, between two calls and in the middle of writing one; the third start ends with the
     bytes of a run without."""
     plain = tmp_path / "plain"
-    generate(GenerateOptions("shapes", PROMPT, f"{plain}/", steps=STEPS, seed=5, device="cpu"))
+    request = {"steps": STEPS, "seed": 5, "device": "cpu", "precision": "fp32"}
+    generate(GenerateOptions("shapes", PROMPT, f"{plain}/", **request))
     out, journal = tmp_path / "out", tmp_path / "journal"
     command = make_command(out, journal)
     kill_at(command, 2)

@@ -19,7 +19,7 @@ from stopdown.app.request_options import read_allowed
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
-from stopdown.memory import placing, speed, tracking
+from stopdown.memory import placing, speed, tracking, workspaces
 from stopdown.memory.checkpointing import IDLE
 from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.packing import CODES, pack
@@ -106,6 +106,19 @@ def test_columns_of_a_convolution_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert count_call(module, given) == measured
     monkeypatch.setattr(tracking, "count_workspace", lambda *_: 0)
     assert count_call(module, given) < 0.1 * measured
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("flags", "channels"), [({"avx512_bw"}, 16), (set(), 8)])
+def test_blocks_of_a_convolution_are_those_of_the_processor(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], channels: int
+) -> None:
+    """oneDNN rounds three channels up to what a register holds: the copy of its output says so."""
+    monkeypatch.setattr(workspaces, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(workspaces, "_select_backend", lambda *_: "ConvBackend.Mkldnn")
+    module, given = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 8, 8)
+    blocked = 64 * channels * 4
+    assert count_call(module, given) == blocked + 64 * 3 * 4
 
 
 @torch.no_grad()

@@ -3,8 +3,8 @@
 PyTorch picks one of several implementations by dtype, channels and size, and says which
 (`_select_conv_backend`, which its own fake tensors ask as well). Two of them take memory that counts:
 the plain one unfolds its input into columns, one for each place of the output; oneDNN's copies
-input, weights and output into blocks of 16 channels. Sizes as the allocator reported them, torch
-2.13.0, 2026-11-21.
+input, weights and output into blocks of channels, 16 with AVX-512, else 8. Sizes as the allocator
+reported them, torch 2.13.0, 2026-11-21, with AVX-512 and with AVX2.
 
 **Catches** convolutions of two and three dimensions, in fp32, bf16 and fp16.
 **Does not catch** transposed ones, workspaces of other operations and of other devices.
@@ -17,8 +17,12 @@ from typing import Any
 
 import torch
 
-_BLOCK = 16
-"""Channels in one block of oneDNN's layouts with AVX-512."""
+from stopdown.environment import read_cpu_flags
+
+
+def _find_block() -> int:
+    """Channels in one block of oneDNN's layouts: what a register holds in fp32."""
+    return 16 if "avx512_bw" in read_cpu_flags() else 8
 
 
 def count_workspace(func: Any, args: Any, output: Any) -> int:
@@ -70,10 +74,10 @@ def _count_columns(args: Any, output: torch.Tensor) -> int:
 def _count_blocks(given: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
     """Copies of input and weights beside the blocked output, or both outputs, whichever is more."""
     plain, blocked = output.nbytes, _pad_channels(output)
-    copied = _pad_channels(given) if given.shape[1] >= _BLOCK else 0
+    copied = _pad_channels(given) if given.shape[1] >= _find_block() else 0
     return max(copied + weight.nbytes + blocked, blocked + plain) - plain
 
 
 def _pad_channels(tensor: torch.Tensor) -> int:
-    channels = tensor.shape[1]
-    return tensor.nbytes // channels * (-(-channels // _BLOCK) * _BLOCK)
+    channels, block = tensor.shape[1], _find_block()
+    return tensor.nbytes // channels * (-(-channels // block) * block)
