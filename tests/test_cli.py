@@ -406,6 +406,39 @@ def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here
     assert len(list(here.iterdir())) == 5
 
 
+def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plans that `auto` keeps are a convenience: a cache that cannot be written is told."""
+    from stopdown.app import commands
+    from stopdown.records import Plan
+
+    class Heard(commands.Silent):
+        def announce(self, text: str) -> None:
+            said.append(text)
+
+    said: list[str] = []
+    (here / "file").touch()
+    monkeypatch.setenv("STOPDOWN_CACHE", str(here / "file" / "cache"))
+    plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0)
+    options = commands.GenerateOptions("shapes")
+    assert commands._keep_amended(plan, "The repair", options, Heard()) is None
+    assert said == [
+        "The repair holds for this run and was not kept. The output "
+        f"{here}/file/cache/plans could not be written: Not a directory."
+    ]
+
+
+def test_a_plan_that_keeps_repairs_is_checked_before(
+    refuse: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """`--keep-repairs` with a plan behind a link to nowhere: refused before anything runs."""
+    (here / "plan.json").symlink_to(here / "far" / "plan.json")
+    words = ("--precision", "plan.json", "--keep-repairs")
+    message = f"The plan plan.json cannot be written: there is no folder {here}/far."
+    assert refuse(save_tiny("cogvideox"), "a", *words).startswith(message)
+
+
 def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's JSON stays, another plan goes, and without -o there is a number."""
     from stopdown.planning import plans

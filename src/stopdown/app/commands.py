@@ -20,7 +20,7 @@ from stopdown.app.request_options import (
     read_allowed,
     read_request,
 )
-from stopdown.errors import InputError, OptionError, StopdownError
+from stopdown.errors import InputError, OptionError, OutputError, StopdownError
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_other, to_json
 
 if TYPE_CHECKING:
@@ -272,13 +272,17 @@ def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     from stopdown.media import check_output
     from stopdown.outputs import check_target
+    from stopdown.planning.plan_files import describe_no_plan
+    from stopdown.planning.precision import parse_request
 
-    plan = options.precision.strip() if options.precision.strip().endswith(".json") else None
+    plan = parse_request(options.precision).plan
     files = (options.image, options.video, options.mask, options.control_image)
     read = (*files, options.source, plan)
     check_output(_name_output(options), options.frames or 1, inputs=read)
     record = find_record_path(_name_output(options))
     check_target(record, noun="record", replaces=_describe_no_run, inputs=read)
+    if options.keep_repairs and plan is not None:
+        check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
     if options.fps <= 0:
         raise OptionError(f"--fps {options.fps} is not above 0.", remedy="Use --fps 8.")
 
@@ -395,7 +399,11 @@ def _keep_amended(
 
     path = parse_request(options.precision).plan
     if path is None:
-        path = str(write_cached_plan(amended))
+        try:
+            path = str(write_cached_plan(amended))
+        except OutputError as error:  # it costs the next run a repair, and this one nothing
+            display.announce(f"{what} holds for this run and was not kept. {error.what}")
+            return None
     elif options.keep_repairs:
         write_plan(amended, path)
     else:

@@ -66,9 +66,11 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     path = _check_options(options)
     refuse_profile(options.device)
     from stopdown.environment import choose_device
+    from stopdown.outputs import check_target
     from stopdown.patches import Patches
     from stopdown.pipelines.interception import redirect_devices
     from stopdown.pipelines.quiet import drop_empty_remarks
+    from stopdown.planning.plan_files import describe_no_plan
     from stopdown.runtime.scripts import ScriptGuard
 
     remarks: list[str] = []
@@ -78,6 +80,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         announce(text)
 
     plan = _read_plan(path)
+    if options.keep_repairs and path is not None:
+        check_target(path, noun="plan", option="with --plan", replaces=describe_no_plan)
     watching = ScriptGuard(options.on_fault, remark, plan)  # type: ignore[arg-type]  # checked above
     with Patches() as patches, _as_main(options, patches):
         drop_empty_remarks(patches)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from stopdown.environment import Device, Support
+from stopdown.errors import OutputError, StopdownWarning
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.planning.applying import check_source, load_planned
@@ -92,5 +94,9 @@ def choose_plan(
     plan = read_cached_plan(fingerprint(source))
     if plan is None:
         plan = make_plan(source, request=request, config=config, progress=progress)
-        write_cached_plan(plan)
+        try:
+            write_cached_plan(plan)
+        except OutputError as error:
+            text = f"The plan was not kept for the next run. {error.what}"
+            warnings.warn(text, StopdownWarning, stacklevel=2)
     return Chosen(plan, f"a plan of its own, because {reason}")

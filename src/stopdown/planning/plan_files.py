@@ -18,7 +18,7 @@ import msgspec
 from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
-from stopdown.outputs import write_numbered, written_beside
+from stopdown.outputs import explain_refusal, write_numbered, written_beside
 from stopdown.planning.plan_values import list_faults
 from stopdown.records import Plan, describe_other, from_json, to_json
 
@@ -121,7 +121,10 @@ def write_cached_plan(plan: Plan) -> Path:
         OutputError: the cache cannot be written.
     """
     path = find_cached_path(plan.fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_refusal(path.parent, error, "in STOPDOWN_CACHE") from error
     write_plan(plan, path)
     return path
 
