@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -356,6 +358,22 @@ def test_bytes_that_are_no_text_are_read_past(tmp_path: Path) -> None:
     (tmp_path / "run.log").write_bytes(content)
     assert explain(tmp_path / "run.log").fault == "unattributed"
     assert explain_stream(io.BytesIO(content)).fault == "unattributed"
+
+
+class _Failing(io.RawIOBase):
+    """A stream that the system refuses to read."""
+
+    def read(self, size: int = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_standard_input_that_cannot_be_read(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message says why, and how else to give a log."""
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=_Failing(), isatty=lambda: False))
+    code, _, error = _run(capsys, "explain", "-")
+    assert (code, "Standard input cannot be read: Input/output error." in error) == (2, True)
 
 
 def test_control_sequences_of_a_log_are_not_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from stopdown.diagnosis import (
     PICTURES,
@@ -31,7 +31,7 @@ def explain(subject: str | None) -> Diagnosis:
         OptionError: nothing was given, and nothing comes from standard input.
     """
     if subject == "-" or (subject is None and not sys.stdin.isatty()):
-        return explain_stream(sys.stdin.buffer)
+        return _explain_input(sys.stdin.buffer)
     if subject is None:
         raise OptionError(
             "There is nothing to explain.",
@@ -41,6 +41,16 @@ def explain(subject: str | None) -> Diagnosis:
         )
     path = _find_path(subject)
     return explain_file(path) if path else explain_text(subject)
+
+
+def _explain_input(stream: BinaryIO) -> Diagnosis:
+    try:
+        return explain_stream(stream)
+    except OSError as error:
+        raise InputError(
+            f"Standard input cannot be read: {error.strerror}.",
+            remedy="Name the log instead: stopdown explain run.log",
+        ) from error
 
 
 def _find_path(subject: str) -> Path | None:
