@@ -16,6 +16,7 @@ from hub_server import HubServer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.records import CheckRecord, from_json
 from stopdown.testing import save_pipeline
 
@@ -113,6 +114,8 @@ def test_damaged_weights_remain_after_a_fix(run: Run, tmp_path: Path) -> None:
 def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
     """Configs are downloaded; of the weights only the headers are asked for, by range."""
     folder = save_pipeline("cogview3plus", tmp_path / "tiny")
+    weights = next((folder / "transformer").glob("*.safetensors"))
+    save_file(load_file(weights), weights, metadata={RESCALED_ENTRY: "transformer: rescaled"})
     with HubServer({"maker/tiny": folder}) as hub:
         environment: dict[str, Any] = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))},
@@ -133,6 +136,11 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
     assert planned.evidence == (
         "The weights of text_encoder, transformer, vae are stored in bf16 and are to run in fp16 as "
         "they are."
+    )
+    (rescaled,) = [finding for finding in record.findings if finding.kind == "rescaled-weights"]
+    assert (rescaled.site, rescaled.evidence) == (
+        "transformer",
+        "Its file says: transformer: rescaled.",
     )
     assert asked
     assert all(ranged and ranged.startswith("bytes=") for _, _, ranged in asked)

@@ -29,6 +29,7 @@ from stopdown.errors import OptionError
 from stopdown.formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.components import find_components, list_calls
+from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loading import complete_source, find_class, load_pipeline
 from stopdown.pipelines.sources import Source
 from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
@@ -192,7 +193,8 @@ def _check_source(
     arguments: Mapping[str, Any] | None,
 ) -> Checked:
     place, profile = _find_place(device or "auto")
-    stored, files = read_stored(source), list_files(source)
+    headers, files = _read_headers(source), list_files(source)
+    stored = read_stored(source, headers)
     if isinstance(asked, Plan):
         path = files["checkpoint"][0] if source.kind == "file" else source.path
         here = dataclasses.replace(source, path=path)
@@ -218,7 +220,8 @@ def _check_source(
             for finding in parameters.check_files(files, _add_whole(each))
         ]
         chosen = options.chosen
-    found += parameters.check_rescaled_files(files)
+    said = {name: next(filter(None, map(read_rescaled, x)), "") for name, x in files.items()}
+    found += parameters.check_rescaled_files(said | hub.find_rescaled(headers))
     return _join(found, parts, profile, chosen, stored)
 
 
@@ -339,6 +342,14 @@ def _join(
     return Checked(findings, seen, profile, chosen, stored)
 
 
+def _read_headers(source: Source) -> hub.Headers:
+    """Of the weights of a Hub id, which stay there; none of anything else."""
+    if source.kind != "hub":
+        return ()
+    names = [name for name, (_, kind) in source.components.items() if sources.has_weights(kind)]
+    return hub.read_remote_headers(source.name, source.revision, names)
+
+
 def make_place(profile: Profile) -> Place:
     """Where a profile's operations run, as the rules ask for it."""
     version = (read_version("torch") or "0").partition("+")[0].split(".")
@@ -346,15 +357,14 @@ def make_place(profile: Profile) -> Place:
     return Place(profile.kind, profile.number, profile.macos, numbers, profile.onednn_formats)
 
 
-def read_stored(source: Source) -> dict[str, str]:
+def read_stored(source: Source, headers: hub.Headers = ()) -> dict[str, str]:
     """Component → format of most of its bytes, from the headers of its weights.
 
-    Those of a Hub id are fetched by HTTP ranges. A folder with configs only says nothing, a single
-    file nothing by component.
+    Those of a Hub id are given. A folder with configs only says nothing, a single file nothing by
+    component.
     """
-    names = [name for name, (_, kind) in source.components.items() if sources.has_weights(kind)]
     if source.kind == "hub":
-        tables = hub.read_remote_dtypes(source.name, source.revision, names)
+        tables = hub.count_dtypes(headers)
     else:
         tables = sources.read_stored_dtypes(source) if source.kind != "file" else {}
     found = {}

@@ -2,7 +2,8 @@
 
 **Catches** several dtypes in one component, what authors keep in fp32 and is not, NaN and Inf, values
 that a cast would lose.
-**Does not catch** values of weights that are elsewhere: on `meta`, or offloaded to disk.
+**Does not catch** values of weights that are elsewhere: on `meta`, or offloaded to disk; rescaled weights
+of a pipeline that was loaded from a single file, of which it keeps no path.
 """
 
 from __future__ import annotations
@@ -117,16 +118,15 @@ def _check_others(
 # Rescaled weights
 
 
-def check_rescaled_files(files: Mapping[str, list[Path]]) -> Iterator[Finding]:
-    """Findings about files that say of themselves that their weights are rescaled.
+def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings about components whose files say that their weights are rescaled.
 
     Args:
-        files: component → its files.
+        said: component → what they say; "" for nothing.
     """
-    for name, paths in files.items():
-        said = next(filter(None, map(read_rescaled, paths)), "")
-        if said:
-            yield make_finding("rescaled-weights", name, f"Its file says: {said}.")
+    for name, text in said.items():
+        if text:
+            yield make_finding("rescaled-weights", name, f"Its file says: {text}.")
 
 
 def check_rescaled(pipe: Any) -> Iterator[Finding]:

@@ -19,14 +19,14 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stopdown.errors import SourceError, StopdownError
 from stopdown.formats import find_format
-from stopdown.pipelines.headers import choose_weights
+from stopdown.pipelines.headers import RESCALED_ENTRY, choose_weights
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes done and the bytes in all (0 when unknown)."""
@@ -218,10 +218,14 @@ def _describe_silence() -> SourceError:
     )
 
 
-def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, dict[str, int]]:
-    """Component → dtype → bytes stored in it, from the headers of weights that stay on the Hub.
+Headers = Sequence[tuple[str, Any]]
+"""Component and header of each of its files, as `huggingface_hub` reads it."""
 
-    Each header is fetched by an HTTP range. Empty when the Hub cannot be asked.
+
+def read_remote_headers(repo: str, commit: str, folders: list[str]) -> Headers:
+    """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
+
+    Each header is fetched by an HTTP range.
 
     Args:
         folders: the components that have weights.
@@ -231,7 +235,7 @@ def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, 
     """
     import huggingface_hub
 
-    stored: dict[str, dict[str, int]] = {}
+    headers = []
     files = _list_files(repo, commit) or []
     for folder in folders:
         inside = [
@@ -243,13 +247,29 @@ def read_remote_dtypes(repo: str, commit: str, folders: list[str]) -> dict[str, 
                 header = huggingface_hub.HfApi().parse_safetensors_file_metadata(
                     repo, f"{folder}/{name}", revision=commit
                 )
-            counts = stored.setdefault(folder, {})
-            for tensor in header.tensors.values():
-                found = find_format(tensor.dtype)
-                start, end = tensor.data_offsets
-                label = found.name if found else tensor.dtype
-                counts[label] = counts.get(label, 0) + end - start
+            headers.append((folder, header))
+    return headers
+
+
+def count_dtypes(headers: Headers) -> dict[str, dict[str, int]]:
+    """Component → dtype → bytes stored in it."""
+    stored: dict[str, dict[str, int]] = {}
+    for folder, header in headers:
+        counts = stored.setdefault(folder, {})
+        for tensor in header.tensors.values():
+            found = find_format(tensor.dtype)
+            start, end = tensor.data_offsets
+            label = found.name if found else tensor.dtype
+            counts[label] = counts.get(label, 0) + end - start
     return stored
+
+
+def find_rescaled(headers: Headers) -> dict[str, str]:
+    """Component → what its files say of rescaled weights; "" for nothing."""
+    said: dict[str, str] = {}
+    for folder, header in headers:
+        said[folder] = said.get(folder) or str((header.metadata or {}).get(RESCALED_ENTRY, ""))
+    return said
 
 
 def choose_files(
