@@ -751,8 +751,8 @@ MISFITS = grow_rows(
             (
                 "an encoder's tensor too many",
                 "text_encoder",
-                add_tensor("more.weight", ENCODER_WEIGHTS),
-                "the model has no place for more.weight",
+                add_tensor("encoder.more.weight", ENCODER_WEIGHTS),
+                "the model has no place for encoder.more.weight",
             ),
             (
                 "int16 in a denoiser",

@@ -635,6 +635,22 @@ def test_a_buffer_that_older_versions_stored_is_no_misfit(tmp_path: Path) -> Non
     load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
 
 
+def test_an_encoder_may_come_with_the_whole_that_it_is_a_part_of(tmp_path: Path) -> None:
+    """UMT5 with its decoder loads; a layer too many in the encoder does not."""
+    folder = testing.save_pipeline("wan", tmp_path / "wan")
+    path = folder / "text_encoder" / "model.safetensors"
+    tensors = {
+        **load_file(path),
+        "decoder.block.0.layer.0.SelfAttention.k.weight": torch.ones(4, 4),
+    }
+    save_file(tensors, path, {"format": "pt"})
+    load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    save_file({**tensors, "encoder.block.9.more": torch.ones(4)}, path, {"format": "pt"})
+    assert "the model has no place for encoder.block.9.more. Their configuration" in read_error(
+        lambda: load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    )
+
+
 def test_a_model_is_not_built_beyond_its_weights() -> None:
     """Parts and values are counted while a component is built, and no longer afterwards."""
     few = [StoredTensor("fp32", (4,), 16)]

@@ -139,7 +139,7 @@ def _load_component(source: Source, name: str, dtype: torch.dtype) -> Any:
             output_loading_info=True,
             **({"variant": variant} if variant else {}),
         )
-    _check_report(folder, model, report)
+    _check_report(folder, model, report, tensors)
     _check_stored_dtypes(folder, model, tensors)
     return model.eval()
 
@@ -238,17 +238,31 @@ def describing_failures(path: Path, class_name: str, *, has_weights: bool = True
         ) from error
 
 
-def _check_report(folder: Path, model: torch.nn.Module, report: dict[str, Any]) -> None:
-    # Buffers that are computed anew; older versions stored them.
-    unstored = {name for name, _ in model.named_buffers()} - model.state_dict().keys()
+def _check_report(
+    folder: Path, model: torch.nn.Module, report: dict[str, Any], stored: Iterable[str]
+) -> None:
     missing = sorted(map(str, report.get("missing_keys") or ()))
     misfits = sorted(map(str, report.get("mismatched_keys") or ()))
-    unknown = sorted({*map(str, report.get("unexpected_keys") or ())} - unstored)
+    unknown = _find_unknown(model, {*map(str, report.get("unexpected_keys") or ())}, stored)
     found = [f"they lack {list_some(missing)}"] if missing else []
     found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
     found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
     if found:
         raise _describe_misfit(folder, type(model).__name__, "; ".join(found))
+
+
+def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
+    """Tensors of the weights that a model of this configuration should have and has not.
+
+    Encoders are published with a whole of which they are a part: CLIP with its vision model, UMT5
+    with its decoder. What such a part has to itself is no part of the model.
+    """
+    # Buffers that are computed anew; older versions stored them.
+    unexpected = unexpected - {name for name, _ in model.named_buffers()}
+    if type(model).__module__.startswith("transformers"):
+        parts = {name.partition(".")[0] for name in {*stored} - unexpected}
+        unexpected = {name for name in unexpected if name.partition(".")[0] in parts}
+    return sorted(unexpected)
 
 
 def _check_stored_dtypes(
