@@ -384,3 +384,47 @@ def test_repairs_of_a_script_are_written_whole(tmp_path: Path) -> None:
         )
         (tmp_path / str(place)).mkdir()
         run_attack(row, tmp_path / str(place))
+
+
+def list_journals() -> Iterator[Attack]:
+    """A journal's folder that is none, or cannot be made: refused before anything runs."""
+    makers: dict[str, tuple[Callable[[Path], object], str]] = {
+        "a file": (lambda path: path.write_text("mine"), "File exists"),
+        "a pipe": (os.mkfifo, "File exists"),
+        "a device": (lambda path: path.symlink_to("/dev/null"), "File exists"),
+        "a circle": (lambda path: path.symlink_to(path.name), "File exists"),
+        "foreign": (lambda path: (path.mkdir(), (path / "mine").touch()), ""),
+        "below a file": (
+            lambda path: path.parent.rmdir() or path.parent.touch(),
+            "Not a directory",
+        ),
+    }
+    for label, (make, cause) in makers.items():
+
+        def build(folder: Path, make: Callable[[Path], object] = make) -> list[str]:
+            (folder / "disk").mkdir()
+            make(folder / "disk" / "journal")
+            words = [
+                "generate",
+                "model",
+                "a",
+                *SIZES,
+                "-o",
+                "clip.mp4",
+                "--journal",
+                "disk/journal",
+            ]
+            copy_tiny(folder)
+            return words
+
+        said = f"The journal {{folder}}/disk/journal cannot be written: {cause}."
+        message = (
+            said if cause else "The folder {folder}/disk/journal is no journal: it holds mine."
+        )
+        yield Attack(f"journal: {label}", build, 2, message)
+
+
+@pytest.mark.parametrize("row", list(list_journals()), ids=lambda row: row.name)
+def test_a_place_that_is_no_journal_is_one_message(row: Attack, tmp_path: Path) -> None:
+    """Exit code 2, and what stands there stays."""
+    run_attack(row, tmp_path)
