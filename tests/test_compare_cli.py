@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from comparisons import make_comparison
@@ -124,7 +125,7 @@ def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     """An interrupted comparison says where its cells are, and writes no page."""
 
     def interrupt(*_: Any, **options: Any) -> None:
-        options["folder"].mkdir(parents=True)
+        (options["folder"] / "row-1.json").touch()
         raise KeyboardInterrupt
 
     monkeypatch.setattr("stopdown.comparison.matrix.compare", interrupt)
@@ -132,8 +133,22 @@ def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     code, _, err = run("compare", "shapes", "--prompts", "p.txt")
     assert code == 130
     assert "What is done is kept in .report.html.cells: the same command goes on from there." in err
-    assert find_cells(Path("report.html")).is_dir()
+    assert [x.name for x in find_cells(Path("report.html")).iterdir()] == ["row-1.json"]
     assert not Path("report.html").exists()
+
+
+def test_two_comparisons_do_not_share_a_page(run: Any, tmp_path: Path) -> None:
+    """The cells of one that is going on are not taken or removed by another with the same page."""
+    cells = find_cells(Path("page.html"))
+    cells.mkdir()
+    with filelock.FileLock(cells / ".lock"):
+        code, out, err = run("compare", "shapes", "--prompt", "a", "-o", "page.html")
+    assert (code, out) == (2, "")
+    assert err == (
+        "stopdown: Another comparison is keeping its cells in .page.html.cells just now. It removes them "
+        "when it is done. Wait for it, or name another page with -o.\n"
+    )
+    assert cells.is_dir()
 
 
 def test_the_command_repeats_the_request() -> None:

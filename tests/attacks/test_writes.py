@@ -177,7 +177,7 @@ def list_signals() -> Iterator[Attack]:
     """A signal when the result is whole under its temporary name: what stood there stays."""
     for name in WRITING:
         yield make_row(name, "signal SIGTERM", 143, "Stopped by SIGTERM; no output was finished.")
-        left = ("disk/.stopdown-*.part*",)
+        left = ("disk/.stopdown-*.part*", "disk/.page.html.cells*")
         yield make_row(name, "signal SIGKILL", -9, "", left=left)
     for name in QUICK:
         yield make_row(name, "signal SIGHUP", 129, "Stopped by SIGHUP; no output was finished.")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING
 from stopdown.app.commands import find_record_path
 from stopdown.app.request_options import read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError
 from stopdown.outputs import check_target, find_free, write_numbered, written_beside
 from stopdown.records import describe_other
 
@@ -99,29 +102,56 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     from stopdown.records import to_json
     from stopdown.report.pages import render_comparison
 
-    try:
-        made = run_matrix(
-            options.source,
-            numbered,
-            options.precisions,
-            request=request,
-            thresholds=_read_thresholds(options),
-            device=options.device,
-            revision=options.revision,
-            config=options.config,
-            bad_lines=bad,
-            command=describe_command(options),
-            folder=folder,
-            progress=display.progress,
-        )
-    except (KeyboardInterrupt, SystemExit):
-        display.announce(f"What is done is kept in {folder}: the same command goes on from there.")
-        raise
-    page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
-    with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
-        part.write_text(to_json(made), encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
+    with _held(folder):
+        try:
+            made = run_matrix(
+                options.source,
+                numbered,
+                options.precisions,
+                request=request,
+                thresholds=_read_thresholds(options),
+                device=options.device,
+                revision=options.revision,
+                config=options.config,
+                bad_lines=bad,
+                command=describe_command(options),
+                folder=folder,
+                progress=display.progress,
+            )
+        except (KeyboardInterrupt, SystemExit):
+            text = f"What is done is kept in {folder}: the same command goes on from there."
+            display.announce(text)
+            raise
+        page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
+        with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
+            part.write_text(to_json(made), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
     return made, page
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder of finished cells for this process alone; an empty one is removed at the end."""
+    import filelock
+
+    folder.mkdir(exist_ok=True)
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        raise InputError(
+            f"Another comparison is keeping its cells in {folder} just now.",
+            expected="It removes them when it is done.",
+            remedy="Wait for it, or name another page with -o.",
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes it when it is released
+            (folder / ".lock").unlink()
+        lock.release()
+        with contextlib.suppress(OSError):  # cells are in it
+            folder.rmdir()
 
 
 def describe_no_comparison(path: Path) -> str:
