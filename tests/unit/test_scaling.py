@@ -610,3 +610,44 @@ def test_a_wrong_rule_is_found_and_taken_back(monkeypatch: pytest.MonkeyPatch) -
         rescale_(module, (x,))
     assert compare_snapshot(before, module) == []
     assert rescale_(module, (x,), verify=False).exponents
+
+
+class OwnNorm(nn.Module):
+    """An RMS norm that computes in the dtype of what it is given."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class OwnBlock(nn.Module):
+    """A branch behind such a norm, and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = OwnNorm(16)
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
+    """A row of zeros leaves an eps that vanishes in fp16, whose root is Inf: the norms alone are fp32."""
+    torch.manual_seed(0)
+    blocks = [OwnBlock() for _ in range(3)]
+    module = nn.Sequential(nn.Linear(4, 16, bias=False), *blocks, OwnNorm(16), nn.Linear(16, 4))
+    module.eval().requires_grad_(False)
+    module[0].weight.mul_(2.0**10)
+    x = torch.randn(64, 4)
+    x[0] = 0
+    reference = module(x)
+    rescaling = rescale_(module, (x,), verify=False)
+    assert torch.equal(module(x), reference)
+    assert set(rescaling.islands) == {"1.norm", "2.norm", "3.norm", "4"}
+    assert rescaling.scaling.stream is None
+    with cast_(module, torch.float16, rescaling):
+        assert relative_l2(module(x.half()), reference) < 0.01

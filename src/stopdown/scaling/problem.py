@@ -35,6 +35,9 @@ from stopdown.scaling.rules import Site, state_equations
 CLAMPS_KEPT = ("Sana",)
 """Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""
 
+SMALLEST_BITS = -22.0
+"""What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -75,7 +78,7 @@ class Problem:
             a parameter that is folded as a whole.
         eps: (module path, attribute) to the unknown.
         multiplies: module path to the unknown that multiplies its output.
-        floors: (unknown, smallest allowed exponent).
+        floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
         pinned: operation without a rule to the places where it stands.
         flops: module path to the share of the component's matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
@@ -89,7 +92,7 @@ class Problem:
     parameters: dict[tuple[str, int, int], int] = field(default_factory=dict)
     eps: dict[tuple[str, str], int] = field(default_factory=dict)
     multiplies: dict[str, int] = field(default_factory=dict)
-    floors: list[tuple[int, float]] = field(default_factory=list)
+    floors: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
     pinned: dict[str, list[str]] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     kept_buffers: frozenset[str] = frozenset()
@@ -238,7 +241,19 @@ class _Stater:
     def bound_below(self, node: Node, magnitude: float) -> None:
         """Keep a scaled value above a magnitude that a clamp compares it with."""
         room = log2_of(magnitude) - log2_of(self.least(node)) + 1
-        self.problem.floors.append((self.unknown(node, None, node), room))
+        self.problem.floors.append((self.unknown(node, None, node), room, ()))
+
+    def keep_from_zero(self, node: Node) -> None:
+        """Keep what a root or reciprocal in 16 bits is taken of away from 0: it would give Inf.
+
+        An RMS norm in its own dtype over a stream that is scaled down has squares and an eps that
+        fp16 does not hold, in the first row that is nothing but zeros.
+        """
+        least = self.least(node)
+        if node.meta["val"].dtype == torch.float16 and least > 0:
+            room = SMALLEST_BITS - log2_of(least)
+            islands = find_interiors(node)
+            self.problem.floors.append((self.unknown(node, None, node), room, islands))
 
     def _key(self, node: Node, block: int) -> Hashable:
         name = self.call.capture.parameters.get(node.name)

@@ -47,6 +47,9 @@ class Surroundings(Protocol):
     def bound_below(self, node: Node, magnitude: float) -> None:
         """Demand that the scaled value stays above a magnitude."""
 
+    def keep_from_zero(self, node: Node) -> None:
+        """Demand that the scaled value, of which a reciprocal is taken, does not become 0 in fp16."""
+
 
 @dataclass
 class Site:
@@ -188,6 +191,8 @@ def power(site: Site) -> None:
     exponent = site.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
         return site.pin()
+    if exponent < 0:
+        site.around.keep_from_zero(site.given["self"])
     terms = (site.of(site.given["self"]), int(exponent * 2)), (site.out, -2)
     return site.system.relate(*terms)
 
@@ -197,6 +202,8 @@ def fixed_power(halves: str) -> Rule:
     twice = int(halves)
 
     def rule(site: Site) -> None:
+        if twice < 0:
+            site.around.keep_from_zero(site.given["self"])
         site.system.relate((site.of(site.given["self"]), twice), (site.out, -2))
 
     return rule

@@ -92,8 +92,9 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> S
     lifts = _add_islands(program, problem) if islands else {}
     for limit in problem.limits:
         _add_limit(program, problem, limit, hard_top_bits, lifts)
-    for unknown, floor in problem.floors:
-        program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor))
+    for unknown, floor, within in problem.floors:
+        lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
+        program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
     _price_folds(program, problem)
     _price_sizes(program, problem)
     result = program.solve("islands" if islands else "folds")
