@@ -311,19 +311,27 @@ def _cast_parts(
             wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
             _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
     if stream is not None:
-        put_stream(module, _leave_out(stream, islands), dtype, patches)
+        wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
+        put_stream(module, _leave_out(stream, islands), dtype, patches, wide_outputs)
     for path in islands:
         writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
         _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
 
 
 def put_stream(
-    module: torch.nn.Module, stream: ResidualStream, dtype: torch.dtype, patches: Patches
+    module: torch.nn.Module,
+    stream: ResidualStream,
+    dtype: torch.dtype,
+    patches: Patches,
+    wide_outputs: frozenset[int] = frozenset(),
 ) -> None:
     """Hook the casts of an fp32 residual stream onto a module whose matrices are in `dtype`.
 
     Outputs are widened before anything else reads them, multiplies included, so that those are
     done in fp32.
+
+    Args:
+        wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
 
     Raises:
         ScalingError: a path of the stream is not in the module.
@@ -337,12 +345,26 @@ def put_stream(
     for path in stream.norms:
         _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
     for path in stream.closed:
-        hook = partial(_cast_output, torch.float32, dtype)
-        patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
-    if stream.returns:
-        hook = partial(_cast_output, torch.float32, dtype)
-        # before what takes exponents off in fp32: that stays fp32
-        patches.defer(module.register_forward_hook(hook, prepend=True).remove)
+        if path:
+            hook = partial(_cast_output, torch.float32, dtype)
+            patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
+    if stream.returns or "" in stream.closed:
+        hook = partial(_narrow_outputs, wide_outputs, dtype)
+        patches.defer(module.register_forward_hook(hook).remove)
+
+
+def _narrow_outputs(
+    wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The fp32 tensors of an output in `dtype`, but for the numbered ones, which it cannot hold."""
+    tensors = {id(x): x for x in iterate_tensors(output)}
+    kept = {key for number, key in enumerate(tensors) if number in wide}
+
+    def narrow(value: torch.Tensor) -> torch.Tensor:
+        is_kept = id(value) in kept or value.dtype != torch.float32
+        return value if is_kept else value.to(dtype)
+
+    return pytree.tree_map_only(torch.Tensor, narrow, output)
 
 
 def _leave_out(stream: ResidualStream, islands: tuple[str, ...]) -> ResidualStream:
