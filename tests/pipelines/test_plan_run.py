@@ -14,11 +14,11 @@ import torch
 
 from stopdown.errors import NonFiniteError, PlanError
 from stopdown.patches import Patches
-from stopdown.pipelines.requests import Request
+from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.tiny import overflow_
 from stopdown.planning.applying import apply_plan
 from stopdown.planning.plan_files import read_plan
-from stopdown.planning.plans import make_plan
+from stopdown.planning.plans import list_requests, make_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.watch import Watch
 from stopdown.testing import assert_untouched, make_pipeline
@@ -108,34 +108,66 @@ def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(
     assert error <= other / 4
 
 
-def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size() -> None:
-    """CogVideoX-2B's table of positions is made in `forward` at any size but the configured one."""
-    pipe = make_pipeline("cogvideox")
-    config = {**pipe.transformer.config, "use_rotary_positional_embeddings": False}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        pipe.transformer = type(pipe.transformer).from_config(config).eval().requires_grad_(False)
+def build_any_size(name: str) -> Any:
+    """CogVideoX whose positions are computed in `forward`, its transformer beyond fp16."""
+    import diffusers
+
+    pipe = make_pipeline("cogvideox" if name == "control" else name)
+    if (
+        name != "cogvideox-image"
+    ):  # which learns positions for 9 frames, and computes them for others
+        config = {**pipe.transformer.config, "use_rotary_positional_embeddings": False}
+        config |= {"in_channels": 8} if name == "control" else {}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            made = type(pipe.transformer).from_config(config)
+        pipe.transformer = made.eval().requires_grad_(False)
+    if name == "control":
+        pipe = diffusers.CogVideoXFunControlPipeline(**pipe.components)
+    pipe.set_progress_bar_config(disable=True)
     positions = pipe.transformer.patch_embed.pos_embedding.clone()
     overflow_(pipe.transformer)
     pipe.transformer.patch_embed.pos_embedding.copy_(positions)  # as they are computed
-    wanted = Request(frames=9, height=16, width=32)
-    plan = make_plan(pipe, prompts=["a red train"], steps=1, request=wanted)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cogvideox",
+        pytest.param("cogvideox-video", marks=pytest.mark.slow),
+        pytest.param("cogvideox-image", marks=pytest.mark.slow),
+        pytest.param("control", marks=pytest.mark.slow),
+    ],
+)
+def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(name: str) -> None:
+    """In fp32 bit for bit, and finite and near in fp16, at the planned, configured and other sizes."""
+    pipe = build_any_size(name)
+    takes_video = name in ("cogvideox-video", "control")
+    frames = {} if takes_video else {"frames": 9 if name == "cogvideox" else 17}
+    height = 32 if name == "cogvideox-image" else 16
+    wanted = Request(height=height, width=32, **frames)
+    plan = make_plan(pipe, prompts=["a red train"], steps=2, request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
     assert (entry.precision, entry.islands) == ("fp16", ())
 
-    def run_at(height: int, width: int) -> torch.Tensor:
-        sizes = {"height": height, "width": width, "num_frames": 9, "num_inference_steps": 1}
-        generator = torch.Generator().manual_seed(0)
-        return torch.as_tensor(
-            pipe("a ball", **sizes, generator=generator, output_type="latent").frames
+    def run_at(frames: int, height: int, width: int) -> torch.Tensor:
+        asked = Request(
+            height=height,
+            width=width,
+            frames=None if takes_video else frames,
+            arguments={"output_type": "latent"},
         )
+        (request,) = list_requests(pipe, ["a ball"], 2, asked)
+        return torch.as_tensor(pipe(**build_arguments(pipe, request)).frames).float()
 
-    for size in ((16, 32), (32, 32), (48, 16)):
+    sizes = [(9, 16, 32), (9, 32, 32), (9 if takes_video else 17, 48, 16)]  # a drawn video has 9
+    for size in [(9, 32, 32), (17, 32, 32)] if name == "cogvideox-image" else sizes:
         reference = run_at(*size)
         with apply_plan(pipe, plan, cast=False):
             assert torch.equal(run_at(*size), reference)
         with apply_plan(pipe, plan), Watch(pipe):
-            low = run_at(*size).float()
+            low = run_at(*size)
         assert measure_error(low, reference) < 0.01
 
 

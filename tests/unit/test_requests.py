@@ -198,6 +198,12 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
             "--control-image FILE to the command.",
         ),
         (
+            make_signature("SomeInpaintPipeline", **INPAINT, num_inference_steps=50),
+            Request("a", image=PICTURE, mask=PICTURE, steps=3, strength=0.3),
+            "3 steps at a strength of 0.3 are less than one step. SomeInpaintPipeline makes that share "
+            "of its steps. Use --steps 4 or more, or --strength 1.",
+        ),
+        (
             make_signature("ClassPipeline", "class_labels"),
             Request(),
             "ClassPipeline needs class_labels, and there is none. From Python: make_plan(pipe, "

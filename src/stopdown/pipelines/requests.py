@@ -7,6 +7,7 @@ here has heard of works too. Families differ in a few names only; those stand in
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,7 +139,9 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
                 expected=f"Its call takes {', '.join(taken)}.",
                 remedy=f"Leave {name} away.",
             )
-    _check_needed(pipeline_class, {**arguments, **request.arguments})
+    given = {**arguments, **request.arguments}
+    _check_needed(pipeline_class, given)
+    _check_steps(pipeline_class, given)
     return arguments
 
 
@@ -262,6 +265,25 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
             f"{pipeline_class.__name__} needs {_list_flags(pipeline_class, missing)}, and there is "
             "none.",
             remedy=_say_how(pipeline_class, missing),
+        )
+
+
+def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
+    """Refuse a strength that leaves no step, which pipelines end on with errors of all kinds."""
+    taken = _read_signature(pipeline_class)
+    if not {"image", "video"} & set(list_needed(pipeline_class)) or "denoising_start" in arguments:
+        return
+    names = ("num_inference_steps", "strength")
+    steps, strength = (
+        arguments.get(name, taken[name].default if name in taken else None) for name in names
+    )
+    if not isinstance(steps, int) or not isinstance(strength, (int, float)) or not strength > 0:
+        return
+    if int(steps * strength) < 1:
+        raise OptionError(
+            f"{steps} step{'s' * (steps != 1)} at a strength of {strength} are less than one step.",
+            expected=f"{pipeline_class.__name__} makes that share of its steps.",
+            remedy=f"Use --steps {math.ceil(1 / strength)} or more, or --strength 1.",
         )
 
 
