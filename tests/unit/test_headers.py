@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
@@ -68,10 +69,7 @@ def read_ours(path: Path) -> dict[str, Any] | None:
         return None
 
 
-@settings(max_examples=600, deadline=None)
-@given(TEXTS, st.sampled_from([0, 4, 8, 12, 16]))
-def test_what_we_read_the_library_reads_alike(text: str, size: int) -> None:
-    """Nothing passes here that the library refuses, and what both read has the same names and shapes."""
+def compare_readers(text: str, size: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         content = text.encode()
@@ -79,3 +77,18 @@ def test_what_we_read_the_library_reads_alike(text: str, size: int) -> None:
         ours, theirs = read_ours(path), read_theirs(path)
     if ours is not None:
         assert ours == theirs
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXTS, st.sampled_from([0, 4, 8, 12, 16]))
+def test_what_we_read_the_library_reads_alike(text: str, size: int) -> None:
+    """Nothing passes here that the library refuses, and what both read has the same names and shapes."""
+    compare_readers(text, size)
+
+
+@pytest.mark.slow
+@settings(max_examples=10_000, deadline=None)
+@given(TEXTS, st.sampled_from([0, 4, 8, 12, 16]))
+def test_ten_thousand_headers(text: str, size: int) -> None:
+    """The same, ten thousand times."""
+    compare_readers(text, size)

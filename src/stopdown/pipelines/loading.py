@@ -316,6 +316,7 @@ def _load_single_file(
     import diffusers
 
     described = _find_configuration(source, config, progress)
+    verify_descriptions(described)
     class_name = source.pipeline_class or described.pipeline_class
     pipeline_class = getattr(diffusers, class_name)
     if not hasattr(pipeline_class, "from_single_file"):
