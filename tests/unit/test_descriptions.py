@@ -1,4 +1,4 @@
-"""A model's JSON files, drawn: whatever they say there is one exception, and nested fields are looked at."""
+"""A model's JSON files, drawn: whatever they say there is one exception."""
 
 from __future__ import annotations
 
