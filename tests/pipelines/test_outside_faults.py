@@ -17,6 +17,7 @@ from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.records import ComponentPlan
 from stopdown.runtime.guarding import guard
 from stopdown.runtime.results import count_bad
 
@@ -279,6 +280,15 @@ def test_a_component_that_was_replaced_is_watched() -> None:
         with pytest.raises(NonFiniteError, match=r"^`text_encoder` gave "):
             call_pipeline(pipe, NAME)
     assert handle.record.unwatched == ()
+
+
+def test_of_a_component_that_was_replaced_a_plan_keeps_its_entry() -> None:
+    """What was found for the old one is not written for the new one."""
+    pipe, other = testing.make_pipeline(NAME), testing.make_pipeline(NAME)
+    entry = ComponentPlan("vae", type(pipe.vae).__name__, "aa", "fp16")
+    with guard(pipe) as handle:
+        pipe.vae = other.vae
+        assert handle._amend(entry) is entry
 
 
 def paint_grey(pipe: Any, patches: Patches) -> None:

@@ -83,6 +83,16 @@ def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
     assert repair.tried[0] == "island: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
 
 
+def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
+    """Wan's blocks write the frames before into a list of their caller's: none is lost in fp32."""
+    handle, error = run_faulty(
+        "wan", "vae.decode", step=0, kind="nan", site="decoder.up_blocks.0", lasting=True
+    )
+    (repair,) = handle.repairs
+    assert (repair.action, repair.tried) == ("island", ())
+    assert error < 1e-2
+
+
 @pytest.mark.parametrize(("has_bf16", "action"), [(True, "bf16"), (False, "fp32")])
 def test_a_fault_of_the_whole_component_casts_it(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool, action: str

@@ -248,8 +248,8 @@ class Guard:
         return seal_plan(dataclasses.replace(self._plan, components=entries))
 
     def _amend(self, entry: ComponentPlan) -> ComponentPlan:
-        patient = self._find_patient(entry)
-        if not patient.is_repaired:
+        patient = self._patients.get(id(getattr(self.pipe, entry.component, None)))
+        if patient is None or not patient.is_repaired:  # None: it was replaced under the guard
             return entry
         why = [
             f"A run repaired it: {x.evidence} {x.reason}"
