@@ -80,6 +80,15 @@ def processor(
     environment._probe_once.cache_clear()
 
 
+@pytest.fixture
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates by the machine's speed are those of one with 100 GFLOP/s and 10 GB/s, wherever it runs."""
+    from stopdown.memory import speed
+
+    known = speed.Speed(1e11, 1e10, "Known.", widened_bytes_per_s=1e10)
+    monkeypatch.setattr(speed, "measure_speed", lambda *_: known)
+
+
 @pytest.fixture(scope="session")
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a tiny pipeline, by name, stored format and overflowing component."""

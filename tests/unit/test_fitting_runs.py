@@ -30,6 +30,8 @@ from stopdown.planning.plans import sample_weights
 from stopdown.records import ComponentPlan, MemoryLesson, Plan, RunRecord
 from stopdown.testing import save_pipeline
 
+pytestmark = pytest.mark.usefixtures("known_speed")
+
 VIDEO = Grid(16, 8, "")
 LESSON = MemoryLesson("cpu", 1000, "64x64", 4096, ("resident",), "component")
 

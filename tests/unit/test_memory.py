@@ -48,6 +48,8 @@ from stopdown.profiles import find_profile
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
+pytestmark = pytest.mark.usefixtures("known_speed")
+
 
 def measure_allocator(call: Callable[[], Any]) -> int:
     """Peak bytes of PyTorch's allocator during a call, from its own events."""
