@@ -47,6 +47,17 @@ def test_a_default_that_the_configs_decide_stays() -> None:
     assert choose_size(make_pipeline("sd"), arguments, memory_bytes=PLENTY) == ({}, "")
 
 
+def test_a_size_that_comes_with_a_picture_is_left_alone() -> None:
+    """Image to image makes what it is given; there is nothing to choose."""
+    import diffusers
+
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(
+        **make_pipeline("sd").components, requires_safety_checker=False
+    )
+    arguments = build_arguments(pipe, Request("a", image=PICTURE))
+    assert choose_size(pipe, arguments, memory_bytes=1) == ({}, "")
+
+
 def test_what_does_not_fit_is_run_smaller_and_says_so() -> None:
     """The forecast is made before the run, and names both sizes and both amounts of memory."""
     sizes, why = choose_size(make_pipeline("sd"), make_arguments("sd"), memory_bytes=1)

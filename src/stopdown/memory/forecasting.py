@@ -48,6 +48,8 @@ def choose_size(
     Cost: a rehearsal of one step (seconds), and two or three more where a smaller size is needed.
     """
     names = {name: find_target(name, type(pipe)) for name in ("frames", "height", "width")}
+    if not names["height"] or not names["width"]:
+        return {}, ""  # it takes its size from the picture or video that it is given
     if any(arguments.get(target) is not None for target in names.values() if target):
         return {}, ""
     own = _name_own(pipe, names)
