@@ -68,7 +68,7 @@ def test_the_covering_set_covers() -> None:
     named = {(name, part) for name, found in COMPONENTS.items() for part in found}
     assert named <= {(c.pipeline, c.component) for c in COVERING}
     assert {c.moment for c in COVERING} == {"first", "middle", "last"}
-    assert {c.kind for c in ONE_OF_EACH} == kinds
+    assert {c.kind for c in ONE_OF_EACH} == {c.kind for c in COVERING}
     repaired = {(c.kind, c.component) for c in list_repairing()}
     assert {(kind, part) for kind in ("range", "clamp") for part in parts} <= repaired
     assert len(list_all()) > 300
