@@ -6,6 +6,7 @@ every breakage and every command at least once; the whole product is slow.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a circle", "--steps", "1", "-o", "OUT.mp4"),
     "check": ("check", "MODEL"),
     "plan": ("plan", "MODEL", "--steps", "1", "-o", "OUT.json"),
+    "forecast": ("plan", "MODEL", "--memory", "8GiB"),
     "convert": ("convert", "MODEL", "OUT", "--plan", "PLAN"),
     "compare": ("compare", "MODEL", "--prompt", "a circle", "--steps", "1", "-o", "OUT.html"),
 }
@@ -147,7 +149,7 @@ PRODUCT = [
     for kind, (damage, said) in UNREADABLE.items()
     for command in COMMANDS
 ]
-# 7 files, 15 kinds, 5 commands: a step without a common factor visits every file, kind and command.
+# 7 files, 15 kinds, 6 commands: a step without a common factor visits every file, kind and command.
 SAMPLE = PRODUCT[::13]
 
 
@@ -903,6 +905,22 @@ SIDES = [
     ("generate", "plan"),
 )
 
+FORECASTS = [
+    dataclasses.replace(make_row(name, "forecast", damage, message), exit_code=1)
+    for name, damage, message in (
+        (
+            "sample sizes as text",
+            fields(DENOISER, sample_height="tall"),
+            "CogVideoXPipeline cannot be run without values: not all arguments converted",
+        ),
+        (
+            "a pipeline of other components",
+            fields(INDEX, _class_name="StableDiffusionPipeline"),
+            "StableDiffusionPipeline cannot be run without values: 'NoneType' object has no",
+        ),
+    )
+]
+
 NEEDS = "needs a library that is not here: "
 QUANTISED = grow_rows(
     [
@@ -1085,11 +1103,11 @@ WORDS = [
 
 EVERY = [
     *(*CLASSES, *CODE, *ADAPTERS, *COUNTS),
-    *(*HEADERS, *SHARDS, *MISFITS, *UNBUILDABLE, *SIDES, *QUANTISED, *PLACES, *WORDS),
+    *(*HEADERS, *SHARDS, *MISFITS, *UNBUILDABLE, *SIDES, *FORECASTS, *QUANTISED, *PLACES, *WORDS),
 ]
 
 
-@pytest.mark.parametrize("row", EVERY[::4], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", EVERY[::5], ids=lambda row: row.name)
 def test_a_model_that_asks_for_what_it_may_not(row: Attack, tmp_path: Path) -> None:
     """Classes, code, adapters and counts are refused by name before anything is built."""
     run_attack(row, tmp_path)

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.capture import describe_failure, find_mode, name_parameters
+from stopdown.errors import CaptureError, take_first_line
 from stopdown.memory.packing import Packing, weigh_packing
 from stopdown.memory.tracking import StorageTracker
 from stopdown.numerics import iterate_tensors
@@ -152,7 +153,7 @@ class Rehearser:
             variant: tells apart what was put on the components (tiling…), for what was seen.
 
         Raises:
-            CaptureError: a component reads values of its inputs.
+            CaptureError: a component reads values of its inputs, or the pipeline's own code fails.
         """
         tracker = StorageTracker(on_cpu=self.on_cpu)
         calls: list[RehearsedCall] = []
@@ -161,7 +162,7 @@ class Rehearser:
             for door in find_doors(self.pipe):
                 layer = functools.partial(self._stand, door, tracker, calls, variant)
                 put_door(door, layer, patches)
-            self.pipe(**arguments)
+            _call(self.pipe, arguments)
         parts = find_components(self.pipe)
         strays = {name: dict(self.seen.strays.get(name, {})) for name in parts}
         return Rehearsal(
@@ -307,6 +308,18 @@ def is_within(path: str, unit: str) -> bool:
 def _shift(call: RehearsedCall, start: int) -> RehearsedCall:
     moved = tuple(Segment(one.path, one.peak_bytes + start) for one in call.segments)
     return dataclasses.replace(call, segments=moved)
+
+
+def _call(pipe: Any, arguments: dict[str, Any]) -> None:
+    """Run a pipeline whose code may fail on what its configurations say."""
+    try:
+        pipe(**arguments)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise CaptureError(
+            f"{type(pipe).__name__} cannot be run without values: {take_first_line(error)}.",
+            expected="Its components and their configurations fit each other.",
+            remedy="Download or save the model again.",
+        ) from error
 
 
 def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:

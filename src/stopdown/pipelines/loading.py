@@ -186,8 +186,8 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
         SourceError: a limit is passed, while the component is built.
     """
     count, values = 0, 0
-    # Each parameter is registered once without values and once with; 4 bits are the fewest of a value.
-    most = 4 * sum(entry.size_bytes for entry in stored) + 2**24 if stored else math.inf
+    # Each parameter is registered once without values and once with; 2 bits are the fewest of a value.
+    most = 16 * sum(entry.size_bytes for entry in stored) + 2**24 if stored else math.inf
 
     def register(module: torch.nn.Module, name: str, part: Any) -> None:
         nonlocal count, values
