@@ -536,6 +536,20 @@ def test_ten_thousand_damaged_files_give_no_other_error(name: str, tmp_path: Pat
     fuzz(READERS[name], tmp_path, MANY)
 
 
+@pytest.mark.parametrize("place", ["library", "class", "component"])
+def test_a_name_longer_than_a_file_may_have(place: str, tmp_path: Path) -> None:
+    """In an index of a model it is refused by name; no system is asked for such a file."""
+    path = READERS["model index"].make(tmp_path)
+    index, long = json.loads(path.read_bytes()), "x" * 300
+    found = {"library": [long, "Model"], "class": ["diffusers", long]}
+    index[long if place == "component" else "transformer"] = found.get(
+        place, ["diffusers", "VQModel"]
+    )
+    path.write_bytes(encode(index))
+    with pytest.raises(StopdownError, match=long):
+        read_model(path)
+
+
 def test_an_error_that_is_not_ours_is_found(tmp_path: Path) -> None:
     """A reader that lets a KeyError through, and one that takes all memory, do not pass."""
 

@@ -89,8 +89,8 @@ class Problem:
 
 REFUSED, UNKNOWN, PICKLED, MISSING, DAMAGED = range(5)
 _AGAIN = "Download or save the model again."
-_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
-"""Components and classes are Python's names."""
+_NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
+"""Components and classes are Python's names; a system's names of files end at 255 bytes."""
 
 
 def resolve_source(
@@ -314,9 +314,9 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
         elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
             if class_name.startswith(("Flax", "Onnx")):
                 yield _describe_foreign_library(index, name, library, class_name)
-        elif (source.path / name / f"{library}.py").exists() or (
-            source.path / f"{library}.py"
-        ).exists():
+        elif len(library) < 100 and any(
+            (folder / f"{library}.py").exists() for folder in (source.path / name, source.path)
+        ):
             yield _describe_code(f"{index} asks for the component {name} from {library}.py")
         else:
             yield _describe_foreign_library(index, name, library, class_name)
