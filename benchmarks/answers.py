@@ -32,10 +32,10 @@ from rescale import measure_calls, overflow, prepare_class
 
 from check_faults import FAULTS, call_of, check_fault, load_healthy, plant_fault
 from rescaling_models import EXAMPLES, WAYS
-from stopdown.consistency.checking import check
+from stopdown.dtype_rules.check import check
 from stopdown.errors import StopdownError
-from stopdown.memory.fitting import predict_all
-from stopdown.pipelines.stand_ins import copy_stand_in
+from stopdown.memory.forecast import predict_all
+from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.scaling import Scaling, find_scaling, scale_calls
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
@@ -122,7 +122,7 @@ def ask_explain() -> Answers:
 def ask_memory() -> Answers:
     """The predicted peak of every strategy, in bytes, for two steps of each tiny pipeline."""
     for name in PIPELINE_NAMES:
-        fit = predict_all(copy_stand_in(make_pipeline(name)), call_of(name), steps=2)
+        fit = predict_all(copy_skeleton(make_pipeline(name)), call_of(name), steps=2)
         yield name, {one.strategy.name: one.peak_bytes for one in fit.predictions}
 
 

@@ -163,7 +163,7 @@ def run_full(only: str | None) -> None:
 def certify_one(folder: str) -> dict[str, Any]:
     """Certify a folder in this process: seconds, peak memory, and what came out."""
     import stopdown.pipelines.tiny  # noqa: F401 (the libraries, so that only the work is timed)
-    from stopdown.planning.certifying import certify_plan
+    from stopdown.plans.certified import certify_plan
 
     torch.set_num_threads(2)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

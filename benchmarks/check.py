@@ -5,7 +5,7 @@ cause; then each peer gets the same pipeline with weights and says what it says:
 
 - Diffusers: the pipeline is run for two steps;
 - Accelerate: the same with its offloading around every component;
-- PyTorch: FakeTensorMode alone around every component, inside of Stopdown's rehearsal;
+- PyTorch: FakeTensorMode alone around every component, inside of Stopdown's dry run;
 - Transformers: the same run under its DebugUnderflowOverflow.
 
 Healthy pipelines are checked beside them, and three full-size models from their configs alone, each in
@@ -51,16 +51,16 @@ from check_faults import (
     plant_fault,
     plant_stored,
 )
-from stopdown.capture import find_mode
-from stopdown.consistency.checking import check, find_source, inspect_pipeline
-from stopdown.consistency.examining import make_zeros
-from stopdown.consistency.pricing import price_remedies
+from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
+from stopdown.dtype_rules.inspection import make_zeros
+from stopdown.dtype_rules.prices import price_remedies
 from stopdown.environment import describe_machine
 from stopdown.formats import FORMATS
+from stopdown.graph.capture import find_mode
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.loading import load_pipeline
-from stopdown.pipelines.rehearsal import rehearse
-from stopdown.pipelines.stand_ins import copy_stand_in
+from stopdown.pipelines.dry_run import dry_run
+from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.testing import PIPELINE_NAMES
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -186,14 +186,14 @@ def run_offloaded(pipe: Any, fault: Fault) -> str:
 def run_fake(pipe: Any, fault: Fault) -> str:
     """Every component under FakeTensorMode, without the walk."""
 
-    def answer(door: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        mode = find_mode(door.owner)
+    def answer(callee: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        mode = find_mode(callee.owner)
         given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
         with mode:
             return make_zeros(call(*given[0], **given[1]))
 
-    stand_in = copy_stand_in(pipe)
-    rehearse(stand_in, answer, {**call_of(fault.pipeline), "num_inference_steps": 2})
+    skeleton = copy_skeleton(pipe)
+    dry_run(skeleton, answer, {**call_of(fault.pipeline), "num_inference_steps": 2})
     return "nothing"
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from rescaling_models import Call, run_calls  # noqa: E402 (the path is set above)
 from stopdown.environment import describe_machine  # noqa: E402
-from stopdown.memory.packing import CODES, choose_packed, pack  # noqa: E402
+from stopdown.memory.eight_bits import CODES, choose_packed, pack  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.patches import Patches  # noqa: E402
 from stopdown.scaling import find_scaling, fold_scaling  # noqa: E402

@@ -43,8 +43,8 @@ from pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
 from stopdown.calibration import calibrating  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
-from stopdown.pipelines.components import find_doors  # noqa: E402
-from stopdown.pipelines.doors import find_module  # noqa: E402
+from stopdown.pipelines.call_interception import find_module  # noqa: E402
+from stopdown.pipelines.components import find_callees  # noqa: E402
 from stopdown.pipelines.tiny import overflow_  # noqa: E402
 from stopdown.scaling import Scaling, cast_, fold_scaling  # noqa: E402
 
@@ -138,9 +138,9 @@ def _open_case(
     """A pipeline that has run before, the component at fault, and its methods."""
     pipe = testing.make_pipeline(case.pipeline, dtype=dtype)
     call_pipeline(pipe, case.pipeline, steps=STEPS)
-    doors = find_doors(pipe)
-    module = next(find_module(door) for door in doors if door.component == case.component)
-    return pipe, module, tuple(door.method for door in doors if find_module(door) is module)
+    callees = find_callees(pipe)
+    module = next(find_module(callee) for callee in callees if callee.component == case.component)
+    return pipe, module, tuple(callee.method for callee in callees if find_module(callee) is module)
 
 
 def _faulty_from_start(pipe: Any, module: torch.nn.Module, case: Case) -> Any:

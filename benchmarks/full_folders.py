@@ -15,7 +15,7 @@ import diffusers
 import torch
 import transformers
 
-from stopdown.capture import build_fake
+from stopdown.graph.capture import build_fake
 from stopdown.pipelines.tiny import make_t5_tokenizer
 
 Parts = dict[str, Any]

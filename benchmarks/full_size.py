@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import Node
 
-from stopdown.capture import Capture, build_fake, capture_call
 from stopdown.environment import describe_machine
+from stopdown.graph.capture import Capture, build_fake, capture_call
 from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.graph.ranges import Range
 from stopdown.scaling.problem import Measured, split_values
-from stopdown.scaling.rescaling import find_scaling
+from stopdown.scaling.rescale import find_scaling
 
 RESULTS = Path(__file__).parent / "results"
 Result = TypeVar("Result")

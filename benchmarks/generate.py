@@ -21,7 +21,7 @@ import torch
 from stopdown import load
 from stopdown.environment import describe_machine
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "a red circle moving left on a grey background"

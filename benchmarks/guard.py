@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stopdown import load, testing
 from stopdown.environment import describe_machine
 from stopdown.numerics import iterate_tensors
-from stopdown.pipelines.components import find_doors
-from stopdown.pipelines.doors import find_module
+from stopdown.pipelines.call_interception import find_module
+from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 
 RESULTS = Path(__file__).parent / "results"
 Work = Callable[[Any], object]
@@ -80,7 +80,9 @@ def watched_by_debugger(pipe: Any) -> Iterator[None]:
     """With `DebugUnderflowOverflow` on every component; its hooks are taken off by hand."""
     from transformers.debug_utils import DebugUnderflowOverflow
 
-    modules = list({id(find_module(door)): find_module(door) for door in find_doors(pipe)}.values())
+    modules = list(
+        {id(find_module(callee)): find_module(callee) for callee in find_callees(pipe)}.values()
+    )
     before = {
         id(part): dict(part._forward_hooks) for module in modules for part in module.modules()
     }
@@ -109,7 +111,7 @@ def watched_everywhere(pipe: Any) -> Iterator[None]:
         bool(torch.stack(flags).all())
         flags.clear()
 
-    for owner in {id(m): m for m in map(find_module, find_doors(pipe))}.values():
+    for owner in {id(m): m for m in map(find_module, find_callees(pipe))}.values():
         handles += [part.register_forward_hook(ask) for part in owner.modules()]
         handles.append(owner.register_forward_hook(read))
     try:

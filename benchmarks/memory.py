@@ -31,14 +31,14 @@ from full_folders import write_configs
 
 from stopdown.environment import describe_machine
 from stopdown.formats import FORMATS
-from stopdown.memory.fitting import Fit, predict_all
-from stopdown.memory.room import Room
+from stopdown.memory.forecast import Fit, predict_all
+from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Prediction
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
+from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 
 RESULTS = Path(__file__).parent / "results"
 PROMPT = "a red circle moving left on a grey background"
@@ -153,7 +153,7 @@ def run_measured(name: str) -> dict[str, Any]:
         pipe.set_progress_bar_config(disable=True)
         begun = time.perf_counter()
         fit = predict_all(
-            copy_stand_in(pipe), build_arguments(pipe, request), steps=request.steps or 1
+            copy_skeleton(pipe), build_arguments(pipe, request), steps=request.steps or 1
         )
         predicted_s = time.perf_counter() - begun
         rows: list[dict[str, Any]] = []
@@ -191,8 +191,8 @@ def run_strategy(
         plain: frames and seconds of a run without a strategy.
     """
     expected, plain_s = plain
-    with Room(pipe, prediction, (), fit.strays, store=folder) as room:
-        owned = count_owned(pipe) + room.packed_bytes
+    with Offloader(pipe, prediction, (), fit.strays, store=folder) as offloader:
+        owned = count_owned(pipe) + offloader.packed_bytes
         peak, (found, elapsed_s) = measure(lambda: run_timed(pipe, request))
     row = {
         "strategy": prediction.strategy.name,
@@ -226,7 +226,7 @@ def run_published(name: str) -> dict[str, Any]:
             key = f"{precision} {sizes}"
             if key not in fits:
                 dtype = FORMATS[precision].torch_dtype
-                pipe = build_stand_in(source, dict.fromkeys(source.components, dtype))
+                pipe = build_skeleton(source, dict.fromkeys(source.components, dtype))
                 request = Request(prompt=PROMPT, steps=50, **sizes)
                 fits[key] = predict_all(
                     pipe, build_arguments(pipe, request), steps=50, on_cpu=False

@@ -52,7 +52,7 @@ from stopdown.scaling import (  # noqa: E402
     scale_calls,
 )
 from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
-from stopdown.scaling.rescaling import plan_stream  # noqa: E402
+from stopdown.scaling.rescale import plan_stream  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -19,7 +19,7 @@ from torch.fx import Node
 from rescaling_models import make_example, scale_weights
 from stopdown.bounds.input_limits import name_inputs, state_limits
 from stopdown.bounds.propagation import Bounds, InputLimits, bound_call
-from stopdown.capture import Capture, capture_call, module_path, name_parameters
+from stopdown.graph.capture import Capture, capture_call, module_path, name_parameters
 from stopdown.graph.nodes import is_float, is_range_clamp, operation, shape_of
 from stopdown.graph.ranges import find_masked
 from stopdown.scaling.problem import split_values

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from stopdown.comparison.headroom import SPOILT
-from stopdown.comparison.measuring import measure_frames
+from stopdown.comparison.measures import measure_frames
 from stopdown.comparison.pictures import make_sheet
 from stopdown.comparison.records import (
     CallError,

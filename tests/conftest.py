@@ -111,11 +111,11 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]
     """A command in this process: its exit code, and what it wrote to stdout and stderr."""
     from stopdown.app import cli
 
-    def run_cli(*arguments: object) -> tuple[int, str, str]:
+    def model_cli(*arguments: object) -> tuple[int, str, str]:
         capfd.readouterr()  # what making the model wrote
         with pytest.raises(SystemExit) as left:
             cli.main([str(argument) for argument in arguments])
         captured = capfd.readouterr()
         return int(left.value.code or 0), captured.out, captured.err
 
-    return run_cli
+    return model_cli

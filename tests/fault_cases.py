@@ -20,11 +20,11 @@ import numpy as np
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.formats import FORMATS
-from stopdown.pipelines.components import find_doors
-from stopdown.pipelines.doors import find_module
+from stopdown.pipelines.call_interception import find_module
+from stopdown.pipelines.components import find_callees
 from stopdown.records import Repair
-from stopdown.runtime import guarding
-from stopdown.runtime.guarding import guard
+from stopdown.runtime import guard as guard_module
+from stopdown.runtime.guard import guard
 from stopdown.runtime.watch import Look, Watch
 
 STEPS = 3
@@ -217,8 +217,8 @@ def _find_site(pipe: Any, case: Case) -> str:
     is_clip = "text_encoder" in case.component and case.pipeline in ("sdxl", "flux")
     if case.kind in ("range", "clamp") or not (case.lasting or is_clip):
         return ""
-    door = next(door for door in find_doors(pipe) if door.component == case.component)
-    return testing.find_first_layer(find_module(door), case.component)
+    callee = next(callee for callee in find_callees(pipe) if callee.component == case.component)
+    return testing.find_first_layer(find_module(callee), case.component)
 
 
 @contextlib.contextmanager
@@ -227,7 +227,9 @@ def asleep(wanted: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if wanted:
             stack.enter_context(mock.patch.object(Watch, "look", return_value=Look()))
-            stack.enter_context(mock.patch.object(guarding, "count_bad", return_value=(0, 0, 0)))
+            stack.enter_context(
+                mock.patch.object(guard_module, "count_bad", return_value=(0, 0, 0))
+            )
         yield
 
 
@@ -256,8 +258,8 @@ def check(case: Case, outcome: Outcome) -> None:
         assert (repair.kind, repair.action) == ("range", "rescaled"), repair.tried
         assert path in dict(getattr(pipe, case.component.partition(".")[0]).named_modules())
     elif case.kind == "clamp":
-        door = next(door for door in find_doors(pipe) if door.component == case.component)
-        assert path == testing.find_first_layer(find_module(door), case.component)
+        callee = next(callee for callee in find_callees(pipe) if callee.component == case.component)
+        assert path == testing.find_first_layer(find_module(callee), case.component)
         assert repair.kind == "clamped"
     else:
         assert path == _find_site(pipe, case)

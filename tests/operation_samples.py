@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from stopdown.capture import Capture
+from stopdown.graph.capture import Capture
 from stopdown.graph.nodes import operation
 from stopdown.graph.operations import read_operations
 

@@ -17,19 +17,19 @@ import pytest
 
 def switch_off_watch() -> None:
     """Whatever a component or the pipeline gives is good."""
-    from stopdown.runtime import guarding
+    from stopdown.runtime import guard
     from stopdown.runtime.watch import Look, Watch
 
-    Watch.look = lambda self, door, output: Look()  # type: ignore[method-assign]
-    guarding.count_bad = lambda output: (0, 0, 0)
+    Watch.look = lambda self, callee, output: Look()  # type: ignore[method-assign]
+    guard.count_bad = lambda output: (0, 0, 0)
 
 
 def switch_off_culprit() -> None:
     """The replay names nobody."""
-    from stopdown.runtime import guarding
+    from stopdown.runtime import guard
     from stopdown.runtime.culprit import Culprit
 
-    guarding.find_culprit = lambda *given: (Culprit("unknown"), given[2]())
+    guard.find_culprit = lambda *given: (Culprit("unknown"), given[2]())
 
 
 def switch_off_checksum() -> None:
@@ -48,14 +48,14 @@ def switch_off_checksum() -> None:
 
 def switch_off_lock() -> None:
     """Faults of several threads are worked on at once."""
-    from stopdown.runtime import guarding
+    from stopdown.runtime import guard
 
-    guarding._ONE_FAULT = contextlib.nullcontext()  # type: ignore[assignment]
+    guard._ONE_FAULT = contextlib.nullcontext()  # type: ignore[assignment]
 
 
 def switch_off_restore() -> None:
     """After Ctrl-C the guard stays on the pipeline."""
-    from stopdown.runtime.guarding import Guard
+    from stopdown.runtime.guard import Guard
 
     leave = Guard.__exit__
 
@@ -68,9 +68,9 @@ def switch_off_restore() -> None:
 
 def switch_off_carrying() -> None:
     """What one call of a script's pipeline repaired is forgotten before the next."""
-    from stopdown.runtime.carrying import Carried
+    from stopdown.runtime.repair_cache import RepairCache
 
-    Carried.put_on = lambda self, patient: ()  # type: ignore[method-assign]
+    RepairCache.put_on = lambda self, state: ()  # type: ignore[method-assign]
 
 
 def switch_off_cast_check() -> None:

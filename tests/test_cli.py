@@ -441,12 +441,12 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
 
 def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's JSON stays, another plan goes, and without -o there is a number."""
-    from stopdown.planning import plans
-    from stopdown.planning.plan_files import read_plan, seal_plan
+    from stopdown.plans import calibrated
+    from stopdown.plans.files import read_plan, seal_plan
     from stopdown.records import Plan
 
     made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
-    monkeypatch.setattr(plans, "make_plan", lambda *given, **named: made)
+    monkeypatch.setattr(calibrated, "make_plan", lambda *given, **named: made)
     (here / "data.json").write_text("{}")
     code, _, err = run("plan", "shapes", "-o", "data.json")
     assert code == 2
@@ -721,8 +721,8 @@ def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     """A tiny model and a plan that scales nothing: fp16 for every component."""
     from stopdown.pipelines.components import find_components
     from stopdown.pipelines.sources import fingerprint, resolve_source
-    from stopdown.planning.plan_files import read_class_versions, seal_plan, write_plan
-    from stopdown.planning.plans import sample_weights
+    from stopdown.plans.calibrated import sample_weights
+    from stopdown.plans.files import read_class_versions, seal_plan, write_plan
     from stopdown.records import ComponentPlan, Plan
     from stopdown.testing import make_pipeline
 

@@ -20,15 +20,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("environment", "numerics", "patches", "media", "randomness"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
-    ("accumulation", "arguments", "backends", "capture", "diagnosis", "profiles"),
-    ("graph",),  # reads what `capture` gives
+    ("accumulation", "arguments", "backends", "diagnosis", "profiles"),
+    ("graph",),
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for
-    ("memory",),  # rehearses whole pipelines; planning and the guard ask it what fits
-    ("calibration", "planning"),
-    ("consistency",),  # judges what a plan would make of a pipeline
-    ("runtime",),  # a guard measures with `calibration` and puts plans on with `planning`
-    ("comparison",),  # its runs are opened by `planning` and looked at by the guard of `runtime`
+    ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
+    ("calibration", "plans"),
+    ("checkpoints", "dtype_rules", "health"),  # they write, judge and foresee what plans make
+    ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
+    ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
     ("app",),

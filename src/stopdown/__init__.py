@@ -29,7 +29,7 @@ _HOMES = {
     "PlanError": "errors",
     "Price": "records",
     "Repair": "records",
-    "Rescaling": "scaling.folding",
+    "Rescaling": "scaling.folds",
     "RunRecord": "records",
     "ScalingError": "errors",
     "SourceError": "errors",
@@ -37,19 +37,19 @@ _HOMES = {
     "StopdownWarning": "errors",
     "Thresholds": "comparison.records",
     "TrialError": "errors",
-    "apply_plan": "planning.applying",
-    "cast_": "scaling.folding",
-    "check": "consistency.checking",
+    "apply_plan": "plans.applier",
+    "cast_": "scaling.folds",
+    "check": "dtype_rules.check",
     "compare": "comparison.matrix",
-    "convert": "planning.converting",
+    "convert": "checkpoints.convert",
     "explain": "diagnosis",
-    "guard": "runtime.guarding",
-    "load": "planning.opening",
-    "make_plan": "planning.plans",
-    "mend": "consistency.mending",
-    "read_plan": "planning.plan_files",
-    "rescale_": "scaling.rescaling",
-    "write_plan": "planning.plan_files",
+    "guard": "runtime.guard",
+    "load": "plans.load",
+    "make_plan": "plans.calibrated",
+    "mend": "dtype_rules.fixes",
+    "read_plan": "plans.files",
+    "rescale_": "scaling.rescale",
+    "write_plan": "plans.files",
 }
 
 __all__ = [
@@ -97,11 +97,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stopdown.checkpoints.convert import convert
     from stopdown.comparison.matrix import compare
     from stopdown.comparison.records import Comparison, Thresholds
-    from stopdown.consistency.checking import check
-    from stopdown.consistency.mending import mend
     from stopdown.diagnosis import explain
+    from stopdown.dtype_rules.check import check
+    from stopdown.dtype_rules.fixes import mend
     from stopdown.errors import (
         CaptureError,
         InputError,
@@ -115,11 +116,10 @@ if TYPE_CHECKING:
         StopdownWarning,
         TrialError,
     )
-    from stopdown.planning.applying import apply_plan
-    from stopdown.planning.converting import convert
-    from stopdown.planning.opening import load
-    from stopdown.planning.plan_files import read_plan, write_plan
-    from stopdown.planning.plans import make_plan
+    from stopdown.plans.applier import apply_plan
+    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.files import read_plan, write_plan
+    from stopdown.plans.load import load
     from stopdown.records import (
         CallSummary,
         CheckRecord,
@@ -135,9 +135,9 @@ if TYPE_CHECKING:
         Repair,
         RunRecord,
     )
-    from stopdown.runtime.guarding import guard
-    from stopdown.scaling.folding import Rescaling, cast_
-    from stopdown.scaling.rescaling import rescale_
+    from stopdown.runtime.guard import guard
+    from stopdown.scaling.folds import Rescaling, cast_
+    from stopdown.scaling.rescale import rescale_
 
 
 def __getattr__(name: str) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.capture import owner_of
+from stopdown.graph.capture import owner_of
 from stopdown.patches import Patches
 from stopdown.scaling import Measured, Scaling, find_scaling, measure_again, measure_call
 

@@ -19,14 +19,14 @@ from typing import Any, Literal
 import torch
 
 from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
-from stopdown.capture import name_parameters
+from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, find_doors
-from stopdown.pipelines.doors import Call, find_module, put_door
-from stopdown.pipelines.quiet import drop_empty_remarks
+from stopdown.pipelines.call_interception import Call, find_module, put_door
+from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny import RECIPES, build_pipeline, overflow_
-from stopdown.runtime.places import name_axes
+from stopdown.runtime.output_parts import name_axes
 
 PIPELINE_NAMES = tuple(RECIPES)
 """What `make_pipeline` and `save_pipeline` can build."""
@@ -106,22 +106,22 @@ def inject(
     Raises:
         ValueError: there is no rule to make the component overflow, or it has no frames.
     """
-    door = next(found for found in find_doors(pipe) if found.component == component)
+    callee = next(found for found in find_callees(pipe) if found.component == component)
     with Patches() as patches:
         if kind == "range":
-            _overflow_from(door, step, patches)
+            _overflow_from(callee, step, patches)
         elif kind == "clamp":
-            _saturate_from(door, site, step, lasting, patches)
+            _saturate_from(callee, site, step, lasting, patches)
         else:
-            _spoil_from(door, site, step, lasting, kind, patches)
+            _spoil_from(callee, site, step, lasting, kind, patches)
         yield
 
 
 def _spoil_from(
-    door: Door, site: str, step: int, lasting: bool, kind: str, patches: Patches
+    callee: Callee, site: str, step: int, lasting: bool, kind: str, patches: Patches
 ) -> None:
-    target = door.owner.get_submodule(site)
-    method = "forward" if site else door.method
+    target = callee.owner.get_submodule(site)
+    method = "forward" if site else callee.method
     formats: set[torch.dtype] = set()  # in which it goes wrong
 
     def spoil(call: int, output: Any, kwargs: dict[str, Any]) -> None:
@@ -130,7 +130,7 @@ def _spoil_from(
             formats.add(tensor.dtype)
         if call == step or (lasting and call > step and tensor.dtype in formats):
             with torch.no_grad():
-                _spoil(tensor, kind, door, kwargs)
+                _spoil(tensor, kind, callee, kwargs)
 
     patches.set_attribute(target, method, _follow_calls(getattr(target, method), spoil))
 
@@ -152,22 +152,22 @@ def _follow_calls(
     return followed
 
 
-def _spoil(tensor: torch.Tensor, kind: str, door: Door, kwargs: dict[str, Any]) -> None:
+def _spoil(tensor: torch.Tensor, kind: str, callee: Callee, kwargs: dict[str, Any]) -> None:
     if kind == "row":
         tensor[-1].fill_(torch.nan)
     elif kind == "frame":
-        axes = name_axes(door, tuple(tensor.shape), kwargs)
+        axes = name_axes(callee, tuple(tensor.shape), kwargs)
         named = [axis for axis, name in enumerate(axes) if name in ("frame", "token")]
         if not named:
-            raise ValueError(f"what {door.component} gives has no frames: {tuple(tensor.shape)}")
+            raise ValueError(f"what {callee.component} gives has no frames: {tuple(tensor.shape)}")
         tensor.select(named[0], -1).fill_(torch.nan)
     else:
         mask = torch.arange(tensor.numel(), device=tensor.device) % 7 == 0
         tensor.masked_fill_(mask.view(tensor.shape), float(kind))
 
 
-def _overflow_from(door: Door, step: int, patches: Patches) -> None:
-    module, calls = find_module(door), 0
+def _overflow_from(callee: Callee, step: int, patches: Patches) -> None:
+    module, calls = find_module(callee), 0
 
     def overflowing(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nonlocal calls
@@ -178,7 +178,7 @@ def _overflow_from(door: Door, step: int, patches: Patches) -> None:
         calls += 1
         return call(*args, **kwargs)
 
-    put_door(door, overflowing, patches)
+    put_door(callee, overflowing, patches)
 
 
 def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -210,9 +210,9 @@ class _Saturating:
         return self.saturation(output * _GROWTH) / _GROWTH
 
 
-def _saturate_from(door: Door, site: str, step: int, lasting: bool, patches: Patches) -> None:
-    module = find_module(door)
-    layer = module.get_submodule(site or find_first_layer(module, door.component))
+def _saturate_from(callee: Callee, site: str, step: int, lasting: bool, patches: Patches) -> None:
+    module = find_module(callee)
+    layer = module.get_submodule(site or find_first_layer(module, callee.component))
     calls = 0
 
     def is_saturating() -> bool:

@@ -107,8 +107,8 @@ def save_sd() -> Path:
     from stopdown import testing
     from stopdown.pipelines.components import find_components
     from stopdown.pipelines.sources import fingerprint, resolve_source
-    from stopdown.planning.plan_files import read_class_versions, seal_plan, write_plan
-    from stopdown.planning.plans import sample_weights
+    from stopdown.plans.calibrated import sample_weights
+    from stopdown.plans.files import read_class_versions, seal_plan, write_plan
     from stopdown.records import ComponentPlan, Plan
 
     folder = Path(tempfile.mkdtemp(prefix="writes-"))

@@ -45,8 +45,8 @@ def _replace_work() -> None:
     from comparisons import make_comparison
     from stopdown.app import commands, run_command
     from stopdown.comparison import matrix
-    from stopdown.consistency import checking, mending, pricing
-    from stopdown.planning import certifying, plans
+    from stopdown.dtype_rules import check, fixes, prices
+    from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
 
     def run(*_: Any) -> Any:
@@ -56,7 +56,7 @@ def _replace_work() -> None:
         return noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None
 
     commands._run = run
-    plans.make_plan = certifying.certify_plan = lambda *_, **named: make_plan()
+    calibrated.make_plan = certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
     keep_repairs = run_command._keep_repairs
 
@@ -67,14 +67,14 @@ def _replace_work() -> None:
     finding = Finding("range", "vae", "large", "mend it")
     seen = SimpleNamespace(name="v100", title="V100")
     checked = SimpleNamespace(findings=(finding,), seen=None, profile=seen, precisions={})
-    checking.inspect_pipeline = lambda *_, **named: checked
-    pricing.price_remedies = lambda *_: ()
-    mending.mend = lambda *_, **named: SimpleNamespace(done=("mended",), remaining=())
+    check.inspect_pipeline = lambda *_, **named: checked
+    prices.price_remedies = lambda *_: ()
+    fixes.mend = lambda *_, **named: SimpleNamespace(done=("mended",), remaining=())
 
 
 def make_plan(source: str = "shapes") -> Any:
     """A sealed plan for nothing."""
-    from stopdown.planning.plan_files import seal_plan
+    from stopdown.plans.files import seal_plan
     from stopdown.records import Plan
 
     return seal_plan(Plan(source, "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))

@@ -12,19 +12,19 @@ from safetensors.torch import save_file
 
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
-from stopdown.consistency.checking import check
-from stopdown.consistency.parameters import check_rescaled
+from stopdown.dtype_rules.check import check
+from stopdown.dtype_rules.parameters import check_rescaled
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.numerics import relative_l2
-from stopdown.pipelines.components import Door, find_components
-from stopdown.pipelines.doors import cast_floats
+from stopdown.pipelines.call_interception import cast_floats
+from stopdown.pipelines.components import Callee, find_components
 from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.tiny import overflow_
-from stopdown.planning.applying import apply_plan
-from stopdown.planning.measuring import scale_component
-from stopdown.planning.plan_files import read_class_versions, seal_plan
-from stopdown.planning.plans import describe_scaling, sample_weights
-from stopdown.planning.recording import RecordedCall
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.exponents import scale_component
+from stopdown.plans.files import read_class_versions, seal_plan
 from stopdown.records import ComponentPlan, Plan
 from stopdown.testing import assert_untouched, make_pipeline
 
@@ -73,8 +73,8 @@ def plan_pipe(pipe: Any) -> Plan:
         name: ComponentPlan(name, type(module).__name__, sample_weights(module), "fp32")
         for name, module in find_components(pipe).items()
     }
-    door = Door("transformer", pipe.transformer, "forward", "denoise")
-    calls = [RecordedCall(door, (), make_arguments(pipe))]
+    callee = Callee("transformer", pipe.transformer, "forward", "denoise")
+    calls = [RecordedCall(callee, (), make_arguments(pipe))]
     scaling, _ = scale_component(pipe.transformer, calls, torch.float16)
     bare["transformer"] = describe_scaling(bare["transformer"], scaling, "fp16", 1)
     name, versions = type(pipe).__name__, read_class_versions()

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from stopdown.app.cli import app
 from stopdown.errors import OptionError, SourceError
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
-from stopdown.planning.applying import apply_plan
-from stopdown.planning.certifying import Checkpoint, certify_plan
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.certified import Checkpoint, certify_plan
 from stopdown.records import Plan
 
 SaveTiny = Callable[..., Path]

@@ -12,7 +12,7 @@ import torch
 
 from stopdown import testing
 from stopdown.accumulation import Sum
-from stopdown.consistency.checking import check
+from stopdown.dtype_rules.check import check
 from stopdown.records import Finding
 
 SITE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from stopdown import compare, testing
-from stopdown.comparison import matrix, running
+from stopdown.comparison import cells as cells_module
+from stopdown.comparison import matrix
 from stopdown.comparison.headroom import LARGEST
-from stopdown.comparison.probing import Probe, find_sites
+from stopdown.comparison.probes import Probe, find_sites
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.errors import OptionError
@@ -134,7 +135,7 @@ def test_a_comparison_goes_on_where_it_stopped(
 ) -> None:
     """After Ctrl-C in the third cell, a second start runs the last two and gives the same record."""
     calls: list[str] = []
-    run = running.run_cell
+    run = cells_module.run_cell
 
     def interrupt(opened: Any, name: str, request: Any, *rest: Any, **options: Any) -> Any:
         calls.append(f"{name} {request.prompt}")
@@ -165,14 +166,14 @@ def test_a_precision_that_fails_half_way_stands_in_its_place(
     pipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that breaks on the second prompt and a plan that is missing leave the rest complete."""
-    run = running._run
+    run = cells_module._run
 
     def fail(opened: Any, name: str, request: Any, *rest: Any) -> Any:
         if name == "bf16" and request.prompt == PROMPTS[1]:
             raise RuntimeError("CUDA error:\n  out of memory")
         return run(opened, name, request, *rest)
 
-    monkeypatch.setattr(running, "_run", fail)
+    monkeypatch.setattr(cells_module, "_run", fail)
     made = compare(pipe, PROMPTS, "fp32,bf16,gone.json", steps=1, request=SMALL)
     cells = [{cell.precision: cell for cell in row.cells} for row in made.rows]
     assert [row["bf16"].verdict for row in cells] == ["same", "failed"]

@@ -20,12 +20,16 @@ from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
 from stopdown import __version__
-from stopdown.consistency import checking as consistency
+from stopdown.checkpoints import convert as convert_module
+from stopdown.checkpoints import export
+from stopdown.checkpoints.convert import convert
+from stopdown.checkpoints.export import Expressed, express_component
+from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
-from stopdown.pipelines import saving, single_files
-from stopdown.pipelines.components import Door, find_components
+from stopdown.pipelines import folders, single_files
+from stopdown.pipelines.components import Callee, find_components
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
     Rows,
@@ -36,12 +40,9 @@ from stopdown.pipelines.single_files import (
 )
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.tiny import overflow_
-from stopdown.planning import converting, expressing
-from stopdown.planning.converting import convert
-from stopdown.planning.expressing import Expressed, express_component
-from stopdown.planning.plan_files import seal_plan
-from stopdown.planning.plans import make_plan
-from stopdown.planning.recording import RecordedCall
+from stopdown.plans.calibrated import make_plan
+from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, from_json
 from stopdown.scaling import Scaling, fold_scaling, rescale_
 from stopdown.testing import assert_untouched, make_pipeline
@@ -249,7 +250,7 @@ def test_a_folder_says_that_it_is_rescaled(converted: tuple[Path, Path, Conversi
 def test_a_card_keeps_what_was_there(tmp_path: Path, front: str) -> None:
     """Ours comes first, but behind the front matter that the Hub reads."""
     (tmp_path / "README.md").write_text(f"{front}# Model\n\nIts words.\n")
-    saving.write_card(tmp_path, "# Ours\n")
+    folders.write_card(tmp_path, "# Ours\n")
     assert (tmp_path / "README.md").read_text() == (
         f"{front}{chr(10) if front else ''}# Ours\n\n# Model\n\nIts words.\n"
     )
@@ -263,7 +264,7 @@ def test_check_warns_of_rescaled_weights(
     rescaled = {entry.component for entry in record.components if entry.folded}
 
     def find(source: Any, **options: Any) -> set[str]:
-        found = consistency.inspect_pipeline(source, precision="fp32", **options).findings
+        found = check.inspect_pipeline(source, precision="fp32", **options).findings
         return {x.site for x in found if x.kind == "rescaled-weights"}
 
     assert find(str(output)) == rescaled
@@ -278,7 +279,7 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     unet = next(entry for entry in record.components if entry.component == "unet")
     assert unet.eps_left
     assert unet.calls >= 1
-    assert unet.effect <= expressing.EFFECT_LIMIT
+    assert unet.effect <= export.EFFECT_LIMIT
     assert any(f"Eps that no configuration sets: {len(unet.eps_left)}." in x for x in unet.reasons)
     assert record.load == (
         f'StableDiffusionPipeline.from_pretrained("{output}", dtype=torch.float16)'
@@ -381,7 +382,7 @@ def test_force_replaces_a_file_with_its_mark_alone(
     def open_none(*_: object) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr(converting, "_open", open_none)
+    monkeypatch.setattr(convert_module, "_open", open_none)
     with pytest.raises(InterruptedError):  # the place was accepted
         convert(single[0], marked, plan, force=True)
 
@@ -547,7 +548,7 @@ def encoder() -> tuple[Any, ComponentPlan, Scaling, RecordedCall]:
     entry = dataclasses.replace(
         entry, exponents=dict(rescaling.exponents), eps=dict(rescaling.scaling.eps)
     )
-    call = RecordedCall(Door("text_encoder", module, "forward", "encode"), (tokens,), {})
+    call = RecordedCall(Callee("text_encoder", module, "forward", "encode"), (tokens,), {})
     return module, entry, rescaling.scaling, call
 
 
@@ -588,9 +589,9 @@ def test_what_a_file_cannot_hold_is_found_anew(
     module, entry, scaling, call = encoder
     with_multiply = dataclasses.replace(entry, multiplies={"encoder.block.0": -2})
     wide = dataclasses.replace(entry, outputs={"0": 3}, islands=("encoder",))
-    assert expressing.describe_rest(with_multiply) == "1 multiply"
-    assert expressing.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
-    assert not expressing._is_folds_alone(module, wide)
+    assert export.describe_rest(with_multiply) == "1 multiply"
+    assert export.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
+    assert not export._is_folds_alone(module, wide)
     with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
         express_component(module, with_multiply, scaling, lambda: [])
     with assert_untouched(module):
@@ -605,13 +606,13 @@ def test_what_a_file_cannot_hold_is_found_anew(
 def test_the_effect_of_an_eps_is_measured() -> None:
     """A LayerNorm whose input is scaled and whose eps is not changes the output by what is said."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
-    door = Door("m", module, "forward", "denoise")
-    calls = [RecordedCall(door, (torch.randn(4, 8),), {})]
+    callee = Callee("m", module, "forward", "denoise")
+    calls = [RecordedCall(callee, (torch.randn(4, 8),), {})]
     folds = {"0.weight": -8, "0.bias": -8}
     with assert_untouched(module), torch.no_grad():
         whole = Scaling(exponents=folds, eps={"1.eps": -16})
-        exact = expressing._measure_effect(module, Expressed(whole), calls)
-        left = expressing._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
+        exact = export._measure_effect(module, Expressed(whole), calls)
+        left = export._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
         before = module(*calls[0].args)
     assert exact == {"effect": 0.0, "calls": 1}
     rescaling = fold_scaling(module, Scaling(exponents=folds))
@@ -629,9 +630,9 @@ def test_an_effect_beyond_the_limit_is_refused(
 ) -> None:
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
     folder, plan = made("sd")
-    monkeypatch.setattr(expressing, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
-    monkeypatch.setattr(expressing, "_measure_ranges", lambda *_: [])
-    monkeypatch.setattr(expressing, "find_folds", lambda *_, **__: None)
+    monkeypatch.setattr(export, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
+    monkeypatch.setattr(export, "_measure_ranges", lambda *_: [])
+    monkeypatch.setattr(export, "find_folds", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
     assert str(caught.value) == (
@@ -771,7 +772,7 @@ def test_force_spares_sources_and_plans_inside(
     made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A model that lies in OUT, reaches into it by a link, or whose plan lies there, is not deleted."""
-    from stopdown.planning.plan_files import write_plan
+    from stopdown.plans.files import write_plan
 
     folder, plan = made("sd")
     leave = ["unet", "vae", "text_encoder"]
@@ -800,13 +801,13 @@ def test_what_comes_into_out_meanwhile_stays(
     leave = ["unet", "vae", "text_encoder"]
     out = tmp_path / "out"
     convert_made("sd", folder, out, plan, leave=leave)
-    copy = converting.copy_descriptions
+    copy = convert_module.copy_descriptions
 
     def come(*arguments: Any) -> None:
         copy(*arguments)
         (out / "mine").write_text("")
 
-    monkeypatch.setattr(converting, "copy_descriptions", come)
+    monkeypatch.setattr(convert_module, "copy_descriptions", come)
     with pytest.raises(OutputError) as caught:
         convert_made("sd", folder, out, plan, leave=leave, force=True)
     assert str(caught.value) == (
@@ -828,13 +829,13 @@ def test_a_conversion_that_ends_early_leaves_nothing(
 ) -> None:
     """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
     folder, plan = made("sd")
-    write = converting.write_weights
+    write = convert_module.write_weights
 
     def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
         write(module, place, *metadata)
         raise failure
 
-    monkeypatch.setattr(converting, "write_weights", fail)
+    monkeypatch.setattr(convert_module, "write_weights", fail)
     with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
     assert list(tmp_path.iterdir()) == []
@@ -867,13 +868,13 @@ def test_a_disk_that_refuses_weights_is_one_message(
 @pytest.mark.slow
 def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
     """A process that is killed between two components has renamed nothing."""
-    from stopdown.planning.plan_files import write_plan
+    from stopdown.plans.files import write_plan
 
     folder, plan = made("sd")
     write_plan(plan, tmp_path / "plan.json")
     script = (
         "import os, signal, sys\n"
-        "from stopdown.planning import converting\n"
+        "from stopdown.plans import converting\n"
         "write = converting.write_weights\n"
         "def die(*given):\n"
         "    write(*given)\n"

@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
-from stopdown.runtime.guarding import Guard, guard
-from stopdown.runtime.repairs import Patient
+from stopdown.runtime.guard import Guard, guard
+from stopdown.runtime.repairs import ComponentState
 
 # FasterCache, which calls itself experimental, makes grids in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid:UserWarning")
@@ -265,7 +265,7 @@ def test_without_its_cache_put_back_a_call_is_another(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
 ) -> None:
     """What a step cache kept belongs to the call: this is what the test above would miss."""
-    monkeypatch.setattr("stopdown.runtime.guarding.save_caches", lambda module: lambda: None)
+    monkeypatch.setattr("stopdown.runtime.guard.save_caches", lambda module: lambda: None)
     pipe = make_pipeline(HOOKED)
     put_on(pipe)
     plain = call_pipeline(pipe, HOOKED, steps=3)
@@ -349,7 +349,7 @@ def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyP
 
 def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate makes parameters anew at each call: without their names the cast would stay."""
-    monkeypatch.setattr(Patient, "_keep_waiting", lambda self: None)
+    monkeypatch.setattr(ComponentState, "_keep_waiting", lambda self: None)
     with pytest.raises(AssertionError, match=r"is torch\.bfloat16 and was torch\.float16"):
         run_offloaded(monkeypatch)
 

@@ -157,7 +157,7 @@ def test_a_second_run_fetches_only_what_the_first_lacks(hub: HubServer, client: 
 
 def test_a_downloaded_model_loads_and_runs(hub: HubServer, client: Any) -> None:
     """What was downloaded is the pipeline that was saved."""
-    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source
 
     source = resolve_source(Path(client(hub.endpoint, "maker/tiny")["path"]))

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stopdown.consistency.checking import check
+from stopdown.dtype_rules.check import check
 from stopdown.errors import OptionError
 from stopdown.media import write_media
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.planning import recording
-from stopdown.planning.plans import make_plan
+from stopdown.plans import call_recorder
+from stopdown.plans.calibrated import make_plan
 from stopdown.testing import make_pipeline
 
 SMALL = Request(height=64, width=64)
@@ -52,7 +52,7 @@ def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.M
         seen.append(build_arguments(pipe, request))
         return seen[-1]
 
-    monkeypatch.setattr(recording, "build_arguments", note)
+    monkeypatch.setattr(call_recorder, "build_arguments", note)
     plan = make_plan(pipe, prompts=["a"], steps=2, request=SMALL)
     assert {entry.precision for entry in plan.components} == {"fp16"}
     mask = torch.ones(1, 1, 64, 64)
@@ -83,7 +83,7 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
     """What no signature tells is told with the pipeline's own words and what it was not given."""
     pipe = make_controlled("StableDiffusionXLControlNetImg2ImgPipeline")
     with pytest.raises(OptionError) as caught:
-        make_plan(pipe, prompts=["a"], steps=1, arguments={"control_image": 3})
+        make_plan(pipe, prompts=["a"], steps=2, arguments={"control_image": 3})
     message = str(caught.value)
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"

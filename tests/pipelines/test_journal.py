@@ -29,9 +29,9 @@ from stopdown import testing
 from stopdown.app.commands import GenerateOptions, generate
 from stopdown.errors import InputError
 from stopdown.records import JournalUse, RunRecord, read_record
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 from stopdown.runtime.journal import Journal
-from stopdown.runtime.packing import digest_call, pack, unpack
+from stopdown.runtime.journal_values import digest_call, pack, unpack
 
 make_pipeline = functools.cache(testing.make_pipeline)
 Run = Callable[..., tuple[np.ndarray[Any, Any], JournalUse]]

@@ -18,7 +18,7 @@ from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ComponentPlan
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 from stopdown.runtime.results import count_bad
 
 NAME = "cogvideox"
@@ -81,7 +81,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
 
 def test_asleep_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector off the same latents reach the caller."""
-    monkeypatch.setattr("stopdown.runtime.guarding.count_bad", lambda output: (0, 0, 0))
+    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline(NAME)
     with spoilt_steps(pipe.scheduler, 1), guard(pipe):
         assert call_for_latents(pipe).isnan().all()
@@ -386,7 +386,7 @@ def test_a_class_that_calls_its_parent_is_looked_at_once() -> None:
 )
 def test_arguments_that_are_not_finite(name: str, value: torch.Tensor, is_spoilt: bool) -> None:
     """NaN and Inf, but for the -Inf that masks are made of."""
-    from stopdown.pipelines.components import Door
+    from stopdown.pipelines.components import Callee
     from stopdown.runtime.watch import Watch
 
     class Pipe:
@@ -404,7 +404,7 @@ def test_arguments_that_are_not_finite(name: str, value: torch.Tensor, is_spoilt
     with Watch(pipe, answer=lambda fault: found.append(fault.inputs)):
         pipe.unet(**{name: value})
     assert found == ([(name,)] if is_spoilt else [])
-    assert Door("unet", pipe.unet, "forward", "denoise").owner is pipe.unet
+    assert Callee("unet", pipe.unet, "forward", "denoise").owner is pipe.unet
 
 
 def test_results_of_every_kind_are_counted() -> None:

@@ -16,9 +16,9 @@ from stopdown.errors import NonFiniteError, PlanError
 from stopdown.patches import Patches
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.pipelines.tiny import overflow_
-from stopdown.planning.applying import apply_plan
-from stopdown.planning.plan_files import read_plan
-from stopdown.planning.plans import list_requests, make_plan
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.calibrated import list_requests, make_plan
+from stopdown.plans.files import read_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.watch import Watch
 from stopdown.testing import assert_untouched, make_pipeline

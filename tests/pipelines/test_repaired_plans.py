@@ -17,10 +17,10 @@ from stopdown.app.commands import GenerateOptions, Silent, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
-from stopdown.planning.plan_files import read_class_versions, read_plan, seal_plan, write_plan
-from stopdown.planning.plans import make_plan, sample_weights
+from stopdown.plans.calibrated import make_plan, sample_weights
+from stopdown.plans.files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.records import ComponentPlan, Plan
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
 from stopdown.scaling import Scaling
 
@@ -58,7 +58,7 @@ def test_a_guard_puts_a_plan_on_and_takes_it_off() -> None:
     with testing.assert_untouched(pipe), guard(pipe, plan) as handle:
         assert next(pipe.transformer.parameters()).dtype == torch.float16
         pixels = call_pipeline(pipe, NAME)
-        assert handle.amend_plan() is None
+        assert handle.updated_plan() is None
     assert handle.repairs == ()
     assert 0 < measure_error(pixels, reference) < 2e-3
 
@@ -93,7 +93,7 @@ def test_a_repair_on_top_of_a_plan_with_islands(tmp_path: Any) -> None:
         reference = call_pipeline(pipe, NAME)
         with testing.assert_untouched(pipe), guard(pipe, plan, announce=quiet) as handle:
             pixels = call_pipeline(pipe, NAME)
-            amended = handle.amend_plan()
+            amended = handle.updated_plan()
         (repair,) = handle.repairs
         assert (repair.kind, repair.action, repair.replays) == ("clamped", "rescaled", 1)
         assert measure_error(pixels, reference) < 2e-3
@@ -120,7 +120,7 @@ def test_islands_and_casts_are_kept_as_well(
     monkeypatch: pytest.MonkeyPatch, site: str, precision: str, islands: tuple[str, ...]
 ) -> None:
     """What one module or a whole component was brought to stands in the plan."""
-    from stopdown.runtime.guarding import Guard
+    from stopdown.runtime.guard import Guard
 
     monkeypatch.setattr(Guard, "_has_bf16", lambda *_: True)
     pipe, plan = make_pipeline(), plan_pipeline()
@@ -130,7 +130,7 @@ def test_islands_and_casts_are_kept_as_well(
         guard(pipe, plan, announce=quiet) as handle,
     ):
         call_pipeline(pipe, NAME)
-        amended = handle.amend_plan()
+        amended = handle.updated_plan()
     assert amended is not None
     (entry,) = (entry for entry in amended.components if entry.component == "transformer")
     (before,) = (entry for entry in plan.components if entry.component == "transformer")
@@ -160,7 +160,7 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
 
 def write_bare_plan(folder: Path, path: Path) -> None:
     """A plan that puts everything in fp16 as it is."""
-    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source
 
     pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)

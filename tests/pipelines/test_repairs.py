@@ -12,8 +12,8 @@ import torch
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
-from stopdown.runtime import guarding
-from stopdown.runtime.guarding import Guard, guard
+from stopdown.runtime import guard as guard_module
+from stopdown.runtime.guard import Guard, guard
 
 SITE = "transformer_blocks.1.ff"
 
@@ -67,14 +67,14 @@ def test_a_fault_inside_of_a_module_makes_an_island_of_it() -> None:
 def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite frames that are fewer than the call at fault gave are no repair; the next one is tried."""
     have_bf16(monkeypatch, True)
-    call = guarding.Patient.call
+    call = guard_module.ComponentState.call
 
     def lose_a_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
         is_island = bool(self.applied) and self.applied[-1].action == "island"
         return (output[0][:, 1:],) if is_island else output
 
-    monkeypatch.setattr(guarding.Patient, "call", lose_a_frame)
+    monkeypatch.setattr(guard_module.ComponentState, "call", lose_a_frame)
     handle, _ = run_faulty(
         "cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True
     )
@@ -116,7 +116,7 @@ def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch
 def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remedy that cannot be had is named with the reason, and the next one is taken."""
     have_bf16(monkeypatch, False)
-    monkeypatch.setattr(guarding.Patient, "_find_scaling", fail_to_scale)
+    monkeypatch.setattr(guard_module.ComponentState, "_find_scaling", fail_to_scale)
     handle, _ = run_faulty("cogvideox", "transformer", step=0, kind="clamp", lasting=True)
     (repair,) = handle.repairs
     assert repair.tried == ("rescaled: no exponents today",)

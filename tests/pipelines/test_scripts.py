@@ -16,9 +16,9 @@ from test_repaired_plans import write_bare_plan
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.errors import InputError, OptionError
 from stopdown.patches import Patches
-from stopdown.pipelines.interception import redirect_devices
+from stopdown.pipelines.pipeline_interception import redirect_devices
 from stopdown.records import ScriptRecord, from_json, to_json
-from stopdown.runtime.carrying import Carried
+from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.results import collect_videos
 
 SaveTiny = Callable[..., Path]
@@ -304,7 +304,7 @@ def test_a_repair_holds_for_the_next_call(
     assert [len(one.repairs) for one in record.runs] == [1, 0]
     assert [one.taken_over for one in record.runs] == [(), ("vae: rescaled (fp16)",)]
     assert len(said) == 1
-    monkeypatch.setattr(Carried, "put_on", lambda *_: ())
+    monkeypatch.setattr(RepairCache, "put_on", lambda *_: ())
     record, _ = run(text, folder, "float16")
     assert [len(one.repairs) for one in record.runs] == [1, 1]
 

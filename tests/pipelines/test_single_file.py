@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import testing
 from stopdown.errors import SourceError
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source, verify_source
 
 CONFIGURATION = "stable-diffusion-v1-5/stable-diffusion-v1-5"

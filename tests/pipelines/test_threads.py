@@ -13,7 +13,7 @@ import torch
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 
 
 def quiet(text: str) -> None:

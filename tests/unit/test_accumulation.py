@@ -16,11 +16,11 @@ from stopdown import accumulation, testing
 from stopdown.accumulation import GROUP, accumulating, find_sums, read_accumulation, summing_in_fp16
 from stopdown.errors import OptionError
 from stopdown.pipelines.components import find_components
-from stopdown.planning.applying import apply_plan
-from stopdown.planning.plan_files import read_class_versions
-from stopdown.planning.plans import sample_weights
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.calibrated import sample_weights
+from stopdown.plans.files import read_class_versions
 from stopdown.records import Accumulation, ComponentPlan, Plan, from_json, to_json
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:

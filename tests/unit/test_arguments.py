@@ -13,8 +13,8 @@ from torch import nn
 from stopdown import testing
 from stopdown.arguments import hook_arguments, put_back, replace_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door
-from stopdown.pipelines.doors import put_cast
+from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.components import Callee
 from stopdown.scaling import Scaling, cast_
 
 WIDE, NARROW = torch.float32, torch.float16
@@ -112,7 +112,7 @@ def test_at_the_door_of_a_component_too() -> None:
     module = Writing()
     cache, count = [None, torch.ones(2), torch.ones(2)], [0]
     with Patches() as patches:
-        put_cast(Door("unet", module, "forward", "denoise"), NARROW, patches)
+        put_cast(Callee("unet", module, "forward", "denoise"), NARROW, patches)
         module(torch.ones(2), cache, count)
     assert (count, cache[0].dtype, cache[1].dtype) == ([1], NARROW, WIDE)
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from stopdown.capture import (
+from stopdown.errors import CaptureError
+from stopdown.graph.capture import (
     build_fake,
     capture_call,
     find_kept_buffers,
     flatten_call,
     module_path,
 )
-from stopdown.errors import CaptureError
 from stopdown.graph.nodes import operation
 
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from stopdown import check, mend, profiles
-from stopdown.consistency.checking import inspect_pipeline
-from stopdown.consistency.pricing import price_remedies
+from stopdown.dtype_rules.check import inspect_pipeline
+from stopdown.dtype_rules.prices import price_remedies
 from stopdown.errors import OptionError, PlanError
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.profiles import find_profile
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
@@ -59,7 +59,7 @@ def test_a_healthy_pipeline_has_no_finding() -> None:
 
 
 def test_a_check_leaves_the_pipeline_as_it_was() -> None:
-    """Nothing of the rehearsal stays on the live pipeline."""
+    """Nothing of the dry run stays on the live pipeline."""
     pipe = make_partly_loaded()
     with assert_untouched(pipe):
         check(pipe, device="a100", arguments=CALL)
@@ -93,7 +93,7 @@ def test_each_method_is_judged_in_its_own_precision(save_tiny: SaveTiny, text: s
     folder = save_tiny("cogvideox-video", "fp32")
     for subject in (folder, make_pipeline("cogvideox-video")):
         checked = inspect_pipeline(subject, precision=text, device="v100", arguments=call)
-        mains = {name: seen.main for name, seen in checked.seen.doors.items()}
+        mains = {name: seen.main for name, seen in checked.seen.callees.items()}
         assert mains["vae.encode"] == torch.float16
         assert mains["vae.decode"] == torch.float32
         assert checked.precisions["vae.encode"] == "fp16"
@@ -162,7 +162,7 @@ def test_a_processor_is_judged_by_its_instruction_sets(
 
 
 def test_a_mended_boundary_runs_and_comes_off() -> None:
-    """A decoder in fp32 behind latents in bf16: refused, mended at the door, run, and as before."""
+    """A decoder in fp32 behind latents in bf16: refused, mended at the call, run, and as before."""
     pipe = make_pipeline("sd", dtype=torch.bfloat16)
     pipe.vae.float()
     call: dict[str, Any] = {**CALLS["sd"], "num_inference_steps": 1}
@@ -170,7 +170,7 @@ def test_a_mended_boundary_runs_and_comes_off() -> None:
         pipe(**call)
     with assert_untouched(pipe), mend(pipe, device="cpu", arguments=call) as mending:
         assert mending.done == (
-            "vae: its arguments are cast to fp32 at its door, its outputs back.",
+            "vae: its arguments are cast to fp32 at each call, its outputs back.",
         )
         assert pipe(**call, output_type="np").images.shape == (1, 32, 32, 3)
 

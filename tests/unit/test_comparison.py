@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from comparisons import draw_clip, make_comparison
+from stopdown.comparison.cells import fail_cell, read_outcome, write_outcome
 from stopdown.comparison.headroom import SPOILT
-from stopdown.comparison.measuring import (
+from stopdown.comparison.measures import (
     clean_frames,
     draw_heats,
     find_headroom,
@@ -25,10 +26,9 @@ from stopdown.comparison.measuring import (
     measure_latents,
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
-from stopdown.comparison.probing import Trace
+from stopdown.comparison.probes import Trace
 from stopdown.comparison.prompts import LONGEST, read_prompts
 from stopdown.comparison.records import Cell, Comparison, Heat, Measures, Thresholds
-from stopdown.comparison.running import fail_cell, read_outcome, write_outcome
 from stopdown.comparison.subjects import parse_precisions
 from stopdown.comparison.verdicts import (
     choose_reference,

@@ -1,4 +1,4 @@
-"""Tests of components: doors, stages, what is kept in fp32, and casts that keep it."""
+"""Tests of components: component calls, stages, what is kept in fp32, and casts that keep it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import transformers
 from stopdown import testing
 from stopdown.pipelines.components import (
     cast_component_,
-    find_doors,
+    find_callees,
     find_kept_fp32,
     find_stage,
     read_precisions,
@@ -21,8 +21,8 @@ from stopdown.pipelines.components import (
 
 def test_the_doors_of_a_pipeline() -> None:
     """An autoencoder has two, every other module one; tokenizers and schedulers have none."""
-    doors = find_doors(testing.make_pipeline("svd"))
-    assert [(door.component, door.method, door.stage) for door in doors] == [
+    callees = find_callees(testing.make_pipeline("svd"))
+    assert [(callee.component, callee.method, callee.stage) for callee in callees] == [
         ("vae.encode", "encode", "encode"),
         ("vae.decode", "decode", "decode"),
         ("image_encoder", "forward", "encode"),
@@ -100,4 +100,4 @@ def test_precisions_are_ordered_by_size() -> None:
 def test_absent_components_have_no_door() -> None:
     """A pipeline published without its safety checker has None in its place."""
     pipe = SimpleNamespace(components={"safety_checker": None, "scheduler": object()})
-    assert find_doors(pipe) == ()
+    assert find_callees(pipe) == ()

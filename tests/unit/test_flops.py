@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stopdown.capture import capture_call
-from stopdown.consistency.walking import Walk
-from stopdown.memory.tracking import StorageTracker
+from stopdown.dtype_rules.tracer import Walk
+from stopdown.graph.capture import capture_call
+from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.numerics import count_flops
-from stopdown.scaling import hooked, problem
+from stopdown.scaling import fallback, problem
 
 
 class Silent:
@@ -72,7 +72,7 @@ def count_by_tracker(module: nn.Module, x: torch.Tensor) -> float:
 
 
 def count_by_hooks(module: nn.Module, x: torch.Tensor) -> float:
-    seen = hooked._observe(module, [(module, (x,), {})])
+    seen = fallback._observe(module, [(module, (x,), {})])
     parts = sum(matrix.flops for matrix in seen.matrices.values())
     assert parts in (seen.flops, 0)
     return seen.flops
@@ -108,7 +108,7 @@ def test_attention_on_the_cpu_is_counted() -> None:
 
     x = torch.ones(1, 2, 5, 8)
     expected = 4.0 * 2 * 5 * 5 * 8
-    assert hooked._observe(Attention(), [(Attention(), (x,), {})]).flops == expected
+    assert fallback._observe(Attention(), [(Attention(), (x,), {})]).flops == expected
     assert count_by_tracker(Attention(), x) == expected
 
 

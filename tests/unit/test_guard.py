@@ -13,9 +13,9 @@ from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.formats import FORMATS
-from stopdown.runtime.guarding import guard
+from stopdown.runtime.guard import guard
 from stopdown.runtime.policy import Remedy, Situation, list_remedies
-from stopdown.runtime.wording import name_action
+from stopdown.runtime.repair_texts import name_action
 
 make_pipeline = functools.cache(testing.make_pipeline)
 
@@ -58,7 +58,7 @@ def test_an_overflow_is_repaired(component: str, site: str) -> None:
 def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detectors off the same fault reaches the pixels."""
     monkeypatch.setattr("stopdown.runtime.watch.bound_values", lambda tensors, known: None)
-    monkeypatch.setattr("stopdown.runtime.guarding.count_bad", lambda output: (0, 0, 0))
+    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
     with guard(pipe, frames=False):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()

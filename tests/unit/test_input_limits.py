@@ -1,4 +1,4 @@
-"""Inputs beyond the limits of a certificate are found at the door, said once and kept in the record."""
+"""Inputs beyond the limits of a certificate are found at the component call, reported once and recorded."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from pipeline_calls import call_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
-from stopdown.planning.plan_files import read_class_versions
-from stopdown.planning.plans import sample_weights
+from stopdown.plans.calibrated import sample_weights
+from stopdown.plans.files import read_class_versions
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.watch import Watch
 

@@ -19,13 +19,15 @@ from stopdown.app.request_options import read_allowed
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.formats import format_bytes
-from stopdown.memory import placing, speed, tracking, workspaces
-from stopdown.memory.checkpointing import IDLE
-from stopdown.memory.fitting import Fit, choose, parse_bytes, predict_all, sort_by_time
-from stopdown.memory.packing import CODES, pack
-from stopdown.memory.placing import put_variant
-from stopdown.memory.rehearsing import Rehearsal, Rehearser
-from stopdown.memory.room import Room
+from stopdown.memory import allocation_tracker, convolution_workspaces, speed
+from stopdown.memory import placement as placement_module
+from stopdown.memory.allocation_tracker import StorageTracker
+from stopdown.memory.dry_run import DryRun, DryRunner
+from stopdown.memory.eight_bits import CODES, pack
+from stopdown.memory.forecast import Fit, choose, parse_bytes, predict_all, sort_by_time
+from stopdown.memory.gradient_checkpointing import IDLE
+from stopdown.memory.offloader import Offloader
+from stopdown.memory.placement import put_variant
 from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
     PLACEMENTS,
@@ -35,15 +37,14 @@ from stopdown.memory.strategies import (
     group_weights,
     predict,
 )
-from stopdown.memory.tracking import StorageTracker
 from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components, find_doors
-from stopdown.pipelines.doors import put_door
-from stopdown.pipelines.layerwise import find_storable
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.call_interception import put_door
+from stopdown.pipelines.components import find_callees, find_components
+from stopdown.pipelines.layerwise_casting import find_storable
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import read_frames
+from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.stand_ins import build_stand_in, copy_stand_in
 from stopdown.profiles import find_profile
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
@@ -106,7 +107,7 @@ def test_columns_of_a_convolution_count(monkeypatch: pytest.MonkeyPatch) -> None
     module, given = torch.nn.Conv3d(4, 4, 3, padding=1), torch.randn(1, 4, 3, 8, 8)
     measured = measure_allocator(lambda: module(given))
     assert count_call(module, given) == measured
-    monkeypatch.setattr(tracking, "count_workspace", lambda *_: 0)
+    monkeypatch.setattr(allocation_tracker, "count_workspace", lambda *_: 0)
     assert count_call(module, given) < 0.1 * measured
 
 
@@ -116,8 +117,8 @@ def test_blocks_of_a_convolution_are_those_of_the_processor(
     monkeypatch: pytest.MonkeyPatch, flags: set[str], channels: int
 ) -> None:
     """oneDNN rounds three channels up to what a register holds: the copy of its output says so."""
-    monkeypatch.setattr(workspaces, "read_cpu_flags", lambda: flags)
-    monkeypatch.setattr(workspaces, "_select_backend", lambda *_: "ConvBackend.Mkldnn")
+    monkeypatch.setattr(convolution_workspaces, "read_cpu_flags", lambda: flags)
+    monkeypatch.setattr(convolution_workspaces, "_select_backend", lambda *_: "ConvBackend.Mkldnn")
     module, given = torch.nn.Conv2d(3, 3, 1), torch.randn(1, 3, 8, 8)
     blocked = 64 * channels * 4
     assert count_call(module, given) == blocked + 64 * 3 * 4
@@ -154,21 +155,21 @@ def test_a_rehearsed_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> N
     }
     arguments |= {"num_frames": 9} if name == "cogvideox" else {}
     source = resolve_source(save_pipeline(name, tmp_path / name, dtype=torch.float32))
-    empty = build_stand_in(source, {})
-    rehearsal = Rehearser(empty).rehearse(arguments)
-    predicted = max([rehearsal.between_bytes, *(call.peak_bytes for call in rehearsal.calls)])
+    empty = build_skeleton(source, {})
+    dry_run = DryRunner(empty).dry_run(arguments)
+    predicted = max([dry_run.between_bytes, *(call.peak_bytes for call in dry_run.calls)])
     with torch.no_grad():
         assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
 
 
 def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:
-    """Code that depends on values of tensors cannot be rehearsed; the message has its line."""
+    """Code that depends on values of tensors cannot be run dry; the message has its line."""
 
     source = resolve_source(save_pipeline("cogview3plus", tmp_path / "m", dtype=torch.float32))
-    empty = build_stand_in(source, {})
+    empty = build_skeleton(source, {})
     empty.transformer.norm_out.forward = lambda *a, **k: float(a[0].sum().item())
     with pytest.raises(CaptureError, match=r"CogView3PlusTransformer2DModel cannot be captured"):
-        Rehearser(empty).rehearse(
+        DryRunner(empty).dry_run(
             {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64}
         )
 
@@ -181,11 +182,11 @@ def run_sd(pipe: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rehearsed_sd(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+def rehearsed_sd(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     folder = save_pipeline("sd", tmp_path_factory.mktemp("sd") / "m", dtype=torch.float32)
-    empty = build_stand_in(resolve_source(folder), {})
+    empty = build_skeleton(resolve_source(folder), {})
     arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
-    return Rehearser(empty).rehearse({**arguments, "output_type": "np"})
+    return DryRunner(empty).dry_run({**arguments, "output_type": "np"})
 
 
 def count_parameters(pipe: Any) -> int:
@@ -194,9 +195,9 @@ def count_parameters(pipe: Any) -> int:
     return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
 
 
-def count_codes(room: Room) -> int:
+def count_codes(offloader: Offloader) -> int:
     """Bytes that weights in 8 bits own just now."""
-    kept = [x for packed in room._shelf._packed.values() for x in packed.tensors]
+    kept = [x for packed in offloader._store._packed.values() for x in packed.tensors]
     return sum(x.untyped_storage().nbytes() for x in kept)
 
 
@@ -208,7 +209,7 @@ needs_torchao = pytest.mark.skipif(
 @pytest.mark.parametrize("storage", ["fp8", pytest.param("int8", marks=needs_torchao)])
 @pytest.mark.parametrize("placement", ["resident", "component"])
 def test_weights_in_8_bits_take_what_is_predicted(
-    placement: Placement, storage: Storage, rehearsed_sd: Rehearsal, tmp_path: Path
+    placement: Placement, storage: Storage, rehearsed_sd: DryRun, tmp_path: Path
 ) -> None:
     """The peak is as predicted and below that without; every bit of the weights comes back."""
     pipe = make_pipeline("sd")
@@ -218,9 +219,9 @@ def test_weights_in_8_bits_take_what_is_predicted(
     assert predicted.peak_bytes < predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
     with (
         assert_untouched(pipe),
-        Room(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path) as room,
+        Offloader(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path) as offloader,
     ):
-        start = count_parameters(pipe) + count_codes(room)
+        start = count_parameters(pipe) + count_codes(offloader)
         found: list[Any] = []
         peak = measure_allocator(lambda: found.append(run_sd(pipe))) + start
     assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
@@ -299,7 +300,7 @@ def test_rows_of_zeros_and_large_ones_pack() -> None:
     assert found[2, 0] == weight[2, 0]
 
 
-def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: Rehearsal) -> None:
+def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: DryRun) -> None:
     """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
     pairs = (
         predict(rehearsed_sd, Strategy(storage="fp8"), steps=2),
@@ -310,7 +311,7 @@ def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: Rehearsal) -> 
     assert choose(slower, 10**9) is pairs[1]
 
 
-def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: Rehearsal) -> None:
+def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: DryRun) -> None:
     """fp8 is passed over where blocks take about as long, or all weights fit; else it is taken."""
     fp8, block, whole = (
         predict(rehearsed_sd, one, steps=2)
@@ -325,7 +326,7 @@ def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: Rehearsal) -> N
 
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
-    placement: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+    placement: Placement, rehearsed_sd: DryRun, tmp_path: Path
 ) -> None:
     """The picture is the same bit for bit, the peak as predicted, and everything comes off again."""
     pipe = make_pipeline("sd")
@@ -333,7 +334,10 @@ def test_a_placement_changes_nothing_but_memory(
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
     whole = count_parameters(pipe)
     predicted = predict(rehearsed_sd, Strategy(placement), steps=2)
-    with assert_untouched(pipe), Room(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path):
+    with (
+        assert_untouched(pipe),
+        Offloader(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path),
+    ):
         start = count_parameters(pipe)
         assert start < 0.1 * whole
         found: list[Any] = []
@@ -344,7 +348,7 @@ def test_a_placement_changes_nothing_but_memory(
     assert not list(tmp_path.iterdir())
 
 
-def test_smaller_placements_take_less_and_move_more(rehearsed_sd: Rehearsal) -> None:
+def test_smaller_placements_take_less_and_move_more(rehearsed_sd: DryRun) -> None:
     """From resident to leaf the predicted peak falls, and what is moved rises."""
     found = [predict(rehearsed_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
     assert [one.peak_bytes for one in found] == sorted((o.peak_bytes for o in found), reverse=True)
@@ -365,7 +369,7 @@ def raise_at(
     pipe: Any, component: str, times: int, patches: Patches, error: Exception = NO_MEMORY
 ) -> None:
     """Let the first calls of a component fail, by default as an allocator does it."""
-    door = next(door for door in find_doors(pipe) if door.component == component)
+    callee = next(callee for callee in find_callees(pipe) if callee.component == component)
     left = times
 
     def fail(call: Any, args: Any, kwargs: Any) -> Any:
@@ -375,13 +379,13 @@ def raise_at(
             raise error
         return call(*args, **kwargs)
 
-    put_door(door, fail, patches)
+    put_door(callee, fail, patches)
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
 @pytest.mark.parametrize("start", ["resident", "component", "block"])
 def test_a_call_without_memory_is_run_again(
-    component: str, start: Placement, rehearsed_sd: Rehearsal, tmp_path: Path
+    component: str, start: Placement, rehearsed_sd: DryRun, tmp_path: Path
 ) -> None:
     """Out of memory in any component under any strategy: a smaller one, the same picture."""
     pipe = make_pipeline("sd")
@@ -391,12 +395,12 @@ def test_a_call_without_memory_is_run_again(
     said: list[str] = []
     with Patches() as patches:
         raise_at(pipe, component, 1, patches)
-        with Room(
+        with Offloader(
             pipe, taken, all_of_them, rehearsed_sd.strays, store=tmp_path, announce=said.append
-        ) as room:
+        ) as offloader:
             assert np.array_equal(run_sd(pipe), expected)
     after = PLACEMENTS[PLACEMENTS.index(start) + 1]
-    assert [(one.component, one.before, one.after) for one in room.steps_down] == [
+    assert [(one.component, one.before, one.after) for one in offloader.steps_down] == [
         (component, start, after)
     ]
     assert len(said) == 1
@@ -413,7 +417,7 @@ def test_a_call_without_memory_is_run_again(
     ],
 )
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
-    component: str, start: Strategy, rehearsed_sd: Rehearsal, tmp_path: Path
+    component: str, start: Strategy, rehearsed_sd: DryRun, tmp_path: Path
 ) -> None:
     """From 8 bits a run goes on with its own weights again, and leaves them as they were."""
     pipe = make_pipeline("sd")
@@ -421,10 +425,10 @@ def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
     taken, leaf = (predict(rehearsed_sd, one, steps=2) for one in (start, Strategy("leaf")))
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, component, 1, patches)
-        with Room(pipe, taken, (leaf,), rehearsed_sd.strays, store=tmp_path) as room:
+        with Offloader(pipe, taken, (leaf,), rehearsed_sd.strays, store=tmp_path) as offloader:
             assert np.isfinite(run_sd(pipe)).all()
-            assert count_codes(room) == 0
-    assert [(one.component, one.after) for one in room.steps_down] == [(component, "leaf")]
+            assert count_codes(offloader) == 0
+    assert [(one.component, one.after) for one in offloader.steps_down] == [(component, "leaf")]
     assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
 
 
@@ -442,25 +446,28 @@ def test_out_of_memory_in_every_component_at_every_strategy(name: str, tmp_path:
     pipe.set_progress_bar_config(disable=True)
     arguments = {"prompt": "a", "num_inference_steps": 1, "height": 32, "width": 32}
     arguments |= {"max_sequence_length": 16} if name == "cogview3plus" else {}
-    fit = predict_all(copy_stand_in(pipe), {**arguments, "output_type": "np"}, steps=1)
+    fit = predict_all(copy_skeleton(pipe), {**arguments, "output_type": "np"}, steps=1)
     least = min(one.peak_bytes for one in fit.predictions)
     called = ("text_encoder", "vae.decode", "unet" if name == "sd" else "transformer")
     for taken in fit.predictions:
         if taken.strategy.storage == "int8" and find_spec("torchao") is None:
             continue
         for component in called:
-            room = Room(pipe, taken, fit.predictions, fit.strays, store=tmp_path)
+            offloader = Offloader(pipe, taken, fit.predictions, fit.strays, store=tmp_path)
             with assert_untouched(pipe), Patches() as patches:
                 raise_at(pipe, component, 1, patches)
                 if taken.peak_bytes == least:
-                    with room, pytest.raises(StopdownError, match="with the smallest strategy"):
+                    with (
+                        offloader,
+                        pytest.raises(StopdownError, match="with the smallest strategy"),
+                    ):
                         run_tiny(pipe, arguments)
                     continue
-                with room:
+                with offloader:
                     assert np.isfinite(run_tiny(pipe, arguments)).all()
-            before, after = taken.peak_bytes, room.taken.peak_bytes
+            before, after = taken.peak_bytes, offloader.taken.peak_bytes
             assert after < before, (taken.strategy.name, component)
-            assert [one.component for one in room.steps_down] == [component]
+            assert [one.component for one in offloader.steps_down] == [component]
 
 
 @torch.no_grad()
@@ -483,31 +490,31 @@ def test_tiles_change_a_picture_a_little() -> None:
 
 
 def test_without_anything_smaller_it_says_what_would_do(
-    rehearsed_sd: Rehearsal, tmp_path: Path
+    rehearsed_sd: DryRun, tmp_path: Path
 ) -> None:
     """When even the smallest strategy fails, the message has its size and what to change."""
     pipe = make_pipeline("sd")
     smallest = predict(rehearsed_sd, Strategy("leaf"), steps=2)
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, "unet", 9, patches)
-        room = Room(pipe, smallest, (smallest,), rehearsed_sd.strays, store=tmp_path)
-        with room, pytest.raises(StopdownError) as caught:
+        offloader = Offloader(pipe, smallest, (smallest,), rehearsed_sd.strays, store=tmp_path)
+        with offloader, pytest.raises(StopdownError) as caught:
             run_sd(pipe)
     text = str(caught.value)
     assert "unet ran out of memory with the smallest strategy, leaf: out of memory" in text
     assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
-def test_another_error_is_not_taken_for_it(rehearsed_sd: Rehearsal) -> None:
+def test_another_error_is_not_taken_for_it(rehearsed_sd: DryRun) -> None:
     """An error that is not about memory passes, and nothing is tried again."""
     pipe = make_pipeline("sd")
     taken = predict(rehearsed_sd, Strategy(), steps=2)
     with Patches() as patches:
         raise_at(pipe, "unet", 1, patches, RuntimeError("mat1 and mat2 cannot be multiplied"))
-        room = Room(pipe, taken, (taken,), rehearsed_sd.strays)
-        with room, pytest.raises(RuntimeError, match="mat1 and mat2"):
+        offloader = Offloader(pipe, taken, (taken,), rehearsed_sd.strays)
+        with offloader, pytest.raises(RuntimeError, match="mat1 and mat2"):
             run_sd(pipe)
-    assert room.steps_down == []
+    assert offloader.steps_down == []
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
@@ -515,7 +522,7 @@ def test_split_attention_gives_the_same_rows(
     with_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few queries at a time give what all at once give, in a part of the memory."""
-    monkeypatch.setattr(placing, "_MOST_SCORE_BYTES", 4 * 2 * 64 * 10)
+    monkeypatch.setattr(placement_module, "_MOST_SCORE_BYTES", 4 * 2 * 64 * 10)
     query, key, value = (torch.randn(1, 2, 64, 8) for _ in range(3))
     mask = torch.randn(1, 1, 64, 64) if with_mask else None
 
@@ -524,7 +531,7 @@ def test_split_attention_gives_the_same_rows(
 
     with sdpa_kernel(SDPBackend.MATH):
         expected, whole = attend(), measure_allocator(attend)
-        with placing._SplitQueries():
+        with placement_module._SplitQueries():
             found, split = attend(), measure_allocator(attend)
     torch.testing.assert_close(found, expected)
     assert split < 0.5 * whole
@@ -616,12 +623,10 @@ def test_generate_keeps_weights_in_8_bits_when_allowed(
     assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
 
 
-def test_gradient_checkpointing_is_said_to_do_nothing(
-    rehearsed_sd: Rehearsal, tmp_path: Path
-) -> None:
+def test_gradient_checkpointing_is_said_to_do_nothing(rehearsed_sd: DryRun, tmp_path: Path) -> None:
     """A component that has it on is named once, with why it saves nothing; without it nothing is said."""
     pipe, said = make_pipeline("sd"), list[str]()
-    room = Room(
+    offloader = Offloader(
         pipe,
         predict(rehearsed_sd, Strategy(), steps=2),
         (),
@@ -629,10 +634,10 @@ def test_gradient_checkpointing_is_said_to_do_nothing(
         announce=said.append,
         store=tmp_path,
     )
-    with room:
+    with offloader:
         assert said == []
     pipe.unet.enable_gradient_checkpointing()
-    with room:
+    with offloader:
         assert said == [f"unet: {IDLE}"]
     assert IDLE.endswith("it does nothing.")
 
@@ -647,7 +652,7 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_the_cheapest_in_time_comes_first(rehearsed_sd: Rehearsal) -> None:
+def test_the_cheapest_in_time_comes_first(rehearsed_sd: DryRun) -> None:
     """A slow link puts strategies that move little first, and a fast one gives the least memory."""
     pairs = [predict(rehearsed_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
     fit = Fit(tuple(pairs), (1e6, 1e6), {})
@@ -679,7 +684,7 @@ def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
     pipe = make_pipeline("sd")
     generator = torch.Generator().manual_seed(0)
     arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
-    fit = predict_all(copy_stand_in(pipe), {**arguments, "output_type": "np"}, steps=2)
+    fit = predict_all(copy_skeleton(pipe), {**arguments, "output_type": "np"}, steps=2)
     by_name = {one.strategy.name: one for one in fit.predictions}
     plain, tiled = by_name["resident"].peak_bytes, by_name["resident+tiling"].peak_bytes
     weights = count_parameters(pipe)
@@ -687,11 +692,11 @@ def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
     tracker.ignore(
         x for m in find_components(pipe).values() for x in (*m.parameters(), *m.buffers())
     )
-    room = Room(pipe, by_name["resident"], fit.predictions, fit.strays, store=tmp_path)
-    with room, torch.no_grad(), tracker:
+    offloader = Offloader(pipe, by_name["resident"], fit.predictions, fit.strays, store=tmp_path)
+    with offloader, torch.no_grad(), tracker:
         image = pipe(**arguments, generator=generator, output_type="np").images[0]
     assert np.isfinite(image).all()
-    assert [(one.component, one.after) for one in room.steps_down] == [
+    assert [(one.component, one.after) for one in offloader.steps_down] == [
         ("vae.decode", "resident+tiling")
     ]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.consistency import walking
+from stopdown.dtype_rules import tracer
 
 SOURCE = Path(stopdown.__file__).parent
 NO_OPERATIONS = {"cpu", "cuda", "mps"}
@@ -84,9 +84,9 @@ def test_each_name_of_an_operation_exists_in_torch(path: Path) -> None:
 
 def test_the_tables_are_found() -> None:
     """The products that a check knows are among what is looked at, and a wrong name would be found."""
-    path = SOURCE / "consistency" / "walking.py"
+    path = SOURCE / "dtype_rules" / "tracer.py"
     found = {word for _, words in find_tables(path) for word in words}
-    assert found >= walking.PRODUCTS
+    assert found >= tracer.PRODUCTS
     assert not is_torch("upsample_nearest_exact2d")
 
 

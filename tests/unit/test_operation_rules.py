@@ -50,6 +50,8 @@ class Around:
     def keeps_clamp(self, node: Node) -> bool:
         return False
 
+    def keep_from_zero(self, node: Node) -> None: ...
+
     def bound_below(self, node: Node, magnitude: float) -> None: ...
 
 

@@ -13,16 +13,17 @@ import torch
 from torch import nn
 
 from stopdown import environment
+from stopdown.checkpoints import export
 from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
-from stopdown.pipelines.components import Door
+from stopdown.pipelines.components import Callee
 from stopdown.pipelines.sources import Source
-from stopdown.planning import applying, choosing, expressing, measuring, plan_files, plans
-from stopdown.planning.precision import ComponentFacts, explain_plan
-from stopdown.planning.recording import MOST_CALLS, RecordedCall, _thin_out, sign_call
+from stopdown.plans import applier, calibrated, choice, exponents, files
+from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
+from stopdown.plans.precision import ComponentFacts, explain_plan
 from stopdown.records import ComponentPlan, Plan, ResidualStream, to_json
 from stopdown.scaling import Scaling
-from stopdown.scaling.folding import list_misfits
+from stopdown.scaling.folds import list_misfits
 
 ENTRY = ComponentPlan(
     component="transformer",
@@ -37,13 +38,13 @@ ENTRY = ComponentPlan(
     pinned={"special_bessel_j0": ("Linear:",)},
     reasons=("A reason.",),
 )
-PLAN = plan_files.seal_plan(
+PLAN = files.seal_plan(
     Plan(
         source="owner/name",
         fingerprint="f" * 64,
         pipeline="CogVideoXPipeline",
         precision="fp16",
-        versions=plan_files.read_class_versions(),
+        versions=files.read_class_versions(),
         components=(ENTRY,),
         prompts=("a ball",),
         steps=4,
@@ -59,9 +60,9 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for island_flops in (0.5, 0):
         entry = dataclasses.replace(ENTRY, island_flops=island_flops, headroom_bits=3)
-        plan = plan_files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
-        plan_files.write_plan(plan, path)
-        assert plan_files.read_plan(path) == plan
+        plan = files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
+        files.write_plan(plan, path)
+        assert files.read_plan(path) == plan
 
 
 def test_a_plan_of_before_is_read(tmp_path: Path) -> None:
@@ -69,33 +70,33 @@ def test_a_plan_of_before_is_read(tmp_path: Path) -> None:
     content = json.loads(to_json(PLAN))
     for name in ("trial", "note", "range_note"):
         del content["components"][0][name]
-    content["seal"] = plan_files._compute_seal(json.dumps(content))
+    content["seal"] = files._compute_seal(json.dumps(content))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
-    assert plan_files.read_plan(path).components == PLAN.components
+    assert files.read_plan(path).components == PLAN.components
 
 
 def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
     """No file: the command that makes it stands in the message."""
     with pytest.raises(PlanError, match=r"No such file.*Make it: stopdown plan SOURCE -o"):
-        plan_files.read_plan(tmp_path / "plan.json")
+        files.read_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -3])
 def test_a_truncated_plan_is_refused(tmp_path: Path, length: int) -> None:
     """A file that was cut off anywhere is no plan."""
     path = tmp_path / "plan.json"
-    plan_files.write_plan(PLAN, path)
+    files.write_plan(PLAN, path)
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(PlanError, match=r"plan.json is not a plan\. .*Make it again"):
-        plan_files.read_plan(path)
+        files.read_plan(path)
 
 
 @pytest.mark.parametrize("change", ["exponent", "nested field", "seal"])
 def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     """One exponent changed, a field slipped in or another seal: the seal does not fit."""
     path = tmp_path / "plan.json"
-    plan_files.write_plan(PLAN, path)
+    files.write_plan(PLAN, path)
     content = json.loads(path.read_text())
     if change == "exponent":
         content["components"][0]["exponents"]["weight"] = -5
@@ -105,7 +106,7 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
         content["seal"] = "0" * 64
     path.write_text(json.dumps(content))
     with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
-        plan_files.read_plan(path)
+        files.read_plan(path)
 
 
 def test_a_plan_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
@@ -113,11 +114,9 @@ def test_a_plan_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     content = json.loads(to_json(PLAN))
     assert content.pop("lessons") == []
-    content["seal"] = plan_files._compute_seal(json.dumps(content))
+    content["seal"] = files._compute_seal(json.dumps(content))
     path.write_text(json.dumps(content))
-    assert dataclasses.replace(plan_files.read_plan(path), seal="") == dataclasses.replace(
-        PLAN, seal=""
-    )
+    assert dataclasses.replace(files.read_plan(path), seal="") == dataclasses.replace(PLAN, seal="")
 
 
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**json.loads(_as_json(PLAN)), "schema": 99}))
     with pytest.raises(PlanError, match="The Plan has schema 99"):
-        plan_files.read_plan(path)
+        files.read_plan(path)
 
 
 def _as_json(plan: Plan) -> str:
@@ -139,10 +138,10 @@ def test_a_plan_for_another_checkpoint_or_version_is_refused(
 ) -> None:
     """Both fingerprints and both versions stand in one message."""
     source = Source("other/model", Path("nowhere"), "folder")
-    monkeypatch.setattr(applying, "fingerprint", lambda source: "e" * 64)
+    monkeypatch.setattr(applier, "fingerprint", lambda source: "e" * 64)
     old = dataclasses.replace(PLAN, versions={**PLAN.versions, "transformers": "4.0"})
     with pytest.raises(PlanError) as caught:
-        applying.check_source(old, source)
+        applier.check_source(old, source)
     text = str(caught.value)
     assert (
         "made for owner/name with the fingerprint ffffffffffff, and that of other/model is ee"
@@ -155,9 +154,9 @@ def test_a_plan_for_another_checkpoint_or_version_is_refused(
 def test_only_fp16_needs_a_plan() -> None:
     """A plan for bf16 is refused with what to type instead, before anything is loaded."""
     with pytest.raises(OptionError, match="Only fp16 needs one"):
-        plans.make_plan("nowhere", precision="bf16")
+        calibrated.make_plan("nowhere", precision="bf16")
     with pytest.raises(OptionError, match="--steps 0 is less than 1"):
-        plans.make_plan("nowhere", steps=0)
+        calibrated.make_plan("nowhere", steps=0)
 
 
 @pytest.mark.parametrize(
@@ -192,25 +191,25 @@ def test_auto_makes_a_plan_once_and_keeps_it(
         made.append(source)
         return PLAN
 
-    monkeypatch.setattr(choosing, "make_plan", make)
-    monkeypatch.setattr(choosing, "fingerprint", lambda source: PLAN.fingerprint)
+    monkeypatch.setattr(choice, "make_plan", make)
+    monkeypatch.setattr(choice, "fingerprint", lambda source: PLAN.fingerprint)
     source = Source("owner/name", tmp_path, "folder")
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     supports = {"bf16": MISSING, "fp16": GOOD, "fp32": GOOD}
     card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
     for _ in range(2):
-        chosen = choosing.choose_plan(source, "auto", facts, supports, card)
+        chosen = choice.choose_plan(source, "auto", facts, supports, card)
         assert chosen is not None
         assert chosen.plan == PLAN
     assert len(made) == 1
-    assert plan_files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
-    decisions = applying.decide_by_plan(chosen.plan, chosen.name, facts)
+    assert files.find_cached_path(PLAN.fingerprint).parent == tmp_path / "plans"
+    decisions = applier.decide_by_plan(chosen.plan, chosen.name, facts)
     assert decisions[0].reason.startswith(
         "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
-    assert choosing.choose_plan(source, "auto", facts, supports, processor) is None
-    assert choosing.choose_plan(source, "fp16", facts, supports, card) is None
+    assert choice.choose_plan(source, "auto", facts, supports, processor) is None
+    assert choice.choose_plan(source, "fp16", facts, supports, card) is None
 
 
 def test_a_cached_plan_that_was_edited_is_made_again(
@@ -218,16 +217,16 @@ def test_a_cached_plan_that_was_edited_is_made_again(
 ) -> None:
     """A damaged file in the cache is no error."""
     monkeypatch.setenv("STOPDOWN_CACHE", str(tmp_path))
-    path = plan_files.write_cached_plan(PLAN)
+    path = files.write_cached_plan(PLAN)
     path.write_text("{")
-    assert plan_files.read_cached_plan(PLAN.fingerprint) is None
+    assert files.read_cached_plan(PLAN.fingerprint) is None
     assert path.is_relative_to(environment.cache_folder())
 
 
 def test_a_decision_says_what_the_plan_did() -> None:
     """Tensors, exponents, islands and headroom in one sentence; each direction has its own."""
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
-    (decision,) = applying.decide_by_plan(PLAN, "plan.json", facts)
+    (decision,) = applier.decide_by_plan(PLAN, "plan.json", facts)
     assert decision.reason == (
         "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 islands, 3.2 bits of headroom "
         "(calibrated on 4 calls)."
@@ -238,7 +237,7 @@ def test_a_decision_says_what_the_plan_did() -> None:
 def test_a_component_in_fp32_says_why() -> None:
     """The reasons of the plan are those of the run."""
     entry = dataclasses.replace(ENTRY, precision="fp32", reasons=("It cannot be captured.",))
-    assert applying.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
+    assert applier.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
 
 
 def test_reasons_name_islands_and_pinned_operations() -> None:
@@ -248,7 +247,7 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
         tightest="X:y (add)", pinned={"bessel": ("X:",)},
     )  # fmt: skip
     bare = ComponentPlan("vae", "X", "", "fp32")
-    entry = plans.describe_scaling(bare, scaling, "fp16", 3)
+    entry = calibrated.describe_scaling(bare, scaling, "fp16", 3)
     assert entry.reasons == (
         "In 3 measured calls every 16-bit value stays 2.0 bits below the end of fp16; the tightest "
         "is X:y (add).",
@@ -256,7 +255,7 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Kept as they are for want of a rule: bessel.",
     )
-    assert plans.read_scaling(entry) == scaling
+    assert calibrated.read_scaling(entry) == scaling
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", but for 1.2 % of that work.")])
@@ -264,32 +263,32 @@ def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_p
     """A stream that ends where a module does is no residual stream; the file keeps where it ends."""
     stream = ResidualStream(("embed.proj",), ("embed.proj",), returns=False, closed=("embed",))
     scaling = Scaling(multiplies={"embed": -4}, island_flops=share, stream=stream)
-    entry = plans.describe_scaling(
+    entry = calibrated.describe_scaling(
         ComponentPlan("transformer", "X", "", "fp32"), scaling, "fp16", 3
     )
     assert entry.reasons[-1] == (
         "Inside embed sums are fp32, because nothing there can be scaled; what multiplies matrices "
         f"runs in fp16{rest}"
     )
-    assert "fp32 sums in embed" in applying.describe_entry(entry, "plan.json")
-    assert expressing.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
+    assert "fp32 sums in embed" in applier.describe_entry(entry, "plan.json")
+    assert export.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
     plan = dataclasses.replace(PLAN, components=(entry,))
-    plan_files.write_plan(plan_files.seal_plan(plan), tmp_path / "plan.json")
-    assert plan_files.read_plan(tmp_path / "plan.json").components[0].stream == stream
+    files.write_plan(files.seal_plan(plan), tmp_path / "plan.json")
+    assert files.read_plan(tmp_path / "plan.json").components[0].stream == stream
 
 
 def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> None:
     """bf16 values give one digest in bf16, fp32 and fp16; one changed value gives another."""
     module = nn.Linear(5, 3).bfloat16()
-    digest = plans.sample_weights(module)
-    assert plans.sample_weights(module.float()) == digest
-    assert plans.sample_weights(module.half()) == digest
+    digest = calibrated.sample_weights(module)
+    assert calibrated.sample_weights(module.float()) == digest
+    assert calibrated.sample_weights(module.half()) == digest
     module.weight.data[0, 0] += 1
-    assert plans.sample_weights(module) != digest
+    assert calibrated.sample_weights(module) != digest
 
 
 def _call(*args: Any, **kwargs: Any) -> RecordedCall:
-    return RecordedCall(Door("vae.decode", nn.Linear(1, 1), "decode", "decode"), args, kwargs)
+    return RecordedCall(Callee("vae.decode", nn.Linear(1, 1), "decode", "decode"), args, kwargs)
 
 
 def test_calls_of_one_kind_share_a_capture() -> None:
@@ -302,7 +301,7 @@ def test_calls_of_one_kind_share_a_capture() -> None:
         _call(torch.zeros(2, 3)),
     ):
         assert sign_call(first) != sign_call(other)
-    assert len(measuring.group_calls([first, first, _call(torch.zeros(1))])) == 2
+    assert len(exponents.group_calls([first, first, _call(torch.zeros(1))])) == 2
 
 
 def test_few_calls_of_many_are_kept() -> None:
@@ -318,17 +317,17 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
     """No fingerprint of files, the formats of its weights counted in bytes."""
     module = nn.Linear(4, 4).bfloat16()
     pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
-    opened = plans._open(pipe, None, plans.Request(), None, None)
+    opened = calibrated._open(pipe, None, calibrated.Request(), None, None)
     assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
     assert opened.stored == {"transformer": {"bf16": 40}}
 
 
 def _plan_linear(module: nn.Module) -> ComponentPlan:
     """The entry of a component that one call was recorded of."""
-    door = Door("transformer", module, "forward", "denoise")
-    call = RecordedCall(door, (torch.ones(1, 2),), {})
+    callee = Callee("transformer", module, "forward", "denoise")
+    call = RecordedCall(callee, (torch.ones(1, 2),), {})
     opened: Any = SimpleNamespace(stored={"transformer": {"fp32": 8}}, device=None)
-    return plans._plan_component(
+    return calibrated._plan_component(
         opened, "transformer", module, [call], "fp16", "native", "measured"
     )
 
@@ -382,12 +381,14 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
     """Whatever it raises: the decoder is in fp16 all the same, and the plan says what was not measured."""
     module = Picky().eval().requires_grad_(False)
     calls = [
-        RecordedCall(Door(f"vae.{x}", module, x, x), (torch.ones(1, 2),), {}, made_up=x == "encode")
+        RecordedCall(
+            Callee(f"vae.{x}", module, x, x), (torch.ones(1, 2),), {}, made_up=x == "encode"
+        )
         for x in ("encode", "decode")
     ]
-    assert measuring.leave_out_failing(module, calls) == calls[1:]
+    assert exponents.leave_out_failing(module, calls) == calls[1:]
     opened: Any = SimpleNamespace(stored={"vae": {"fp32": 8}}, device=None)
-    entry = plans._plan_component(opened, "vae", module, calls, "fp16", "native", "measured")
+    entry = calibrated._plan_component(opened, "vae", module, calls, "fp16", "native", "measured")
     assert entry.precision == "fp16"
     assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
 
@@ -437,11 +438,11 @@ def test_exponents_are_compared_with_the_weights(name: str) -> None:
     module = Normed()
     pipe = SimpleNamespace(components={"transformer": module}, transformer=module)
     entry = dataclasses.replace(
-        ComponentPlan("transformer", "Normed", plans.sample_weights(module), "fp16"), **values
+        ComponentPlan("transformer", "Normed", calibrated.sample_weights(module), "fp16"), **values
     )
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(PlanError) as caught:
-        applying.apply_plan(pipe, dataclasses.replace(PLAN, components=(entry,)))
+        applier.apply_plan(pipe, dataclasses.replace(PLAN, components=(entry,)))
     assert f"transformer does not fit its exponents: {said}" in caught.value.what
     assert all(torch.equal(before[key], value) for key, value in module.state_dict().items())
 

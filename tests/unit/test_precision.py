@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stopdown.environment import Support, Timing, judge_cpu, judge_cuda, weigh_support
 from stopdown.errors import OptionError
-from stopdown.planning.precision import (
+from stopdown.plans.precision import (
     ComponentFacts,
     PrecisionRequest,
     Wanted,
@@ -289,7 +289,7 @@ def test_a_request_that_cannot_be_read_is_explained(text: str, message: str) -> 
 def test_deciding_needs_no_torch() -> None:
     """The decisions are made in a process that never loads torch."""
     script = (
-        "import sys; from stopdown.planning import precision\n"
+        "import sys; from stopdown.plans import precision\n"
         "facts = precision.ComponentFacts('vae', ('vae',), {'fp32': 1})\n"
         "request = precision.resolve_request(precision.parse_request('auto'), {'vae': ('vae',)})\n"
         "precision.decide_precisions([facts], {}, request)\n"

@@ -10,7 +10,7 @@ import pytest
 from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps, judge_rocm
 from stopdown.errors import OptionError
 from stopdown.formats import PRECISIONS
-from stopdown.planning.precision import ComponentFacts, choose_precision, explain_plan
+from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.profiles import (
     Profile,
     describe_device,

@@ -47,11 +47,11 @@ from stopdown.pipelines.headers import (
     read_shard_index,
 )
 from stopdown.pipelines.sources import resolve_source, verify_source
-from stopdown.planning.plan_files import read_plan, seal_plan
+from stopdown.plans.files import read_plan, seal_plan
 from stopdown.profiles import find_profile
 from stopdown.records import ComponentPlan, Plan, ResidualStream, RunRecord, read_record, to_json
 from stopdown.runtime import journal
-from stopdown.runtime.packing import PackingError, pack, unpack
+from stopdown.runtime.journal_values import PackingError, pack, unpack
 
 OURS = (StopdownError, UnreadableError, DamagedFileError, PackingError)
 """What a reader may raise; the last three become sentences where they are caught."""

@@ -10,11 +10,10 @@ import torch
 from torch.nn import functional
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
-from stopdown.capture import capture_call
 from stopdown.errors import OptionError, ScalingError
+from stopdown.graph.capture import capture_call
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling import cast_, rescale_
-from stopdown.scaling import rescaling as scaling_rescaling
+from stopdown.scaling import cast_, rescale, rescale_
 from stopdown.scaling.residual import demand_agreement, open_islands
 from stopdown.testing import compare_snapshot, take_snapshot
 
@@ -85,7 +84,7 @@ def test_products_of_matrices_stay_in_fp16() -> None:
 def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream is fp32 all the same."""
     module, calls = make_example("CogVideoX rotary")
-    demand = scaling_rescaling.demand_agreement
+    demand = rescale.demand_agreement
 
     def refuse(plain: Any, streamed: Any) -> None:
         first = next(n for n in streamed.graph.graph.nodes if n.name.startswith("linear"))
@@ -93,8 +92,8 @@ def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.Mo
             raise ScalingError("The first linear is fp32.")
         demand(plain, streamed)
 
-    monkeypatch.setattr(scaling_rescaling, "demand_agreement", refuse)
-    stream, note = scaling_rescaling.plan_stream(module, calls, torch.float16)
+    monkeypatch.setattr(rescale, "demand_agreement", refuse)
+    stream, note = rescale.plan_stream(module, calls, torch.float16)
     assert stream is not None
     assert note == ""
     assert "time_embedding.linear_1" in stream.narrowed
@@ -151,7 +150,7 @@ def test_products_inside_an_island_are_done_in_fp16(
     cast.undo()
     rescaling.undo()
     assert compare_snapshot(before, module) == []
-    monkeypatch.setattr(scaling_rescaling, "open_islands", lambda *given: None)
+    monkeypatch.setattr(rescale, "open_islands", lambda *given: None)
     assert rescale_(module, calls=calls).islands == stream.closed
 
 

@@ -20,7 +20,7 @@ from stopdown.errors import SourceError
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.headers import StoredTensor, choose_weights, find_weights
 from stopdown.pipelines.hub import choose_files
-from stopdown.pipelines.loading import limited_building, load_pipeline
+from stopdown.pipelines.loader import limited_building, load_pipeline
 from stopdown.pipelines.sources import (
     fingerprint,
     read_stored_dtypes,

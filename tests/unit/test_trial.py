@@ -11,7 +11,7 @@ from torch import nn
 
 from stopdown.errors import ScalingError, TrialError
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling import folding, rescale_, scale_anyhow, trial
+from stopdown.scaling import folds, rescale_, scale_anyhow, trial
 from stopdown.testing import compare_snapshot, take_snapshot
 
 Change = Callable[[torch.Tensor], Any]
@@ -182,15 +182,15 @@ def test_a_call_too_large_for_a_processor_is_not_run_and_said(
 
 def test_a_plan_falls_back_and_says_why() -> None:
     """Nothing runs in fp16: the component's entry names the fault, and is not fp16."""
-    from stopdown.pipelines.components import Door
-    from stopdown.planning import plans
-    from stopdown.planning.recording import RecordedCall
+    from stopdown.pipelines.components import Callee
+    from stopdown.plans import calibrated
+    from stopdown.plans.call_recorder import RecordedCall
 
     def plan(change: Change) -> ComponentPlan:
         module, x = make(Changing, change)
-        call = RecordedCall(Door("transformer", module, "forward", "denoise"), (x,), {})
+        call = RecordedCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
         opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
-        return plans._plan_component(
+        return calibrated._plan_component(
             opened, "transformer", module, [call], "fp16", "native", "measured"
         )
 
@@ -222,14 +222,14 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Half-way through a cast: every dtype is as it was, and the result says that nothing was tried."""
     module, x = make()
-    before, replace = take_snapshot(module), folding._replace_data
+    before, replace = take_snapshot(module), folds._replace_data
 
     def run_out(tensor: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> None:
         if value.dtype == dtype and tensor is module.out.weight:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         replace(tensor, value, *rest, **more)
 
-    monkeypatch.setattr(folding, "_replace_data", run_out)
+    monkeypatch.setattr(folds, "_replace_data", run_out)
     rescaling = rescale_(module, (x,))
     found = rescaling.trial
     assert found is not None

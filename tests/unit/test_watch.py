@@ -13,7 +13,7 @@ from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.formats import FORMATS
-from stopdown.pipelines.components import Door
+from stopdown.pipelines.components import Callee
 from stopdown.records import Decision
 from stopdown.runtime import watch as watch_module
 from stopdown.runtime.watch import Watch, suggest_remedy
@@ -217,5 +217,5 @@ def test_steps_are_those_of_the_run() -> None:
 )
 def test_the_remedy_is_what_to_type(precision: str, remedy: str) -> None:
     """The flag names the very call that failed."""
-    door = Door("vae.decode", torch.nn.Module(), "decode", "decode")
-    assert suggest_remedy(door, precision) == remedy
+    callee = Callee("vae.decode", torch.nn.Module(), "decode", "decode")
+    assert suggest_remedy(callee, precision) == remedy

@@ -15,7 +15,7 @@ from stopdown.records import CheckRecord, Finding, Price
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.consistency.checking import Checked
+    from stopdown.dtype_rules.check import Checked
 
 GIB = 2**30
 NOT_WRITTEN = (
@@ -48,8 +48,8 @@ def check(options: CheckOptions) -> CheckRecord:
         OptionError: a precision, a device or a combination of flags is refused.
         OutputError: the folder to write is not empty, or cannot be written.
     """
-    from stopdown.consistency.checking import find_source, inspect_pipeline
-    from stopdown.consistency.pricing import price_remedies
+    from stopdown.dtype_rules.check import find_source, inspect_pipeline
+    from stopdown.dtype_rules.prices import price_remedies
 
     begun = time.perf_counter()
     _refuse(options)
@@ -104,7 +104,7 @@ def _refuse(options: CheckOptions) -> None:
 
 def _refuse_unmendable(options: CheckOptions) -> None:
     """Refuse precisions that --fix has nothing to do with."""
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision or "auto")
     if options.fix and (asked.plan is not None or any(part.method for part in asked.parts)):
@@ -117,7 +117,7 @@ def _refuse_unmendable(options: CheckOptions) -> None:
 
 def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
-    from stopdown.consistency.mending import mend
+    from stopdown.dtype_rules.fixes import mend
 
     pipe = _load(options, checked)
     mending = mend(pipe, device=options.device)
@@ -131,7 +131,7 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 
 def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.formats import FORMATS
-    from stopdown.pipelines.loading import load_pipeline
+    from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
 
     source = resolve_source(options.source, revision=options.revision)
@@ -142,7 +142,7 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
 
 def _save(pipe: Any, folder: Path) -> None:
     """Write a pipeline beside its place and move it there when it is whole."""
-    from stopdown.pipelines.saving import told_as_oserror
+    from stopdown.pipelines.folders import told_as_oserror
 
     with written_beside(folder) as part, told_as_oserror():
         pipe.save_pretrained(part)
@@ -150,7 +150,7 @@ def _save(pipe: Any, folder: Path) -> None:
 
 def choose_code(record: CheckRecord) -> int:
     """Exit code: 0 without a finding of something wrong, 1 with one."""
-    from stopdown.consistency.wording import TELLING
+    from stopdown.dtype_rules.findings import TELLING
 
     return 1 if any(found.kind not in TELLING for found in record.findings) else 0
 
@@ -159,7 +159,7 @@ def print_check(record: CheckRecord, console: Console) -> None:
     """Print the findings, worst first, and the prices of the remedies."""
     from rich.text import Text
 
-    from stopdown.app.displays import print_prose
+    from stopdown.app.progress import print_prose
 
     def show(*parts: Any) -> None:
         print_prose(console, Text.assemble(*parts))

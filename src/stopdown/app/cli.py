@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import stopdown
-from stopdown.app import looking, making, signals, streams
+from stopdown.app import inspection_cli, model_cli, signals, streams
 
 app = typer.Typer(
     name="stopdown",
@@ -45,17 +45,17 @@ def _root(
     """Half precision, whole picture: image and video diffusion models without black frames."""
 
 
-app.command()(making.generate)
-app.command()(making.plan)
-app.command()(making.convert)
+app.command()(model_cli.generate)
+app.command()(model_cli.plan)
+app.command()(model_cli.convert)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    making.run
+    model_cli.run
 )
-app.command()(looking.check)
-app.command()(looking.explain)
-app.command()(looking.doctor)
-app.command()(looking.compare)
-app.command()(looking.report)
+app.command()(inspection_cli.check)
+app.command()(inspection_cli.explain)
+app.command()(inspection_cli.doctor)
+app.command()(inspection_cli.compare)
+app.command()(inspection_cli.report)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from stopdown.app.fitting_runs import fit_run
+from stopdown.app.memory_limits import fit_run
 from stopdown.app.request_options import (
     check_number,
     check_quantiser,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
-    from stopdown.planning.loading import Loaded
+    from stopdown.plans.loader import Loaded
     from stopdown.runtime.journal import Journal
 
 
@@ -137,7 +137,7 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     verify_source(source)
-    from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.pipelines.library_messages import quiet_libraries
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
         record = _generate(options, request, device, source, display, started, journal, numbered)
@@ -160,8 +160,8 @@ def _generate(
     """Decide, load, run and write; what happened is the record."""
     from stopdown.environment import describe_machine, probe_formats
     from stopdown.pipelines.sources import fingerprint
-    from stopdown.planning.choosing import choose_loader
-    from stopdown.planning.loading import gather_facts
+    from stopdown.plans.choice import choose_loader
+    from stopdown.plans.loader import gather_facts
 
     source, described, configs = _choose_pipeline(source, request, options, display)
     _check_sizes(configs, options, request)
@@ -179,8 +179,8 @@ def _generate(
     with _measured(device) as memory:
         loaded = _load(loader, described, options, display, stages)
         fitted = fit_run(loaded, request, device, options, display, stages, configs)
-        room, request = fitted.room, fitted.request
-        with room or contextlib.nullcontext():
+        offloader, request = fitted.offloader, fitted.request
+        with offloader or contextlib.nullcontext():
             frames, seen, amended = _run(loaded, request, options, display, stages, journal)
     output, findings = _write(options, frames, stages, numbered)
     return RunRecord(
@@ -201,8 +201,8 @@ def _generate(
         output=output,
         elapsed_s=time.perf_counter() - started,
         repairs=seen.repairs,
-        strategy=room.taken.strategy.name if room else "",
-        steps_down=tuple(room.steps_down) if room else (),
+        strategy=offloader.taken.strategy.name if offloader else "",
+        steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
         amended_plan=_keep_amended(
             fitted.add_lesson(amended), _REPAIR if amended else _LESSON, options, display
@@ -241,7 +241,7 @@ _TOLD_APART_BY = (
 
 def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision)
     check_number("--fps", options.fps)
@@ -272,8 +272,8 @@ def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     from stopdown.media import check_output
     from stopdown.outputs import check_target
-    from stopdown.planning.plan_files import describe_no_plan
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.files import describe_no_plan
+    from stopdown.plans.precision import parse_request
 
     plan = parse_request(options.precision).plan
     files = (options.image, options.video, options.mask, options.control_image)
@@ -291,7 +291,7 @@ def _choose_pipeline(
     source: Source, request: Request, options: GenerateOptions, display: Display
 ) -> tuple[Source, Path, dict[str, dict[str, Any]]]:
     """The source with the class that serves the request, the folder that describes it, its configs."""
-    from stopdown.pipelines.loading import complete_source, find_class
+    from stopdown.pipelines.loader import complete_source, find_class
     from stopdown.pipelines.requests import choose_class, name_arguments
     from stopdown.pipelines.sizes import read_configs
 
@@ -354,7 +354,7 @@ def _run(
 
     from stopdown.media import choose_format, to_uint8
     from stopdown.pipelines.requests import build_arguments, find_frames, read_frames
-    from stopdown.runtime.guarding import guard
+    from stopdown.runtime.guard import guard
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
@@ -370,13 +370,13 @@ def _run(
         announce=display.announce,
         journal=journal,
         maxima=options.maxima,
-        standing=loaded.standing,
+        loaded_plan=loaded.loaded_plan,
         frames=False,
     )
     begun = time.perf_counter()
     with guarding, torch.no_grad():
         result = _call(loaded.pipe, arguments)
-        amended = guarding.amend_plan()
+        amended = guarding.updated_plan()
     whole = time.perf_counter() - begun
     seen = guarding.record
     for call in seen.calls:
@@ -394,8 +394,8 @@ def _keep_amended(
     """Write a plan with what a run taught for the next one: where, or None when nothing was written."""
     if amended is None:
         return None
-    from stopdown.planning.plan_files import write_cached_plan, write_plan
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.files import write_cached_plan, write_plan
+    from stopdown.plans.precision import parse_request
 
     path = parse_request(options.precision).plan
     if path is None:

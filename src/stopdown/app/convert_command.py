@@ -45,15 +45,15 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
     request = read_request(options.runs)
+    from stopdown.checkpoints import convert as convert_module
     from stopdown.pipelines.sources import resolve_source
-    from stopdown.planning import converting
 
     source = resolve_source(
         options.runs.source,
         revision=options.runs.revision,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
-    return converting.convert(
+    return convert_module.convert(
         source,
         options.output,
         options.plan,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from stopdown.app.displays import print_prose
+from stopdown.app.progress import print_prose
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth
 
@@ -20,7 +20,7 @@ def diagnose(device: str | None) -> MachineHealth:
     Raises:
         OptionError: the device is neither here nor known.
     """
-    from stopdown.planning.examining import examine
+    from stopdown.health import examine
 
     return examine(device)
 

@@ -80,7 +80,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what it is, the lines that show it, and what to type."""
     from rich.text import Text
 
-    from stopdown.app.displays import print_prose
+    from stopdown.app.progress import print_prose
 
     def show(*parts: object) -> None:
         print_prose(console, Text.assemble(*parts))  # type: ignore[arg-type]

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
     from stopdown.app.commands import Display
     from stopdown.app.plan_command import PlanOptions
-    from stopdown.memory.fitting import Fit
-    from stopdown.memory.rehearsing import Seen
-    from stopdown.memory.shrinking import Size
+    from stopdown.memory.dry_run import Seen
+    from stopdown.memory.forecast import Fit
+    from stopdown.memory.smaller_requests import Size
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
-    from stopdown.planning.budgets import Budgeted, Way
+    from stopdown.plans.precision_and_memory import Budgeted, Way
     from stopdown.profiles import Profile
 
 _BY_HOW_MUCH = "the picture changes, by how much was not measured for this checkpoint."
@@ -46,11 +46,11 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     Raises:
         StopdownError: anything that went wrong, with what to type.
     """
-    from stopdown.memory.rehearsing import Seen
+    from stopdown.memory.dry_run import Seen
     from stopdown.pipelines import sources
-    from stopdown.pipelines.loading import complete_source
-    from stopdown.pipelines.quiet import quiet_libraries
-    from stopdown.planning.budgets import choose_way, list_rows
+    from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.pipelines.loader import complete_source
+    from stopdown.plans.precision_and_memory import choose_way, list_rows
     from stopdown.profiles import find_target
 
     begun = time.perf_counter()
@@ -95,7 +95,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
 
 
 def _read_limit(text: str, profile: Profile) -> int:
-    from stopdown.memory.fitting import parse_bytes
+    from stopdown.memory.forecast import parse_bytes
 
     if text != "auto":
         return parse_bytes(text)
@@ -109,11 +109,11 @@ def _read_limit(text: str, profile: Profile) -> int:
 
 def _list_ways(source: Source, asked: str, profile: Profile) -> list[Way]:
     from stopdown.pipelines.sizes import read_configs
-    from stopdown.planning.applying import check_source
-    from stopdown.planning.budgets import list_ways
-    from stopdown.planning.loading import gather_facts
-    from stopdown.planning.plan_files import read_plan
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.applier import check_source
+    from stopdown.plans.files import read_plan
+    from stopdown.plans.loader import gather_facts
+    from stopdown.plans.precision import parse_request
+    from stopdown.plans.precision_and_memory import list_ways
 
     path = parse_request(asked).plan
     plan = read_plan(path) if path is not None else None
@@ -133,10 +133,10 @@ def _try_way(
     seen: Seen,
 ) -> Budgeted:
     """What every strategy takes in one precision, those that cost the least time first."""
-    from stopdown.memory.fitting import list_storages, predict_all, sort_by_time
+    from stopdown.health import has_fused_attention
+    from stopdown.memory.forecast import list_storages, predict_all, sort_by_time
     from stopdown.pipelines.requests import build_arguments
-    from stopdown.planning.budgets import Budgeted, build_way, weigh_speed
-    from stopdown.planning.examining import has_fused_attention
+    from stopdown.plans.precision_and_memory import Budgeted, build_way, weigh_speed
 
     formats = set(way.precisions.values())
     pipe = build_way(source, way)
@@ -174,7 +174,7 @@ def _explain(
 ) -> tuple[str, ...]:
     """Why this one and not another, as whole sentences."""
     from stopdown.formats import format_bytes
-    from stopdown.memory.fitting import HEADROOM
+    from stopdown.memory.forecast import HEADROOM
 
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
     reasons = [_explain_choice(tried, chosen, usable, allowed)]
@@ -198,7 +198,7 @@ def _explain_choice(
     allowed: tuple[str, ...],
 ) -> str:
     from stopdown.formats import format_bytes
-    from stopdown.memory.fitting import find_smallest
+    from stopdown.memory.forecast import find_smallest
 
     if chosen is not None:
         way, prediction = chosen
@@ -221,8 +221,8 @@ def _explain_other(
 ) -> str:
     """What another way would have come to."""
     from stopdown.formats import format_bytes
-    from stopdown.memory.fitting import choose
-    from stopdown.planning.budgets import list_rows
+    from stopdown.memory.forecast import choose
+    from stopdown.plans.precision_and_memory import list_rows
 
     found = choose(one.fit, limit, allowed)
     if found is None:
@@ -248,11 +248,11 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.app.fitting_runs import describe_reduction, find_size, shrink_request
-    from stopdown.memory.rehearsing import Seen
-    from stopdown.memory.shrinking import find_largest, list_smaller
+    from stopdown.app.memory_limits import describe_reduction, find_size, shrink_request
+    from stopdown.memory.dry_run import Seen
+    from stopdown.memory.smaller_requests import find_largest, list_smaller
     from stopdown.pipelines.sizes import find_grid, read_configs
-    from stopdown.planning.budgets import build_way
+    from stopdown.plans.precision_and_memory import build_way
 
     size = find_size(build_way(source, first.way), _complete(request, options), first.fit)
     if size is None:
@@ -276,7 +276,7 @@ def _shrink(
 
 
 def _complete(request: Request, options: PlanOptions) -> Request:
-    """The request of a rehearsal: a prompt where none was given, and steps."""
+    """The request of a dry run: a prompt where none was given, and steps."""
     import dataclasses
 
     return dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)

@@ -76,7 +76,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
     from stopdown.outputs import check_target, find_free
-    from stopdown.planning.plan_files import describe_no_plan, write_plan
+    from stopdown.plans.files import describe_no_plan, write_plan
     from stopdown.scaling import check_residual
     from stopdown.scaling.certificate import check_ranges
 
@@ -92,9 +92,9 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         )
     request = read_request(options)
     check_target(output, replaces=describe_no_plan)
-    from stopdown.pipelines.quiet import quiet_libraries
+    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.pipelines.sources import resolve_source, verify_source
-    from stopdown.planning.plans import make_plan
+    from stopdown.plans.calibrated import make_plan
 
     source = resolve_source(
         options.source,
@@ -146,8 +146,8 @@ def _check_certify(options: PlanOptions) -> None:
 
 
 def _certify(source: Source, options: PlanOptions, request: Request, display: Display) -> Plan:
-    from stopdown.pipelines.quiet import quiet_libraries
-    from stopdown.planning.certifying import certify_plan
+    from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.plans.certified import certify_plan
 
     with quiet_libraries():
         return certify_plan(

@@ -138,7 +138,7 @@ def _explain_checkpointing(name: str) -> str:
     """Why gradient checkpointing is no way to save memory here; "" for anything else."""
     if "checkpoint" not in name:
         return ""
-    from stopdown.memory.checkpointing import IDLE
+    from stopdown.memory.gradient_checkpointing import IDLE
 
     return f"--allow {name} would save nothing. {IDLE}"
 

@@ -68,9 +68,9 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     from stopdown.environment import choose_device
     from stopdown.outputs import check_target
     from stopdown.patches import Patches
-    from stopdown.pipelines.interception import redirect_devices
-    from stopdown.pipelines.quiet import drop_empty_remarks
-    from stopdown.planning.plan_files import describe_no_plan
+    from stopdown.pipelines.library_messages import drop_empty_remarks
+    from stopdown.pipelines.pipeline_interception import redirect_devices
+    from stopdown.plans.files import describe_no_plan
     from stopdown.runtime.scripts import ScriptGuard
 
     remarks: list[str] = []
@@ -132,7 +132,7 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
 
 def _check_options(options: ScriptOptions) -> str | None:
     """The path of the plan, None without one; refused are options that a script cannot have."""
-    from stopdown.planning.precision import parse_request
+    from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision)
     if asked.plan is None and not asked.is_auto:
@@ -175,7 +175,7 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
 
 
 def _read_plan(path: str | None) -> Plan | None:
-    from stopdown.planning.plan_files import read_plan
+    from stopdown.plans.files import read_plan
 
     return read_plan(path) if path is not None else None
 
@@ -188,7 +188,7 @@ def _keep_repairs(
     remark: Callable[[str], None],
 ) -> None:
     """Write a plan with its repairs for the next run, when that was asked for."""
-    from stopdown.planning.plan_files import write_plan
+    from stopdown.plans.files import write_plan
 
     if path is None or after is None or after is before:
         return
@@ -262,7 +262,7 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
 
 def print_script(record: ScriptRecord, console: Console) -> None:
     """Print what its pipelines did, what was repaired, and what was found."""
-    from stopdown.app.displays import print_prose
+    from stopdown.app.progress import print_prose
 
     if not record.runs:
         print_prose(console, f"stopdown: {record.script} called no Diffusers pipeline.")

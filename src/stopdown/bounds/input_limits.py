@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from stopdown.bounds.propagation import InputLimits, Timesteps
-from stopdown.capture import Capture
+from stopdown.graph.capture import Capture
 
 LATENTS = 64.0
 """No element of a latent, noise or picture is larger: unit noise stays under 6, and those of

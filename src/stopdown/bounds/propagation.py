@@ -36,8 +36,8 @@ from stopdown.bounds.operands import Operands
 from stopdown.bounds.product_rules import bound_interval_parts, bound_scores
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
-from stopdown.capture import Capture, module_path
 from stopdown.graph.blocks import Blocks
+from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
     arguments,
     has_trait,
@@ -237,7 +237,7 @@ class _Propagation:
             self._keep(node, make_bound(tensor.abs(), shape_of(node), typical=1.0))
             return
         made = make_interval(tensor)
-        if is_float(node):  # as it is, or rounded at the door
+        if is_float(node):  # as it is, or rounded at the component call
             there = tensor.to(node.meta["val"].dtype).double()
             made = replace(made, radius=(made.center - there).abs())
         self.held[node] = made

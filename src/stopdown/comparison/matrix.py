@@ -24,7 +24,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stopdown.comparison.measuring import (
+from stopdown.comparison.cells import (
+    Outcome,
+    describe_error,
+    fail_cell,
+    read_outcome,
+    run_cell,
+    write_outcome,
+)
+from stopdown.comparison.measures import (
     draw_heats,
     find_parting,
     join_heats,
@@ -41,14 +49,6 @@ from stopdown.comparison.records import (
     Row,
     Thresholds,
     Variant,
-)
-from stopdown.comparison.running import (
-    Outcome,
-    describe_error,
-    fail_cell,
-    read_outcome,
-    run_cell,
-    write_outcome,
 )
 from stopdown.comparison.subjects import (
     Progress,
@@ -70,9 +70,9 @@ from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
-from stopdown.pipelines.quiet import quiet_libraries
+from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
-from stopdown.planning.plan_files import read_class_versions
+from stopdown.plans.files import read_class_versions
 from stopdown.records import convert_record, from_json, to_json
 from stopdown.scaling.problem import CLAMPS_KEPT
 

@@ -22,17 +22,17 @@ import torch
 from stopdown.environment import Device, Support, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.formats import FORMATS
-from stopdown.pipelines.components import cast_component_, find_components, find_doors
-from stopdown.pipelines.loading import complete_source, find_class
+from stopdown.pipelines.components import cast_component_, find_callees, find_components
+from stopdown.pipelines.loader import complete_source, find_class
 from stopdown.pipelines.requests import Request, choose_class, name_arguments
 from stopdown.pipelines.sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
-from stopdown.planning.applying import apply_plan, load_planned
-from stopdown.planning.choosing import choose_loader
-from stopdown.planning.loading import gather_facts
-from stopdown.planning.plan_files import read_plan, write_plan
-from stopdown.planning.plans import make_plan
-from stopdown.planning.precision import ComponentFacts, parse_request
+from stopdown.plans.applier import apply_plan, load_planned
+from stopdown.plans.calibrated import make_plan
+from stopdown.plans.choice import choose_loader
+from stopdown.plans.files import read_plan, write_plan
+from stopdown.plans.loader import gather_facts
+from stopdown.plans.precision import ComponentFacts, parse_request
 from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, str, int, int], None]
@@ -335,7 +335,9 @@ def _copy_pipe(pipe: Any, precision: str) -> tuple[Any, tuple[Decision, ...]]:
     for module in find_components(copied).values():
         cast_component_(module, dtype)
     reason = "copied from a pipeline in memory"
-    return copied, tuple(Decision(door.component, precision, reason) for door in find_doors(copied))
+    return copied, tuple(
+        Decision(callee.component, precision, reason) for callee in find_callees(copied)
+    )
 
 
 def _copy_planned(pipe: Any, plan: Plan, name: str) -> tuple[Any, tuple[Decision, ...]]:

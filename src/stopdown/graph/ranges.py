@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from stopdown.capture import Capture, flatten_call, module_path, name_parameters
 from stopdown.errors import ScalingError
 from stopdown.graph.blocks import Blocks
+from stopdown.graph.capture import Capture, flatten_call, module_path, name_parameters
 from stopdown.graph.nodes import (
     LARGEST_TAME,
     arguments,

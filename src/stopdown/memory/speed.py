@@ -17,7 +17,7 @@ import torch
 
 from stopdown.environment import Device
 from stopdown.formats import FORMATS
-from stopdown.memory.packing import pack
+from stopdown.memory.eight_bits import pack
 from stopdown.profiles import Profile
 
 LINK_BYTES_PER_S = 12e9

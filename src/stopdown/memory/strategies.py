@@ -1,8 +1,8 @@
-"""Ways to stay below a limit, and the peak of each, from one rehearsal; nothing is put on anything.
+"""Ways to stay below a limit, and the peak of each, from one dry run; nothing is put on anything.
 
 A strategy says where the weights are while they are not used (`placement`), and what makes the calls
 themselves smaller: the autoencoder's own slicing and tiling, and pieces of the feed-forward layers.
-The peak of a placement follows from the rehearsal: at each moment the values that are alive, and the
+The peak of a placement follows from the dry run: at each moment the values that are alive, and the
 weights of the modules that are running then.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stopdown.memory.rehearsing import Rehearsal, RehearsedCall, is_within
+from stopdown.memory.dry_run import DryCall, DryRun, is_within
 
 Placement = Literal["resident", "component", "block", "leaf"]
 """What is loaded at a time: everything, a component, a block of a component, a single layer."""
@@ -109,31 +109,31 @@ def list_strategies(
     )
 
 
-def predict(rehearsal: Rehearsal, strategy: Strategy, *, steps: int) -> Prediction:
+def predict(dry_run: DryRun, strategy: Strategy, *, steps: int) -> Prediction:
     """The peak of a strategy, and what it moves.
 
     Args:
-        rehearsal: of a run with the strategy's `variant` put on.
+        dry run: of a run with the strategy's `variant` put on.
         steps: denoising steps of the real run.
     """
-    fixed = sum(buffers for _, buffers in rehearsal.totals.values())
-    weights = {name: rehearsal.weigh(name, strategy.storage) for name in rehearsal.weights}
+    fixed = sum(buffers for _, buffers in dry_run.totals.values())
+    weights = {name: dry_run.weigh(name, strategy.storage) for name in dry_run.weights}
     everything = sum(weights.values())
     if strategy.placement == "resident":
         fixed += everything
     largest = max(weights.values(), default=0)
     waiting = largest if strategy.placement == "component" else 0
-    peaks = [(rehearsal.between_bytes + waiting, "")]
-    peaks += [(_find_peak(rehearsal, call, strategy), call.component) for call in rehearsal.calls]
+    peaks = [(dry_run.between_bytes + waiting, "")]
+    peaks += [(_find_peak(dry_run, call, strategy), call.component) for call in dry_run.calls]
     peak, component = max(peaks)
     is_resident = strategy.placement == "resident"
     return Prediction(
         strategy,
         peak + fixed,
         component,
-        everything if is_resident else _count_moved(rehearsal, strategy, steps),
+        everything if is_resident else _count_moved(dry_run, strategy, steps),
         0 if is_resident else everything,
-        0 if strategy.storage == "native" else _count_widened(rehearsal, strategy.storage, steps),
+        0 if strategy.storage == "native" else _count_widened(dry_run, strategy.storage, steps),
     )
 
 
@@ -148,7 +148,7 @@ def group_weights(
     Args:
         weights: paths of the modules with parameters directly in them.
         blocks: paths of the blocks.
-        strays: as in `Rehearsal`; such weights are loaded for the whole call, under "".
+        strays: as in `DryRun`; such weights are loaded for the whole call, under "".
     """
     if placement == "resident":
         return {}
@@ -169,13 +169,13 @@ def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
     return path
 
 
-def _find_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) -> int:
+def _find_peak(dry_run: DryRun, call: DryCall, strategy: Strategy) -> int:
     """Most bytes of values and loaded weights together during one call."""
     if strategy.storage != "native":
-        return _find_packed_peak(rehearsal, call, strategy)
+        return _find_packed_peak(dry_run, call, strategy)
     if strategy.placement == "resident":
         return call.peak_bytes
-    sizes = _weigh_units(rehearsal, call.component, strategy.placement)
+    sizes = _weigh_units(dry_run, call.component, strategy.placement)
     loaded = {
         path: sum(size for unit, size in sizes.items() if is_within(path, unit))
         for path in {segment.path for segment in call.segments}
@@ -183,50 +183,50 @@ def _find_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) ->
     return max(segment.peak_bytes + loaded[segment.path] for segment in call.segments)
 
 
-def _find_packed_peak(rehearsal: Rehearsal, call: RehearsedCall, strategy: Strategy) -> int:
+def _find_packed_peak(dry_run: DryRun, call: DryCall, strategy: Strategy) -> int:
     """Most bytes of values, of a component's weights in 8 bits, and of the layer that is widened."""
-    widened = rehearsal.find_packing(call.component, strategy.storage).parts
+    widened = dry_run.find_packing(call.component, strategy.storage).parts
     stands = strategy.placement == "component"
-    weights = rehearsal.weigh(call.component, strategy.storage) if stands else 0
+    weights = dry_run.weigh(call.component, strategy.storage) if stands else 0
     return weights + max(one.peak_bytes + widened.get(one.path, 0) for one in call.segments)
 
 
-def _count_widened(rehearsal: Rehearsal, storage: Storage, steps: int) -> int:
+def _count_widened(dry_run: DryRun, storage: Storage, steps: int) -> int:
     """Bytes of weights that are made from 8 bits in a run: those of a layer at each of its calls."""
     widened = 0.0
-    for call in rehearsal.calls:
-        parts = rehearsal.find_packing(call.component, storage).parts
+    for call in dry_run.calls:
+        parts = dry_run.find_packing(call.component, storage).parts
         once = sum(count * parts.get(path, 0) for path, count in call.entries.items())
-        widened += once * _count_repeats(rehearsal, call, steps)
+        widened += once * _count_repeats(dry_run, call, steps)
     return int(widened)
 
 
-def _count_repeats(rehearsal: Rehearsal, call: RehearsedCall, steps: int) -> float:
-    """How often a rehearsed call stands for one of the real run."""
-    return steps / max(1, rehearsal.steps) if call.stage == "denoise" else 1.0
+def _count_repeats(dry_run: DryRun, call: DryCall, steps: int) -> float:
+    """How often a run dry call stands for one of the real run."""
+    return steps / max(1, dry_run.steps) if call.stage == "denoise" else 1.0
 
 
-def _weigh_units(rehearsal: Rehearsal, component: str, placement: Placement) -> dict[str, int]:
+def _weigh_units(dry_run: DryRun, component: str, placement: Placement) -> dict[str, int]:
     """Path of what is loaded as one → its bytes."""
     name = component.partition(".")[0]
-    weights, blocks = rehearsal.weights[name], rehearsal.blocks[name]
+    weights, blocks = dry_run.weights[name], dry_run.blocks[name]
     if placement == "component":
-        return {"": rehearsal.weigh(name)}
-    groups = group_weights(weights, blocks, rehearsal.strays[name], placement)
+        return {"": dry_run.weigh(name)}
+    groups = group_weights(weights, blocks, dry_run.strays[name], placement)
     return {unit: sum(weights[path] for path in paths) for unit, paths in groups.items()}
 
 
-def _count_moved(rehearsal: Rehearsal, strategy: Strategy, steps: int) -> int:
+def _count_moved(dry_run: DryRun, strategy: Strategy, steps: int) -> int:
     """Bytes brought to the device in a run: a component once while it is called in a row."""
     moved, current = 0, ""
-    for call in rehearsal.calls:
+    for call in dry_run.calls:
         name = call.component.partition(".")[0]
         if strategy.placement == "component":
-            moved += rehearsal.weigh(name, strategy.storage) if name != current else 0
+            moved += dry_run.weigh(name, strategy.storage) if name != current else 0
             current = name
             continue
-        repeats = _count_repeats(rehearsal, call, steps)
-        for unit, size in _weigh_units(rehearsal, name, strategy.placement).items():
+        repeats = _count_repeats(dry_run, call, steps)
+        for unit, size in _weigh_units(dry_run, name, strategy.placement).items():
             entries = 1 if unit == "" else call.entries.get(unit, 0)
             moved += int(entries * size * repeats)
     return moved

@@ -1,7 +1,7 @@
 """The components of a pipeline and the calls through which a run uses them.
 
 A pipeline calls a handful of components: text encoder, transformer or UNet, VAE encode, VAE decode.
-A `Door` is one such call: the object, the method, and the name it has in records.
+A `Callee` is one such call: the object, the method, and the name it has in records.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LAST = ("safety_checker",)
 
 
 @dataclass(frozen=True)
-class Door:
+class Callee:
     """One call that a pipeline makes.
 
     Attributes:
@@ -55,16 +55,16 @@ def list_calls(name: str, module: Any) -> tuple[str, ...]:
     return (f"{name}.encode", f"{name}.decode") if is_autoencoder(module) else (name,)
 
 
-def find_doors(pipe: Any) -> tuple[Door, ...]:
+def find_callees(pipe: Any) -> tuple[Callee, ...]:
     """Every call that the pipeline makes, in the order of its components."""
-    doors: list[Door] = []
+    callees: list[Callee] = []
     for name, module in find_components(pipe).items():
         if is_autoencoder(module):
-            doors.append(Door(f"{name}.encode", module, "encode", "encode"))
-            doors.append(Door(f"{name}.decode", module, "decode", "decode"))
+            callees.append(Callee(f"{name}.encode", module, "encode", "encode"))
+            callees.append(Callee(f"{name}.decode", module, "decode", "decode"))
         else:
-            doors.append(Door(name, module, "forward", find_stage(name)))
-    return tuple(doors)
+            callees.append(Callee(name, module, "forward", find_stage(name)))
+    return tuple(callees)
 
 
 def find_stage(component: str) -> str:

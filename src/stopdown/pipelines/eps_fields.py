@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stopdown.capture import build_fake
+from stopdown.graph.capture import build_fake
 
 _LARGEST = 0.1
 """What is called eps and is larger is something else."""

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from stopdown.capture import name_parameters
 from stopdown.errors import ScalingError
 from stopdown.formats import FORMATS
+from stopdown.graph.capture import name_parameters
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.headers import StoredTensor, encode_header, read_header, read_header_bytes
-from stopdown.pipelines.loading import load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source
 
 MOST_ROWS = 2**24

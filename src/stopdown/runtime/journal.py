@@ -1,6 +1,6 @@
 """The journal of a run: outputs of calls as they come, so that a killed run goes on where it stopped.
 
-Outermost at each door stands a layer that writes what the call gave: one safetensors file a call,
+Outermost at each component call stands a layer that writes what the call gave: one safetensors file a call,
 written beside, synced and renamed, its name ending in the SHA-256 of its bytes. When the same run is
 started again, the pipeline begins anew, and each call that is in the journal is answered from it at
 once; its arguments must be the same bytes. No state of a scheduler has to be understood: it comes to
@@ -40,12 +40,12 @@ from stopdown.errors import InputError, OutputError
 from stopdown.formats import name_dtype
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, find_components, find_doors, read_precisions
-from stopdown.pipelines.doors import Call, find_module, put_door
-from stopdown.planning.plans import sample_weights
+from stopdown.pipelines.call_interception import Call, find_module, put_door
+from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions
+from stopdown.plans.calibrated import sample_weights
 from stopdown.randomness import RandomSource, find_random
 from stopdown.records import JournalUse
-from stopdown.runtime.packing import PackingError, digest_call, pack, unpack
+from stopdown.runtime.journal_values import PackingError, digest_call, pack, unpack
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
@@ -139,7 +139,7 @@ class Journal:
         return JournalUse(str(self.folder), self._answered, self._written, size, tuple(self._notes))
 
     def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
-        """Stand at the doors of a pipeline, outside of what stands there already.
+        """Intercept the component calls of a pipeline, outside of what stands there already.
 
         Args:
             count_repairs: how many calls were repaired so far.
@@ -156,8 +156,8 @@ class Journal:
             self._begin(head)
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
-        for door in find_doors(pipe):
-            put_door(door, functools.partial(self._stand, door, count_repairs), patches)
+        for callee in find_callees(pipe):
+            put_door(callee, functools.partial(self._stand, callee, count_repairs), patches)
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start anew: without a head that can be read, no call can be trusted."""
@@ -175,7 +175,7 @@ class Journal:
 
     def _stand(
         self,
-        door: Door,
+        callee: Callee,
         count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
@@ -186,13 +186,13 @@ class Journal:
             return call(*args, **kwargs)
         self._depth += 1
         try:
-            return self._answer(door, count_repairs, call, args, kwargs)
+            return self._answer(callee, count_repairs, call, args, kwargs)
         finally:
             self._depth -= 1
 
     def _answer(
         self,
-        door: Door,
+        callee: Callee,
         count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
@@ -202,8 +202,8 @@ class Journal:
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
             return call(*args, **kwargs)
-        digest = digest_call(door.component, args, kwargs)
-        sources = find_random(_find_device(door), (*args, *kwargs.values()))
+        digest = digest_call(callee.component, args, kwargs)
+        sources = find_random(_find_device(callee), (*args, *kwargs.values()))
         found = self._read(number, digest, len(sources))
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
@@ -219,14 +219,14 @@ class Journal:
         begun = time.perf_counter()
         if not self._stopped:
             drawn = _read_drawn(sources, before)
-            self._write(number, door, digest, output, drawn, count_repairs() > repairs)
+            self._write(number, callee, digest, output, drawn, count_repairs() > repairs)
         self.own_s += time.perf_counter() - begun
         return output
 
     def _write(
         self,
         number: int,
-        door: Door,
+        callee: Callee,
         digest: str,
         output: Any,
         random: dict[int, torch.Tensor],
@@ -239,9 +239,9 @@ class Journal:
             places = {f"random.{i}": i for i in random}
             entry = _Entry(self._digest, digest, structure, places, repaired)
             content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
-            self._write_entry(number, door.component, content)
+            self._write_entry(number, callee.component, content)
         except PackingError as error:
-            self._stop(f"the output of `{door.component}` cannot be kept: {error}")
+            self._stop(f"the output of `{callee.component}` cannot be kept: {error}")
         except OSError as error:
             self._stop(f"the folder cannot be written: {error.strerror}")
 
@@ -431,7 +431,7 @@ def _lock_folder(folder: Path) -> filelock.BaseFileLock:
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
     """What of a pipeline and a machine decides the bits of a run, by names for people."""
     machine = describe_machine()
-    device = _find_device(next(iter(find_doors(pipe))))
+    device = _find_device(next(iter(find_callees(pipe))))
     scheduler = getattr(pipe, "scheduler", None)
     found = {
         "pipeline": type(pipe).__name__,
@@ -475,8 +475,8 @@ def _iterate_hooks(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, hook
 
 
-def _find_device(door: Door) -> torch.device:
-    weight = next(find_module(door).parameters(), None)
+def _find_device(callee: Callee) -> torch.device:
+    weight = next(find_module(callee).parameters(), None)
     return torch.device("cpu") if weight is None else weight.device
 
 

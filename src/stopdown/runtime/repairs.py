@@ -1,6 +1,6 @@
 """Repairs of one component, put on while a run goes on and taken off with the guard.
 
-A repair is plain data (`Applied`), so that a plan and a journal can hold it and put it on again.
+A repair is plain data (`Adjustment`), so that a plan and a journal can hold it and put it on again.
 Exponents come from the ranges of the calls that failed, all of them together, measured in fp32 on the
 component as it was found: a plan's part is taken off for that. What these calls do not touch (an
 encoder, when decoding failed) keeps the plan's exponents.
@@ -23,8 +23,8 @@ from stopdown.calibration import Calibration
 from stopdown.errors import ScalingError
 from stopdown.formats import FORMATS, name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, cast_component_, read_precisions
-from stopdown.pipelines.doors import Call, bared, call_cast
+from stopdown.pipelines.call_interception import Call, bared, call_cast
+from stopdown.pipelines.components import Callee, cast_component_, read_precisions
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.records import ResidualStream
 from stopdown.runtime.policy import Remedy
@@ -32,7 +32,7 @@ from stopdown.scaling import Scaling, cast_, fold_scaling
 
 
 @dataclass(frozen=True)
-class Applied:
+class Adjustment:
     """One repair as plain data.
 
     Attributes:
@@ -57,12 +57,12 @@ class Found:
         calibration: what the failing calls reached; None when exponents were not asked for.
     """
 
-    applied: tuple[Applied, ...]
+    applied: tuple[Adjustment, ...]
     calibration: Calibration | None = None
 
 
 @dataclass
-class Patient:
+class ComponentState:
     """A component, what was put on it, and what its failing calls reached.
 
     Attributes:
@@ -76,19 +76,19 @@ class Patient:
 
     module: torch.nn.Module
     dtype: torch.dtype | None = None
-    applied: tuple[Applied, ...] = ()
-    planned: tuple[Applied, ...] = ()
+    applied: tuple[Adjustment, ...] = ()
+    planned: tuple[Adjustment, ...] = ()
     is_compiled: bool = False
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
     _calibration: Calibration | None = None
 
-    def plan(self, planned: tuple[Applied, ...]) -> None:
+    def plan(self, planned: tuple[Adjustment, ...]) -> None:
         """Put a plan's part on; it comes off with the guard."""
         self.planned = planned
         self.put_on(planned)
 
-    def stand_under(self, planned: tuple[Applied, ...], off: Patches) -> None:
+    def stand_under(self, planned: tuple[Adjustment, ...], off: Patches) -> None:
         """Know of a plan's part that was put on while loading, and stays when the guard goes.
 
         Args:
@@ -122,7 +122,7 @@ class Patient:
 
     def call(
         self,
-        door: Door,
+        callee: Callee,
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -139,12 +139,12 @@ class Patient:
             return call(*args, **kwargs)
         dtype = self.dtype or next(iter(read_precisions(self.module)), None)
         return (
-            call(*args, **kwargs) if dtype is None else call_cast(door, call, args, kwargs, dtype)
+            call(*args, **kwargs) if dtype is None else call_cast(callee, call, args, kwargs, dtype)
         )
 
     def find_repair(
-        self, door: Door, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Applied, ...]:
+        self, callee: Callee, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Adjustment, ...]:
         """The repairs that are to be in force when a remedy is tried.
 
         Args:
@@ -160,14 +160,16 @@ class Patient:
                 "Its weights wait elsewhere between calls; no exponents are folded there."
             )
         if remedy.action == "rescale":
-            return (Applied("rescaled", "fp16", scaling=self._find_scaling(door, args, kwargs)),)
+            return (
+                Adjustment("rescaled", "fp16", scaling=self._find_scaling(callee, args, kwargs)),
+            )
         if remedy.action == "island":
-            return (*self.applied, Applied("island", "fp32", remedy.path))
+            return (*self.applied, Adjustment("island", "fp32", remedy.path))
         if remedy.action == "cast":
-            return (Applied("cast", remedy.precision),)
+            return (Adjustment("cast", remedy.precision),)
         return self.applied
 
-    def put_on(self, repairs: tuple[Applied, ...]) -> None:
+    def put_on(self, repairs: tuple[Adjustment, ...]) -> None:
         """Have these repairs in force and no others."""
         if repairs == self.applied:
             return
@@ -200,7 +202,7 @@ class Patient:
         if self.is_compiled:
             torch.compiler.reset()
 
-    def _put(self, repair: Applied) -> None:
+    def _put(self, repair: Adjustment) -> None:
         wanted = FORMATS[repair.precision].torch_dtype
         if repair.scaling is not None:
             rescaling = fold_scaling(self.module, repair.scaling)
@@ -221,14 +223,16 @@ class Patient:
         cast_component_(self.module, dtype)
         self.dtype = dtype
 
-    def _find_scaling(self, door: Door, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scaling:
+    def _find_scaling(
+        self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Scaling:
         """Exponents for all calls that failed so far, relative to the component as it was found."""
         before = self.applied
         self.take_off()
         try:
             with bared(self.module), without_caches(self.module):
-                is_forward = door.method == "forward"
-                call = self.module if is_forward else getattr(self.module, door.method)
+                is_forward = callee.method == "forward"
+                call = self.module if is_forward else getattr(self.module, callee.method)
                 if self._calibration is None:
                     self._calibration = Calibration(self.module)
                 self._calibration.observe(call, args, kwargs)

@@ -19,11 +19,11 @@ from typing import Any
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.media import find_frame_findings
 from stopdown.patches import Patches
-from stopdown.pipelines.interception import intercept_runs
+from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import Finding, GuardRecord, Plan
-from stopdown.runtime.carrying import Carried
-from stopdown.runtime.guarding import Guard, guard
+from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.policy import OnFault
+from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.results import collect_videos
 
 
@@ -47,7 +47,7 @@ class ScriptGuard:
     findings: list[Finding] = field(default_factory=list)
     failed: bool = False
     _inside: set[int] = field(default_factory=set)
-    _carried: Carried = field(default_factory=Carried)
+    _repair_cache: RepairCache = field(default_factory=RepairCache)
     _without_plan: set[str] = field(default_factory=set)
 
     def put_on(self, patches: Patches) -> None:
@@ -66,7 +66,7 @@ class ScriptGuard:
         try:
             with guarding:
                 output = guarding.run(call, args, kwargs)
-                self.plan = guarding.amend_plan() or self.plan
+                self.plan = guarding.updated_plan() or self.plan
         except NonFiniteError as error:
             self.failed = True
             remedy = self._advise()
@@ -108,12 +108,12 @@ class ScriptGuard:
             pipe,
             on_fault=self.on_fault,
             announce=self.announce,
-            carried=self._carried,
+            repair_cache=self._repair_cache,
             frames=False,
         )
-        while self._carried.outdated:
+        while self._repair_cache.outdated:
             self.announce(
-                f"The weights of {self._carried.outdated.pop()} were changed since an earlier call "
+                f"The weights of {self._repair_cache.outdated.pop()} were changed since an earlier call "
                 "repaired it; that repair is left away."
             )
         return made

@@ -31,12 +31,18 @@ from stopdown.errors import NonFiniteError
 from stopdown.formats import find_format, name_dtype
 from stopdown.numerics import bound_values, count_non_finite, iterate_tensors, measure_amax
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Door, find_doors, read_precisions
-from stopdown.pipelines.doors import Call, find_argument_names, find_module, put_door, put_layer
+from stopdown.pipelines.call_interception import (
+    Call,
+    find_argument_names,
+    find_module,
+    put_door,
+    put_layer,
+)
+from stopdown.pipelines.components import Callee, find_callees, read_precisions
 from stopdown.records import BlockMaximum, CallSummary, Decision
+from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled, put_sensors
 from stopdown.runtime.clamps import CLAMPED_FROM
-from stopdown.runtime.places import describe_place, name_axes
-from stopdown.runtime.sensors import Notes, find_compiled, is_compiled, put_sensors
+from stopdown.runtime.output_parts import describe_place, name_axes
 
 Observer = Callable[[str, str, int, int], None]
 """Told of each finished call: component, stage, steps done, steps in all (0 when unknown)."""
@@ -47,7 +53,7 @@ class Fault:
     """One call whose output was not what it should be.
 
     Attributes:
-        door: where.
+        callee: where.
         args, kwargs, output: of the call.
         precision: of most of the component's weights.
         step: of the run, from 0; None outside of denoising.
@@ -57,7 +63,7 @@ class Fault:
         is_good: the output is finite and nothing was clamped; it is the inputs that are not.
     """
 
-    door: Door
+    callee: Callee
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
@@ -93,9 +99,9 @@ class Look:
 
 @dataclass
 class _Tally:
-    """What is counted for one door."""
+    """What is counted for one component call."""
 
-    door: Door
+    callee: Callee
     calls: int = 0
     elapsed_s: float = 0.0
     precisions: tuple[str, ...] = ()
@@ -116,7 +122,7 @@ class _Beyond:
 
 @dataclass
 class Watch:
-    """A context manager that stands at every door of a pipeline.
+    """A context manager that intercepts every component call of a pipeline.
 
     Args:
         pipe: a Diffusers pipeline.
@@ -125,7 +131,7 @@ class Watch:
         answer: asked about each fault; it raises, or gives the output to go on with.
         wants_maxima: note the largest magnitude of each block at each step.
         tell: told, once for each argument, that a call is not covered by its plan's certificate.
-        renew: called when the run's steps are set, to stand at doors that are new.
+        renew: called when the run's steps are set, to intercept component calls that are new.
 
     Raises:
         NonFiniteError: out of the pipeline's call, at the first output with NaN or Inf.
@@ -154,8 +160,8 @@ class Watch:
 
     def __enter__(self) -> Watch:
         try:
-            for door in find_doors(self.pipe):
-                self.stand(door)
+            for callee in find_callees(self.pipe):
+                self.stand(callee)
             self.follow_scheduler()
         except BaseException:
             self._patches.undo()
@@ -171,26 +177,26 @@ class Watch:
         """A new run: what an earlier one's scheduler gave says nothing about it."""
         self.last_step, self.last_step_inputs = None, ()
 
-    def stand(self, door: Door) -> None:
-        """Stand at a door; at another of the same component no more."""
-        tally = self._tallies.setdefault(door.component, _Tally(door))
+    def stand(self, callee: Callee) -> None:
+        """Intercept a component call; at another of the same component no more."""
+        tally = self._tallies.setdefault(callee.component, _Tally(callee))
         tally.patches.undo()
-        tally.door, owner = door, find_module(door)
+        tally.callee, owner = callee, find_module(callee)
         if id(owner) not in self._notes:  # both directions of an autoencoder share theirs
             self._notes[id(owner)] = Notes()
-            if not is_compiled(door.owner):
+            if not is_compiled(callee.owner):
                 notes = self._notes[id(owner)]
                 put_sensors(owner, notes, self._patches, maxima=self.wants_maxima)
         tally.notes = self._notes[id(owner)]
-        put_door(door, functools.partial(self._around, door), tally.patches)
+        put_door(callee, functools.partial(self._around, callee), tally.patches)
         self._patches.defer(tally.patches.undo)
 
     def summarize(self) -> tuple[CallSummary, ...]:
         """What each component that was called did, in order of the pipeline's components."""
         return tuple(
             CallSummary(
-                tally.door.component,
-                tally.door.stage,
+                tally.callee.component,
+                tally.callee.stage,
                 tally.calls,
                 tally.elapsed_s,
                 tally.precisions,
@@ -234,31 +240,33 @@ class Watch:
         timesteps = getattr(getattr(self.pipe, "scheduler", None), "timesteps", None)
         return len(timesteps) if timesteps is not None else 0
 
-    def _around(self, door: Door, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _around(
+        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         entered = time.perf_counter()
-        tally = self._tallies[door.component]
+        tally = self._tallies[callee.component]
         if not tally.precisions:
-            found = read_precisions(find_module(door))
+            found = read_precisions(find_module(callee))
             tally.precisions = tuple(name_dtype(dtype) for dtype in found)
         tally.notes.clear()
-        given = name_inputs(args, kwargs, find_argument_names(door))
-        tally.notes.note_inputs(self._limits.get(door.component, {}), given)
+        given = name_inputs(args, kwargs, find_argument_names(callee))
+        tally.notes.note_inputs(self._limits.get(callee.component, {}), given)
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
         tally.calls += 1
         tally.elapsed_s += returned - called
-        seen = self.look(door, output)
+        seen = self.look(callee, output)
         tally.unseen += not seen.is_seen
         tally.non_finite += not seen.is_good
         if seen.inputs or not seen.is_good:
-            step, precision = self._find_step(door), _most(tally)
+            step, precision = self._find_step(callee), _most(tally)
             output = self._answer(
-                Fault(door, args, kwargs, output, precision, step, seen.clamped, call,
+                Fault(callee, args, kwargs, output, precision, step, seen.clamped, call,
                       seen.inputs, seen.is_good)
             )  # fmt: skip
         if self.observer is not None:
-            self.observer(door.component, door.stage, self.steps_done, self._count_all_steps())
+            self.observer(callee.component, callee.stage, self.steps_done, self._count_all_steps())
         self.own_s += (called - entered) + (time.perf_counter() - returned)
         return output
 
@@ -267,12 +275,12 @@ class Watch:
             raise self.describe(fault)
         return self.answer(fault)
 
-    def look(self, door: Door, output: Any) -> Look:
+    def look(self, callee: Callee, output: Any) -> Look:
         """What a call's output and arguments are like.
 
         Cost: two operations, one for each module that clamps, and one host read.
         """
-        notes = self._tallies[door.component].notes
+        notes = self._tallies[callee.component].notes
         outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
         bounds = bound_values(outputs, notes.bounds)
         if bounds is None:
@@ -288,8 +296,8 @@ class Watch:
             if end >= CLAMPED_FROM
         )
         rest = inside[len(notes.clamping) :]
-        self._note_maxima(door, notes, rest[: len(notes.blocks)])
-        self._note_beyond(door, notes, rest[len(notes.blocks) :])
+        self._note_maxima(callee, notes, rest[: len(notes.blocks)])
+        self._note_beyond(callee, notes, rest[len(notes.blocks) :])
         given = pairs[len(pairs) - len(notes.inputs) :]
         spoilt = [
             name
@@ -299,11 +307,11 @@ class Watch:
         notes.clear()
         return Look(is_finite, clamped, tuple(dict.fromkeys(spoilt)), bool(outputs))
 
-    def _note_maxima(self, door: Door, notes: Notes, ends: list[float]) -> None:
+    def _note_maxima(self, callee: Callee, notes: Notes, ends: list[float]) -> None:
         """Keep the largest magnitude of each block in this step; NaN and Inf count as infinite."""
-        step = self._find_step(door)
+        step = self._find_step(callee)
         for (path, dtype, _), end in zip(notes.blocks, ends, strict=True):
-            key = (door.component, path, step, name_dtype(dtype))
+            key = (callee.component, path, step, name_dtype(dtype))
             seen = end if math.isfinite(end) else math.inf
             self._maxima[key] = max(self._maxima.get(key, 0.0), seen)
 
@@ -314,22 +322,22 @@ class Watch:
             limits: `forward.hidden_states` to the magnitude up to which it holds.
         """
         for tally in self._tallies.values():
-            door = tally.door
-            if door.component.partition(".")[0] == component:
+            callee = tally.callee
+            if callee.component.partition(".")[0] == component:
                 mine = [(key.partition("."), size) for key, size in limits.items()]
-                self._limits[door.component] = {
-                    name: size for (method, _, name), size in mine if method == door.method
+                self._limits[callee.component] = {
+                    name: size for (method, _, name), size in mine if method == callee.method
                 }
 
-    def _note_beyond(self, door: Door, notes: Notes, ends: list[float]) -> None:
+    def _note_beyond(self, callee: Callee, notes: Notes, ends: list[float]) -> None:
         """Count the calls that a certificate does not cover; NaN is beyond every limit."""
         for (name, limit, _), end in zip(notes.inputs, ends, strict=True):
             if limit is None or end <= limit:
                 continue
-            seen = self._beyond.setdefault((door.component, name), _Beyond(limit))
+            seen = self._beyond.setdefault((callee.component, name), _Beyond(limit))
             seen.calls, seen.largest = seen.calls + 1, max(seen.largest, end)
             if seen.calls == 1:
-                self.tell(_describe_beyond(door.component, name, seen))
+                self.tell(_describe_beyond(callee.component, name, seen))
 
     @property
     def uncertified(self) -> tuple[str, ...]:
@@ -340,10 +348,10 @@ class Watch:
     def unwatched(self) -> tuple[str, ...]:
         """What nobody looks at, each with the reason."""
         return tuple(
-            f"{tally.door.component}: inside of compiled code neither clamps nor blocks are looked "
+            f"{tally.callee.component}: inside of compiled code neither clamps nor blocks are looked "
             "at; what it returns is."
             for tally in self._tallies.values()
-            if is_compiled(tally.door.owner) or find_compiled(find_module(tally.door))
+            if is_compiled(tally.callee.owner) or find_compiled(find_module(tally.callee))
         )
 
     @property
@@ -357,7 +365,7 @@ class Watch:
     def note_precisions(self, module: torch.nn.Module, precisions: tuple[str, ...]) -> None:
         """The weights of a component were cast: what they are now comes before what they were."""
         for tally in self._tallies.values():
-            if find_module(tally.door) is module and tally.precisions:
+            if find_module(tally.callee) is module and tally.precisions:
                 tally.precisions = tuple(dict.fromkeys((*precisions, *tally.precisions)))
 
     def name_last_step(self) -> str:
@@ -369,13 +377,13 @@ class Watch:
     def unseen(self) -> tuple[str, ...]:
         """Components that returned nothing that could be looked at, each as a sentence."""
         return tuple(
-            f"No tensor could be looked at in what `{tally.door.component}` gave."
+            f"No tensor could be looked at in what `{tally.callee.component}` gave."
             for tally in self._tallies.values()
             if tally.unseen
         )
 
-    def _find_step(self, door: Door) -> int | None:
-        return self.steps_done if door.stage == "denoise" else None
+    def _find_step(self, callee: Callee) -> int | None:
+        return self.steps_done if callee.stage == "denoise" else None
 
     def describe(self, fault: Fault, found: str = "") -> NonFiniteError:
         """The error that ends a run at a fault.
@@ -383,22 +391,22 @@ class Watch:
         Args:
             found: what is known besides of how it began, in whole sentences.
         """
-        door, precision = fault.door, fault.precision
+        callee, precision = fault.callee, fault.precision
         inputs = [t for t in iterate_tensors((fault.args, fault.kwargs)) if t.is_floating_point()]
-        parts = [found, _describe_inputs(inputs, precision), self._name_reason(door)]
+        parts = [found, _describe_inputs(inputs, precision), self._name_reason(callee)]
         return NonFiniteError(
             self.name_fault(fault),
             expected=" ".join(filter(None, parts)),
-            remedy=suggest_remedy(door, precision),
+            remedy=suggest_remedy(callee, precision),
         )
 
     def name_fault(self, fault: Fault) -> str:
         """What was found and where, in one sentence."""
         outputs = [t for t in iterate_tensors(fault.output) if t.is_floating_point()]
-        place = f"{self._name_place(fault.door)}, in {fault.precision}."
+        place = f"{self._name_place(fault.callee)}, in {fault.precision}."
         if fault.clamped:
             return (
-                f"`{fault.door.component}` gave a finite result of values that were not: "
+                f"`{fault.callee.component}` gave a finite result of values that were not: "
                 f"{len(fault.clamped)} clamps at the end of fp16 were hit, the first in "
                 f"{fault.clamped[0]}{place}"
             )
@@ -406,18 +414,18 @@ class Watch:
         nan, infinite = (sum(column) for column in zip(*counts, strict=True))
         total = sum(tensor.numel() for tensor in outputs)
         return (
-            f"`{fault.door.component}` gave {name_counts(nan, infinite)} in {total} values"
+            f"`{fault.callee.component}` gave {name_counts(nan, infinite)} in {total} values"
             f"{_describe_part(fault)}{place}"
         )
 
-    def _name_place(self, door: Door) -> str:
-        if door.stage != "denoise" or not self._count_all_steps():
+    def _name_place(self, callee: Callee) -> str:
+        if callee.stage != "denoise" or not self._count_all_steps():
             return ""
         return f" at step {self.steps_done + 1} of {self._count_all_steps()}"
 
-    def _name_reason(self, door: Door) -> str:
+    def _name_reason(self, callee: Callee) -> str:
         for decision in self.decisions:
-            if decision.component == door.component:
+            if decision.component == callee.component:
                 return f'{decision.precision} was chosen for it: "{decision.reason}"'
         return ""
 
@@ -432,11 +440,11 @@ def _describe_beyond(component: str, name: str, seen: _Beyond) -> str:
 
 def _describe_part(fault: Fault) -> str:
     """` (row 2 of 2, frame 3 of 5)`; "" when the fault is everywhere in its output."""
-    names = find_argument_names(fault.door)
+    names = find_argument_names(fault.callee)
     given = {**dict(zip(names, fault.args, strict=False)), **fault.kwargs}
     for tensor in iterate_tensors(fault.output):
         if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
-            place = describe_place(bad, name_axes(fault.door, tuple(tensor.shape), given))
+            place = describe_place(bad, name_axes(fault.callee, tuple(tensor.shape), given))
             return f" ({place})" if place else ""
     return ""
 
@@ -469,7 +477,7 @@ def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
     return f"Its inputs were finite (largest {largest:.5g}{ends})."
 
 
-def suggest_remedy(door: Door, precision: str) -> str:
+def suggest_remedy(callee: Callee, precision: str) -> str:
     """What to type after a component gave NaN or Inf in a precision."""
     if precision == "fp32":
         return (
@@ -477,5 +485,5 @@ def suggest_remedy(door: Door, precision: str) -> str:
             "range. Load the model again from its source."
         )
     if precision == "fp16":
-        return f"Use `--precision {door.component}=bf16`, or fp32 where bf16 is slow or missing."
-    return f"Use `--precision {door.component}=fp32`."
+        return f"Use `--precision {callee.component}=bf16`, or fp32 where bf16 is slow or missing."
+    return f"Use `--precision {callee.component}=fp32`."

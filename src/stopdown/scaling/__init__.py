@@ -1,8 +1,8 @@
 """Rescaling: exponents that bring a bf16-trained module into fp16's range without changing it."""
 
-from stopdown.scaling.folding import Rescaling, Scaling, cast_, fold_scaling
+from stopdown.scaling.folds import Rescaling, Scaling, cast_, fold_scaling
 from stopdown.scaling.problem import Measured
-from stopdown.scaling.rescaling import (
+from stopdown.scaling.rescale import (
     check_residual,
     find_folds,
     find_scaling,

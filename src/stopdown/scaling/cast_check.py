@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stopdown.capture import name_parameters
 from stopdown.errors import ScalingError
 from stopdown.formats import name_dtype
+from stopdown.graph.capture import name_parameters
 from stopdown.patches import Patches
 
 CHECK = "stopdown_cast_check"

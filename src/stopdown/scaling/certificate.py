@@ -29,13 +29,13 @@ from stopdown.bounds.propagation import (
     Load,
     bound_call,
 )
-from stopdown.capture import Capture, name_parameters
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.blocks import Blocks
+from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
-from stopdown.scaling.folding import Scaling
+from stopdown.scaling.folds import Scaling
 from stopdown.scaling.problem import Measured, Problem, split_values
 
 RANGES = ("measured", "bound", "auto")

@@ -15,8 +15,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown import numerics
-from stopdown.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
+from stopdown.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.nodes import (
     LARGEST_TAME,
     arguments,

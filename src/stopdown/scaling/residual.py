@@ -25,13 +25,13 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.errors import ScalingError
+from stopdown.graph.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
-from stopdown.scaling.folding import put_stream
+from stopdown.scaling.folds import put_stream
 from stopdown.scaling.problem import count_flops, is_inside
 
 LARGEST_KEPT = 1 << 17

@@ -27,7 +27,7 @@ from stopdown.graph.operations import find_operation
 from stopdown.scaling.equations import ZERO, System
 
 
-class Surroundings(Protocol):
+class RuleContext(Protocol):
     """What a rule may ask about the graph that it stands in."""
 
     system: System
@@ -57,7 +57,7 @@ class Site:
 
     node: Node
     block: int | None
-    around: Surroundings
+    around: RuleContext
 
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)

@@ -29,7 +29,7 @@ from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, re
 from stopdown.patches import Patches
 from stopdown.randomness import find_random
 from stopdown.records import Trial
-from stopdown.scaling.folding import Scaling, cast_, fold_scaling
+from stopdown.scaling.folds import Scaling, cast_, fold_scaling
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""

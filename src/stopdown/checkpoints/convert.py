@@ -1,0 +1,567 @@
+"""`convert`: a plan written into weights and configurations, for programs that know nothing of plans.
+
+The checkpoint is loaded in fp32, each component's exponents are brought into a form that files hold
+(`expressing`), folded in, cast to fp16 and written with the descriptions of the original beside them.
+A single file is written again row by row, with its own names. Everything is written beside its place
+and renamed at the end.
+
+**Catches** plans for another checkpoint, what files cannot hold, weights beyond fp16, places that
+cannot be written; all of it before the first byte stays.
+**Does not catch** programs that change eps, precision or attention by themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.checkpoints.export import EFFECT_LIMIT, Expressed, express_component
+from stopdown.environment import choose_device, read_version
+from stopdown.errors import (
+    CaptureError,
+    InputError,
+    OptionError,
+    OutputError,
+    ScalingError,
+)
+from stopdown.formats import FORMATS, list_some
+from stopdown.json_files import UnreadableError, parse_json
+from stopdown.outputs import check_target, written_beside
+from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
+from stopdown.pipelines.folders import (
+    copy_descriptions,
+    copy_weights,
+    edit_config,
+    find_dtype_field,
+    told_as_oserror,
+    write_card,
+    write_weights,
+)
+from stopdown.pipelines.headers import RESCALED_ENTRY, read_header_bytes
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
+from stopdown.pipelines.sources import (
+    Source,
+    read_stored_dtypes,
+    resolve_source,
+    verify_source,
+)
+from stopdown.plans.applier import apply_plan, check_source
+from stopdown.plans.calibrated import list_requests, read_scaling
+from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls
+from stopdown.plans.exponents import describe_failure
+from stopdown.plans.files import read_plan
+from stopdown.records import (
+    ComponentPlan,
+    Conversion,
+    ConvertedComponent,
+    Plan,
+    read_record,
+    to_json,
+)
+from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.scaling.folds import split_name
+
+RECORD_NAME = "stopdown.json"
+"""The record inside a converted folder, with the names and sizes of all that was written there."""
+
+MARK = "stopdown"
+"""The entry in the metadata of a converted single file: the version, and the seal of the plan."""
+
+
+@dataclass
+class _Work:
+    """A checkpoint on its way to other files.
+
+    Attributes:
+        source: complete, with its class and components.
+        described: folder of its configurations.
+        pipe: the pipeline in fp32.
+        plan: what belongs to it.
+        leave: components that are written as they are stored.
+        is_file: it becomes a single file.
+        expressed: component to its exponents as files hold them.
+        problems: component to why it cannot be written.
+    """
+
+    source: Source
+    described: Path
+    pipe: Any
+    plan: Plan
+    leave: tuple[str, ...]
+    is_file: bool
+    expressed: dict[str, Expressed] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)
+
+
+def convert(
+    source: str | Path | Source,
+    output: str | Path,
+    plan: Plan | str | Path,
+    *,
+    leave: Sequence[str] = (),
+    allow_eps: bool = False,
+    force: bool = False,
+    device: str = "cpu",
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Write a checkpoint so that programs without Stopdown run it in fp16 as its plan says.
+
+    Args:
+        source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
+        output: a folder that does not exist or is empty, or for a single file a `.safetensors`.
+        plan: of this checkpoint, or its path.
+        leave: components that are written as they are stored.
+        allow_eps: write also where eps that no configuration sets change an output by more than
+            `EFFECT_LIMIT`.
+        force: replace what `convert` wrote at OUT before: a folder that holds its files and nothing
+            else, or a `.safetensors` file with its mark.
+        device: where components are run when their exponents are found anew.
+        request: sizes, picture or video of those runs, as for `make_plan`.
+        config: for a single file, a Diffusers folder or Hub id with its configs.
+        progress: told of stage, what, done and total.
+
+    Raises:
+        OptionError: a component cannot be written so, with all reasons; an option does not fit.
+        OutputError: the place is taken or cannot be written.
+        PlanError: the plan is damaged or belongs to another checkpoint.
+        SourceError: the model is missing, damaged or refused.
+
+    Cost: the pipeline in fp32 in memory; where a plan cannot be written as it is, a run in fp32 for
+    each of its prompts, and captures as for `make_plan`.
+    """
+    started = time.perf_counter()
+    wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+    found = source if isinstance(source, Source) else resolve_source(source)
+    verify_source(found)
+    target = Path(output)
+    path = None if isinstance(plan, Plan) else plan
+    replaces = _check_target(found, target, path, force)
+    with quiet_libraries():
+        work = _open(found, target, wanted, leave, device, request, config, progress)
+        _express_all(work, allow_eps, request or Request(), progress)
+        _refuse(work, allow_eps)
+        with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
+            unread = _write(work, part, progress)
+            if not work.is_file:
+                write_card(part, _word_card(work))
+            record = _describe(work, output, part, unread, time.perf_counter() - started)
+            if not work.is_file:
+                (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+    return record
+
+
+def _check_target(
+    source: Source, target: Path, plan: str | Path | None, force: bool
+) -> Callable[[Path], str]:
+    """Refuse a place before anything is loaded; what may be replaced there comes back."""
+    is_file = target.suffix.lower() == ".safetensors"
+    if is_file and source.kind != "file":
+        raise OptionError(
+            f"OUT {target} is a single file and {source.name} is a folder.",
+            expected="A single file is made from a single file, whose names it keeps.",
+            remedy=f"Give a folder: stopdown convert {source.name} {target.with_suffix('')}",
+        )
+    _refuse_nested(source, target, plan)
+    describe = describe_other_file if is_file else describe_other_folder
+
+    def replaces(path: Path) -> str:
+        is_free = path.is_dir() and not any(path.iterdir())
+        what = "" if is_free else describe(path)
+        return what or ("" if is_free or force else "a model that convert wrote; --force does that")
+
+    check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
+    return replaces
+
+
+def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
+    """Refuse an OUT that is, holds or lies in what is read; links are followed."""
+    place = Path(os.path.realpath(target))
+    folder = Path(os.path.realpath(source.path))
+    if place == folder:
+        raise OutputError(
+            f"OUT {target} is the model itself.",
+            remedy="Give another place; it is not overwritten.",
+        )
+    if source.path.is_dir() and place.is_relative_to(folder):
+        raise OutputError(
+            f"OUT {target} lies in the folder of the model, {folder}.",
+            expected="What is read and what is written are apart.",
+            remedy="Give another place.",
+        )
+    read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
+    for path in read:
+        if Path(os.path.realpath(path)).is_relative_to(place):
+            raise OutputError(
+                f"OUT {target} holds {path}, which is read.",
+                expected="What is read and what is written are apart.",
+                remedy="Give another place.",
+            )
+
+
+def _list_files(path: Path) -> list[Path]:
+    """A file itself; of a folder every file, also behind links."""
+    if not path.is_dir():
+        return [path]
+    return [
+        Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
+    ]
+
+
+def describe_other_folder(folder: Path) -> str:
+    """What a folder holds that `convert` did not write there; empty when that is all it holds."""
+    try:
+        record = read_record(folder / RECORD_NAME, Conversion)
+    except InputError:
+        return "a folder that convert did not write"
+    found = _measure_files(folder)
+    others = [name for name, size in found.items() if record.files.get(name) != size]
+    if not others:
+        return ""
+    return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
+
+
+def _measure_files(folder: Path) -> dict[str, int]:
+    """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        for name in [*names, *links]:
+            path = Path(place, name)
+            state = path.lstat()
+            found[path.relative_to(folder).as_posix()] = (
+                state.st_size if stat.S_ISREG(state.st_mode) else -1
+            )
+        if not folders and not names:
+            found[f"{Path(place).relative_to(folder).as_posix()}/"] = -1
+    found.pop(RECORD_NAME, None)
+    return found
+
+
+def describe_other_file(path: Path) -> str:
+    """What a `.safetensors` file is that `convert` did not write; empty when it did."""
+    try:
+        header = parse_json(read_header_bytes(path)[8:])
+        return "" if MARK in header["__metadata__"] else _NOT_CONVERTED
+    except (UnreadableError, KeyError, TypeError):
+        return _NOT_CONVERTED
+
+
+_NOT_CONVERTED = "a file that convert did not write"
+
+
+def _open(
+    source: Source,
+    target: Path,
+    plan: Plan,
+    leave: Sequence[str],
+    device: str,
+    request: Request | None,
+    config: str | Path | None,
+    progress: Progress | None,
+) -> _Work:
+    """The pipeline in fp32, after a look whether plan and options belong to it."""
+    check_source(plan, source)
+    source, described = complete_source(source, config=config)
+    chosen = choose_class(source.pipeline_class, request or Request())
+    source = dataclasses.replace(source, pipeline_class=chosen)
+    names = [entry.component for entry in plan.components]
+    for name in leave:
+        if name not in names:
+            raise OptionError(
+                f"--leave {name} names no component of {source.name}.",
+                expected=f"It has {', '.join(names)}.",
+                remedy=f"Use --leave {names[0]}.",
+            )
+
+    def report(what: str, done: int, total: int) -> None:
+        _tell(progress, "load", what, done, total)
+
+    where = choose_device(device)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report, config=described)
+    inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
+    apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
+    if where.type != "cpu":
+        pipe.to(where.torch_name)
+    pipe.set_progress_bar_config(disable=True)
+    return _Work(source, described, pipe, plan, tuple(leave), target.suffix == ".safetensors")
+
+
+def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
+    if progress is not None:
+        progress(stage, what, done, total)
+
+
+def _is_left(work: _Work, entry: ComponentPlan) -> bool:
+    return entry.component in work.leave or entry.precision == "as loaded"
+
+
+def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progress | None) -> None:
+    """Bring every component into a form that files hold, or note why there is none."""
+
+    @functools.cache
+    def record() -> Mapping[str, Sequence[RecordedCall]]:
+        requests = list_requests(work.pipe, work.plan.prompts or None, work.plan.steps, request)
+        return record_calls(work.pipe, requests, progress)
+
+    for number, entry in enumerate(work.plan.components):
+        name = entry.component
+        _tell(progress, "measure", name, number, len(work.plan.components))
+        if _is_left(work, entry):
+            continue
+        if entry.precision != "fp16":
+            reasons = " ".join(entry.reasons)
+            work.problems[name] = f"its plan runs it in {entry.precision}. {reasons}"
+            continue
+        try:
+            found = express_component(
+                getattr(work.pipe, name),
+                entry,
+                read_scaling(entry),
+                lambda name=name: record().get(name, ()),  # type: ignore[misc]
+                has_config=not work.is_file,
+            )
+        except (CaptureError, ScalingError) as error:
+            work.problems[name] = describe_failure(error)
+            continue
+        work.expressed[name] = found
+        if found.effect > EFFECT_LIMIT and not allow_eps:
+            work.problems[name] = _describe_effect(found)
+
+
+def _describe_effect(found: Expressed) -> str:
+    named = sorted(found.left)
+    rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return (
+        f"no configuration sets {', '.join(named[:3])}{rest}, and without that its output is "
+        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+    )
+
+
+def _refuse(work: _Work, allow_eps: bool) -> None:
+    """Refuse what cannot be written, all components in one message."""
+    if not work.problems:
+        return
+    parts = [f"{name}: {why}" for name, why in work.problems.items()]
+    is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
+    leave = " ".join(f"--leave {name}" for name in work.problems)
+    raise OptionError(
+        f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
+        f"{' '.join(parts)}",
+        expected="Files hold weights and configurations: no multiplies, islands or casts.",
+        remedy=f"Write as stored what cannot be: {leave}."
+        + (" Or take the difference: --allow-eps." if is_eps else "")
+        + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",
+    )
+
+
+def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
+    """Write everything; the tensors of a single file that Diffusers does not read come back."""
+    if work.is_file:
+        return _write_file(work, part, progress)
+    names = [name for name in work.source.components if (work.described / name).is_dir()]
+    copy_descriptions(work.described, part, names)
+    for number, entry in enumerate(work.plan.components):
+        _tell(progress, "write", entry.component, number, len(work.plan.components))
+        if _is_left(work, entry):
+            _write_as_stored(work, entry.component, part)
+        else:
+            _write_component(work, entry.component, part / entry.component)
+    _tell(progress, "write", "done", len(work.plan.components), len(work.plan.components))
+    return ()
+
+
+def _write_component(work: _Work, name: str, folder: Path) -> None:
+    """Fold, cast and write one component, and let its fp32 weights go."""
+    module, found = getattr(work.pipe, name), work.expressed[name]
+    fold_scaling(module, found.scaling)
+    cast_(module, torch.float16, found.scaling)
+    _demand_finite(name, module)
+    entries = {RESCALED_ENTRY: _word_entry([name])} if found.scaling.exponents else None
+    write_weights(module, folder, entries)
+    changes = _list_fields(work, name)
+    if dtype_field := find_dtype_field(folder / "config.json"):
+        changes[dtype_field] = "float16"
+    edit_config(folder / "config.json", changes)
+
+
+def _demand_finite(name: str, module: torch.nn.Module) -> None:
+    """Refuse weights that fp16 does not hold: those of layers that no call reached."""
+    bad = [
+        f"{name}:{tensor_name}"
+        for tensor_name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+    if bad:
+        raise OptionError(
+            f"Weights are beyond 65504 in {', '.join(bad)}.",
+            expected="No measured call used them, so the plan has no exponent for them.",
+            remedy=f"Use --leave {name}, or make a plan whose runs use them.",
+        )
+
+
+def _list_fields(work: _Work, name: str) -> dict[str, Any]:
+    """Fields of a component's configuration that change, with their new values."""
+    module = getattr(work.pipe, name)
+    fields: dict[str, Any] = dict(work.expressed[name].fields)
+    if is_autoencoder(module) and getattr(module.config, "force_upcast", False):
+        fields["force_upcast"] = False
+    return fields
+
+
+def _write_as_stored(work: _Work, name: str, part: Path) -> None:
+    """A component that is left: its own files, or from a single file, in the dtype stored there."""
+    if work.source.kind != "file":
+        copy_weights(work.source.path / name, part / name)
+        return
+    module = getattr(work.pipe, name)
+    cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
+    write_weights(module, part / name)
+
+
+def _find_stored(work: _Work, name: str) -> str:
+    """The format that most of a component is stored in, among those that Diffusers loads."""
+    stored = read_stored_dtypes(work.source)
+    counts = stored.get(name, stored.get("checkpoint", {}))
+    known = {dtype: size for dtype, size in counts.items() if dtype in ("fp16", "bf16", "fp32")}
+    return max(known, key=lambda dtype: known[dtype], default="fp32")
+
+
+def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
+    left = [entry.component for entry in work.plan.components if _is_left(work, entry)]
+    folds = {name: found.scaling.exponents for name, found in work.expressed.items()}
+    _tell(progress, "write", "names", 0, 2)
+    try:
+        rows = trace_rows(work.source, work.described)
+        spread = spread_exponents(rows, folds, left)
+        _tell(progress, "write", part.suffix, 1, 2)
+        entries = {MARK: f"{read_version('stopdown')} plan {work.plan.seal}"}
+        if rescaled := [name for name, exponents in folds.items() if exponents]:
+            entries[RESCALED_ENTRY] = _word_entry(rescaled)
+        write_single_file(work.source.path, part, spread, entries)
+    except ScalingError as error:
+        raise OptionError(
+            f"{work.source.name} cannot be written as a single file. {error.what}",
+            expected="Each row of the file belongs to rows of parameters with one exponent.",
+            remedy="Give a folder as OUT, or leave that component: --leave COMPONENT.",
+        ) from error
+    _tell(progress, "write", "done", 2, 2)
+    return rows.find_unread()
+
+
+def _word_entry(names: Sequence[str]) -> str:
+    """What the metadata of a file with these rescaled components says."""
+    return (
+        f"{', '.join(names)}: weights are times powers of two; an adapter (LoRA) for the original does "
+        "not fit"
+    )
+
+
+def _word_card(work: _Work) -> str:
+    """What the card of a converted folder says before all else."""
+    rescaled = [name for name, found in work.expressed.items() if found.scaling.exponents]
+    if rescaled:
+        what = (
+            f"The weights of {', '.join(rescaled)} are rescaled: stored times powers of two, so that no "
+            "value of theirs overflows fp16. The model computes what the original computes.\n\n"
+            "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
+            "not fit these weights**: what they add is of another scale, and the picture is wrong "
+            "without an error. Load them into the original, and convert that: `stopdown.make_plan(pipe)` "
+            "plans with what is loaded."
+        )
+    else:
+        what = "No weight had to be rescaled. It was cast to fp16."
+    return (
+        f"# {work.source.name}, converted to fp16 by Stopdown\n\n{what}\n\n"
+        f"What was done to each component stands in `{RECORD_NAME}`.\n"
+    )
+
+
+def _describe(
+    work: _Work, output: str | Path, part: Path, unread: tuple[str, ...], elapsed_s: float
+) -> Conversion:
+    components = tuple(_describe_component(work, entry) for entry in work.plan.components)
+    return Conversion(
+        source=work.source.name,
+        output=str(output),
+        plan=work.plan.seal,
+        components=components,
+        load=_describe_load(work, output),
+        unread=unread,
+        elapsed_s=round(elapsed_s, 3),
+        files={} if work.is_file else _measure_files(part),
+        version=read_version("stopdown") or "",
+    )
+
+
+def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent:
+    name = entry.component
+    if _is_left(work, entry):
+        why = "It was left as it is stored."
+        if entry.precision == "as loaded":
+            why = f"{why} {' '.join(entry.reasons)}"
+        return ConvertedComponent(name, "as stored", reasons=(why,))
+    found = work.expressed[name]
+    return ConvertedComponent(
+        component=name,
+        precision="fp16",
+        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
+        solved_anew=found.anew,
+        fields={} if work.is_file else _list_fields(work, name),
+        eps_left=dict(found.left),
+        effect=found.effect,
+        calls=found.calls if found.left else 0,
+        kept_fp32=find_kept_fp32(type(getattr(work.pipe, name)), "fp16"),
+        reasons=tuple(_list_reasons(work, entry, found)),
+    )
+
+
+def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
+    if found.anew:
+        yield "Its exponents were found anew, because a file cannot hold those of the plan."
+    if found.left:
+        change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
+        yield (
+            f"Eps that no configuration sets: {len(found.left)}. Without them its output {change} in "
+            f"{found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+        )
+    else:
+        yield "But for rounding its weights to fp16 it is bit for bit the original."
+    if math.isfinite(found.scaling.headroom_bits) and not found.scaling.certified:
+        yield (
+            f"In the measured calls its values stay {found.scaling.headroom_bits:.1f} bits below the end "
+            "of fp16; nothing watches them without Stopdown."
+        )
+    if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
+        yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."
+
+
+def _describe_load(work: _Work, output: str | Path) -> str:
+    """How plain Diffusers loads what was written."""
+    dtypes = {
+        entry.component: f"torch.{FORMATS[_find_stored(work, entry.component)].torch_dtype}"
+        for entry in work.plan.components
+        if entry.component in work.leave
+    }
+    wanted = "torch.float16"
+    if dtypes:
+        listed = [
+            f'"{name}": {dtype.replace("torch.torch", "torch")}' for name, dtype in dtypes.items()
+        ]
+        wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
+    method = "from_single_file" if work.is_file else "from_pretrained"
+    return f'{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'

@@ -1,0 +1,220 @@
+"""What files can hold of a component's plan: folds, and the eps that its configuration sets.
+
+A weight file has no place for multiplies, islands and casts, and a `config.json` sets the eps of many
+norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has a
+field. Else eps have to stay as they are, or the exponents are found again. In this order:
+
+1. the plan's own folds, where the eps that cannot be written change no bit of an output;
+2. folds found anew: the eps of one field change together, all others stay as they are: exact;
+3. the plan's own folds with a change, or folds found anew with eps free: what changes least.
+
+What 1 and 3 change in the component's output is measured on recorded calls, in fp32: outputs with and
+without the eps that cannot be written.
+
+**Catches** every eps that the files will not hold.
+**Does not catch** an effect on other calls than those that were recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from stopdown.errors import CaptureError, ScalingError
+from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.eps_fields import find_eps_fields, read_field
+from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.exponents import (
+    find_call,
+    group_calls,
+    leave_out_failing,
+    measure_kind,
+    place_arguments,
+)
+from stopdown.records import ComponentPlan
+from stopdown.scaling import Measured, Scaling, find_folds, fold_scaling
+from stopdown.scaling.folds import split_name
+from stopdown.scaling.trial import run_call
+
+EFFECT_LIMIT = 2.0**-11
+"""Relative change of an output that passes: half a unit in the last place of fp16."""
+
+Fields = Mapping[str, frozenset[str]]
+"""Field of a configuration to the places whose eps it sets."""
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """Exponents of a component as files hold them.
+
+    Attributes:
+        scaling: folds, and the eps that fields set.
+        fields: field of the configuration to its new value.
+        left: eps that no field reaches: place to the exponent that it should have.
+        effect: relative L2 change of the outputs because of them, the worst of all calls.
+        calls: how many calls it was measured on; 0 when nothing is left.
+        anew: the exponents are not the plan's.
+    """
+
+    scaling: Scaling
+    fields: Mapping[str, float] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
+    effect: float = 0.0
+    calls: int = 0
+    anew: bool = False
+
+
+def express_component(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    scaling: Scaling,
+    record: Callable[[], Sequence[RecordedCall]],
+    *,
+    has_config: bool = True,
+) -> Expressed:
+    """A component's exponents as files hold them, with the least effect that was found.
+
+    Args:
+        module: in fp32; left as it was.
+        entry: what the plan says of it.
+        scaling: the exponents of that entry.
+        record: gives the calls that a pipeline makes of it; called when they are needed.
+        has_config: there will be a configuration beside the weights.
+
+    Raises:
+        ScalingError: no folds alone keep it in range, or there is no call to measure.
+        CaptureError: a call cannot be captured.
+
+    Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
+    forwards in fp32 for each kind of call.
+    """
+    fields = find_eps_fields(module) if has_config else {}
+    planned = None
+    if _is_folds_alone(module, entry):
+        planned = _write_eps(module, scaling, fields)
+        if not planned.left:
+            return planned
+    calls = leave_out_failing(module, record())
+    if not calls:
+        raise ScalingError(
+            f"Its plan has {describe_rest(entry)}, and no run of the pipeline calls it to measure what "
+            "that changes."
+        )
+    best: Expressed | None = None
+    for candidate, most in _find_candidates(module, planned, calls, fields):
+        tried = replace(candidate, **_measure_effect(module, candidate, calls))
+        if best is None or tried.effect < best.effect:
+            best = tried
+        if best.effect <= most:
+            return best
+    if best is None:
+        raise ScalingError(
+            "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
+            f"{describe_rest(entry)}."
+        )
+    return best
+
+
+def describe_rest(entry: ComponentPlan) -> str:
+    """What a plan has besides folds: `2 multiplies and the islands patch_embed`."""
+    parts = []
+    if count := len(entry.multiplies):
+        parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
+    if entry.islands:
+        parts.append(f"the fp32 island{'s' * (len(entry.islands) > 1)} {', '.join(entry.islands)}")
+    if entry.outputs:
+        parts.append("an output in fp32")
+    if entry.stream is not None:
+        inside = ", ".join(entry.stream.closed)
+        parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
+    return " and ".join(parts) or "eps that no configuration sets"
+
+
+def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
+    """Whether a file can hold everything but perhaps some eps."""
+    beyond = entry.multiplies or entry.islands or entry.outputs or entry.stream is not None
+    return not beyond and _are_stored(module, entry.exponents)
+
+
+def _are_stored(module: torch.nn.Module, exponents: Mapping[str, int]) -> bool:
+    stored = module.state_dict().keys()
+    return all(split_name(name)[0] in stored for name in exponents)
+
+
+def _find_candidates(
+    module: torch.nn.Module,
+    planned: Expressed | None,
+    calls: Sequence[RecordedCall],
+    fields: Fields,
+) -> Iterator[tuple[Expressed, float]]:
+    """Exponents that files can hold but for some eps, and with which effect to look no further."""
+    if planned is not None:
+        yield planned, 0.0
+    measured = _measure_ranges(module, calls)
+    groups = list(fields.values())
+    for tied, free in ((groups, False), (groups, True), ([], True)):
+        if found := find_folds(module, measured, tied, free=free):
+            yield _write_eps(module, found, fields, anew=True), EFFECT_LIMIT
+
+
+def _measure_ranges(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[Measured]:
+    """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
+    measured = []
+    for group in group_calls(calls):
+        try:
+            measured.append(measure_kind(module, group, torch.float16))
+        except (CaptureError, ScalingError):
+            if not group[0].made_up:
+                raise
+    return measured
+
+
+def _write_eps(
+    module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
+) -> Expressed:
+    """Split the eps of a scaling into those that fields set and those that none does."""
+    written: dict[str, int] = {}
+    values: dict[str, float] = {}
+    for name, places in fields.items():
+        wanted = {scaling.eps.get(place, 0) for place in places}
+        exponent = wanted.pop()
+        value = math.ldexp(read_field(module, name), exponent)
+        if not wanted and exponent and value >= torch.finfo(torch.float32).tiny:
+            written |= dict.fromkeys(places, exponent)
+            values[name] = value
+    left = {place: exponent for place, exponent in scaling.eps.items() if place not in written}
+    return Expressed(replace(scaling, eps=written), values, left, anew=anew)
+
+
+def _measure_effect(
+    module: torch.nn.Module, expressed: Expressed, calls: Sequence[RecordedCall]
+) -> dict[str, Any]:
+    """Relative L2 change of the outputs that the eps left behind make; infinite when not finite."""
+    worst = 0.0
+    before = list(_run(module, calls))
+    rescaling = fold_scaling(module, expressed.scaling)
+    try:
+        for old, new in zip(before, _run(module, calls), strict=True):
+            worst = max(worst, _compare(old, new))
+    finally:
+        rescaling.undo()
+    return {"effect": worst, "calls": len(calls)}
+
+
+def _run(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Iterator[torch.Tensor]:
+    for call in calls:
+        args, kwargs = place_arguments(module, call)
+        output, _ = run_call(module, find_call(module, call), args, kwargs)
+        yield from (x.cpu() for x in iterate_tensors(output) if x.is_floating_point())
+
+
+def _compare(old: torch.Tensor, new: torch.Tensor) -> float:
+    if torch.equal(old, new):
+        return 0.0
+    size = float(old.double().norm()) or 1.0
+    error = float((new.double() - old.double()).norm()) / size
+    return error if math.isfinite(error) else math.inf

@@ -1,0 +1,225 @@
+"""How far one run is from another: frames, latents, calls, and where the two first part.
+
+Frames are fp32 in [0, 1] as the pipeline gave them; NaN counts as black, which is what a cast makes
+of it. Nothing is rounded to 8 bits before it is measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from stopdown.comparison.headroom import SPOILT, count_bits
+from stopdown.comparison.probes import Trace
+from stopdown.comparison.records import CallError, Heat, Measures, Parting
+from stopdown.numerics import relative_l2
+
+Frames = np.ndarray[Any, Any]
+
+PARTING = 0.05
+"""Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
+
+_SSIM_WINDOW = 11
+
+
+def clean_frames(frames: Frames) -> tuple[Frames, int]:
+    """`[T, H, W, 3]` fp32 in [0, 1] with NaN as black, and how many values were not finite."""
+    broken = int((~np.isfinite(frames)).sum())
+    cleaned = np.nan_to_num(frames.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
+    return np.clip(cleaned, 0.0, 1.0), broken
+
+
+def measure_frames(frames: Frames, reference: Frames) -> tuple[Measures, Frames | None]:
+    """The distance between two clips, and FLIP error maps.
+
+    Args:
+        frames, reference: `[T, H, W, 3]` fp32 in [0, 1] of the same shape.
+
+    Returns:
+        Measures, and `[T, H, W]` fp32 from 0 to 1; None where FLIP is not installed.
+    """
+    difference = frames.astype(np.float64) - reference
+    mse = float(np.mean(difference**2))
+    maps = _map_flip(frames, reference)
+    changes = np.diff(difference, axis=0)
+    measures = Measures(
+        identical=mse == 0.0,
+        rmse=math.sqrt(mse),
+        psnr_db=_measure_psnr(frames, reference) if mse else None,
+        ssim=_measure_ssim(frames, reference),
+        flip=None if maps is None else float(maps.mean()),
+        flicker=float(np.sqrt(np.mean(changes**2))) if len(frames) > 1 else None,
+    )
+    return measures, maps
+
+
+def _measure_psnr(frames: Frames, reference: Frames) -> float:
+    from torchmetrics.functional.image import peak_signal_noise_ratio
+
+    pair = torch.from_numpy(frames).double(), torch.from_numpy(reference).double()
+    return float(peak_signal_noise_ratio(*pair, data_range=1.0))
+
+
+def _measure_ssim(frames: Frames, reference: Frames) -> float | None:
+    """Mean over frames of SSIM (Wang et al. 2004); windows at the border reflect the picture."""
+    from torchmetrics.functional.image import structural_similarity_index_measure
+
+    if min(frames.shape[1:3]) < _SSIM_WINDOW:
+        return None
+    scores = [
+        structural_similarity_index_measure(
+            torch.from_numpy(one).permute(2, 0, 1)[None],
+            torch.from_numpy(other).permute(2, 0, 1)[None],
+            data_range=1.0,
+        )
+        for one, other in zip(frames, reference, strict=True)
+    ]
+    return float(torch.stack([torch.as_tensor(score) for score in scores]).mean())
+
+
+def _map_flip(frames: Frames, reference: Frames) -> Frames | None:
+    """FLIP error map of each frame at 67 pixels a degree, the library's default."""
+    if importlib.util.find_spec("flip_evaluator") is None:
+        return None
+    import flip_evaluator
+
+    maps = [
+        flip_evaluator.evaluate(
+            np.ascontiguousarray(other),
+            np.ascontiguousarray(one),
+            "LDR",
+            applyMagma=False,
+            computeMeanError=False,
+        )[0][..., 0]
+        for one, other in zip(frames, reference, strict=True)
+    ]
+    return np.stack(maps)
+
+
+def measure_latents(
+    latents: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
+) -> tuple[float | None, ...]:
+    """Relative L2 error of the latents after each step; None where it is not finite."""
+    pairs = zip(latents, reference, strict=False)
+    return tuple(_measure_pair(one, other) for one, other in pairs)
+
+
+def _measure_pair(value: torch.Tensor, reference: torch.Tensor) -> float | None:
+    if value.shape != reference.shape:
+        return None
+    if torch.equal(value.double(), reference.double()):
+        return 0.0
+    found = relative_l2(value, reference)
+    return found if math.isfinite(found) else None
+
+
+def measure_calls(trace: Trace, reference: Trace) -> tuple[CallError, ...]:
+    """How far each call's output is from the reference's, call by call."""
+    pairs = zip(trace.outputs, reference.outputs, strict=False)
+    return tuple(
+        CallError(component, step, _measure_pair(value, other))
+        for (component, step, value), (_, _, other) in pairs
+    )
+
+
+def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | None:
+    """The first block, in order of the calls, that is not finite or whose sample is off by `PARTING`.
+
+    Args:
+        scaled: blocks may hold values times powers of two (a plan's exponents): those are taken
+            off value by value before the two are compared.
+    """
+    for key in trace.samples:
+        other = reference.samples.get(key)
+        if other is None or other.shape != trace.samples[key].shape:
+            continue
+        if not torch.isfinite(other).all() or not other.any():
+            continue
+        if is_lost(trace, reference, key):
+            component, step, path = key
+            return Parting(component, step, f"{component}:{path}", None, PARTING)
+        value = trace.samples[key]
+        value = _take_powers_off(value, other) if scaled else value
+        error = relative_l2(value, other)
+        if not error <= PARTING:
+            component, step, path = key
+            finite = error if math.isfinite(error) else None
+            return Parting(component, step, f"{component}:{path}", finite, PARTING)
+    return None
+
+
+def is_lost(trace: Trace, reference: Trace, key: tuple[str, int | None, str]) -> bool:
+    """Whether a block gave NaN or Inf anywhere, where the reference's values were finite."""
+    own, other = trace.amax.get(key, 0.0), reference.amax.get(key, 0.0)
+    return math.isfinite(other) and not math.isfinite(own)
+
+
+def _take_powers_off(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Each value divided by the power of two that brings it nearest to its reference."""
+    ratio = (values / reference).abs()
+    known = torch.isfinite(ratio) & (ratio > 0)
+    exponents = torch.where(known, ratio.log2().round(), torch.zeros_like(ratio))
+    return torch.ldexp(values, -exponents)
+
+
+def find_headroom(trace: Trace) -> tuple[float | None, str]:
+    """Bits between the largest magnitude at a block and 65504, and where; None when not finite."""
+    if not trace.amax:
+        return None, ""
+    worst = max(trace.amax, key=lambda key: _rank(trace.amax[key]))
+    component, step, path = worst
+    place = f"{component}:{path}" + ("" if step is None else f" at step {step + 1}")
+    bits = count_bits(trace.amax[worst])
+    return (None if bits == SPOILT else bits), place
+
+
+def _rank(amax: float) -> float:
+    return amax if math.isfinite(amax) else math.inf
+
+
+def draw_heats(trace: Trace) -> tuple[Heat, ...]:
+    """Headroom by component, block and step."""
+    heats = []
+    for component, sites in trace.order.items():
+        steps = sorted({step or 0 for name, step, _ in trace.amax if name == component})
+        called = [s for s in sites if any((component, x, s) in trace.amax for x in (None, *steps))]
+        bits = tuple(tuple(_find_bits(trace, component, s, x) for x in steps) for s in called)
+        heats.append(Heat(component, tuple(called), bits))
+    return tuple(heats)
+
+
+def _find_bits(trace: Trace, component: str, site: str, step: int) -> float | None:
+    for key in ((component, step, site), (component, None, site)):
+        if key in trace.amax:
+            bits = count_bits(trace.amax[key])
+            return None if bits is None else round(bits, 2)
+    return None
+
+
+def join_heats(one: Sequence[Heat], other: Sequence[Heat]) -> tuple[Heat, ...]:
+    """Of two runs the tighter headroom at each place."""
+    joined = {heat.component: heat for heat in one}
+    for heat in other:
+        before = joined.get(heat.component)
+        joined[heat.component] = heat if before is None else _join_heat(before, heat)
+    return tuple(joined.values())
+
+
+def _join_heat(one: Heat, other: Heat) -> Heat:
+    mine = dict(zip(one.sites, one.bits, strict=True))
+    for site, bits in zip(other.sites, other.bits, strict=True):
+        before = mine.get(site, ())
+        longest = max(len(before), len(bits))
+        padded = [[*row, *[None] * (longest - len(row))] for row in (before, bits)]
+        mine[site] = tuple(_take_tighter(a, b) for a, b in zip(*padded, strict=True))
+    return Heat(one.component, tuple(mine), tuple(mine.values()))
+
+
+def _take_tighter(one: float | None, other: float | None) -> float | None:
+    known = [x for x in (one, other) if x is not None]
+    return min(known) if known else None

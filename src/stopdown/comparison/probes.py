@@ -1,0 +1,240 @@
+"""What is read while one run goes on: block maxima, samples of blocks, outputs of calls, latents.
+
+Hooks stand at the blocks of each component (members of its module lists, and what stands beside the
+lists). Each notes the smallest and largest value on the device, how many values stand at the end of
+fp16, and a few values at fixed places; they are read with one transfer at the end of the call. The
+outputs of calls and of the scheduler's steps are copied to the CPU, except for decoded pictures,
+which are the frames themselves.
+
+**Catches** NaN, Inf and saturation at the outputs of blocks, where runs part, how far each call is.
+**Does not catch** what happens inside a block and does not leave it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from stopdown.comparison.headroom import LARGEST
+from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, find_module, put_door, put_layer
+from stopdown.pipelines.components import Callee, find_callees, find_components
+
+SAMPLES = 64
+"""Values of a block's output that are kept."""
+
+_Key = tuple[str, int | None, str]
+
+
+@dataclass
+class Trace:
+    """What one run left.
+
+    Attributes:
+        amax: component, step and path of a block to its largest magnitude; NaN or Inf when it was.
+        samples: the same places to values of the first call there, fp32 on the CPU.
+        outputs: component and step of each call to what it returned, in its own dtype on the CPU.
+        latents: after each step, in their own dtype on the CPU.
+        non_finite, saturated, clamped: values.
+        probe_s: stage to seconds spent in probing during its calls.
+        order: paths of the blocks of each component, in the order of the module.
+    """
+
+    amax: dict[_Key, float] = field(default_factory=dict)
+    samples: dict[_Key, torch.Tensor] = field(default_factory=dict)
+    outputs: list[tuple[str, int | None, torch.Tensor]] = field(default_factory=list)
+    latents: list[torch.Tensor] = field(default_factory=list)
+    non_finite: int = 0
+    saturated: int = 0
+    clamped: int = 0
+    probe_s: dict[str, float] = field(default_factory=dict)
+    order: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class _Pending:
+    """Of the call that goes on: path, bounds, saturated values, sample; all on the device."""
+
+    seen: list[tuple[str, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = field(
+        default_factory=list
+    )
+    clamped: list[torch.Tensor] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    blocks: tuple[str, ...] = ()
+
+
+class Probe:
+    """A context manager around one run of a pipeline.
+
+    Args:
+        pipe: a Diffusers pipeline.
+        clamps: bring the floating output of every layer back to +-65504 and NaN to 0, as users do.
+
+    Cost: at each block three reductions; at each call one host read and a copy of its output.
+    """
+
+    def __init__(self, pipe: Any, *, clamps: bool = False) -> None:
+        self.pipe, self.trace, self._clamps = pipe, Trace(), clamps
+        self._patches = Patches()
+        self._pending: dict[int, _Pending] = {}
+        self._steps = 0
+
+    def __enter__(self) -> Probe:
+        try:
+            for module in find_components(self.pipe).values():
+                self._pending[id(module)] = _Pending()
+                self._hook(module)
+            for callee in find_callees(self.pipe):
+                module = find_module(callee)
+                if id(module) not in self._pending:  # a direction with a copy of its own
+                    self._pending[id(module)] = _Pending()
+                    self._hook(module)
+                put_door(callee, functools.partial(self._around, callee), self._patches)
+            self._count_steps()
+        except BaseException:
+            self._patches.undo()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.undo()
+
+    def _hook(self, owner: torch.nn.Module) -> None:
+        pending = self._pending[id(owner)]
+        if self._clamps:
+            for module in owner.modules():
+                if next(module.children(), None) is None:
+                    handle = module.register_forward_hook(functools.partial(_clamp, pending))
+                    self._patches.defer(handle.remove)
+        pending.blocks = find_sites(owner)
+        for path in pending.blocks:
+            note = functools.partial(_note, pending, path)
+            handle = owner.get_submodule(path).register_forward_hook(note)
+            self._patches.defer(handle.remove)
+
+    def _count_steps(self) -> None:
+        def step(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = call(*args, **kwargs)
+            found = next(iterate_tensors(result), None)
+            if found is not None:
+                self.trace.latents.append(found.detach().to("cpu", copy=True))
+            self._steps += 1
+            return result
+
+        def begin(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._steps = 0
+            return call(*args, **kwargs)
+
+        scheduler = getattr(self.pipe, "scheduler", None)
+        for method, layer in (("step", step), ("set_timesteps", begin)):
+            if callable(getattr(scheduler, method, None)):
+                put_layer(scheduler, method, layer, self._patches)
+
+    def _around(
+        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        module = find_module(callee)
+        pending = self._pending[id(module)]
+        pending.seen.clear()
+        pending.clamped.clear()
+        pending.elapsed_s = 0.0
+        output = call(*args, **kwargs)
+        step = self._steps if callee.stage == "denoise" else None
+        self.trace.order.setdefault(callee.component, pending.blocks)
+        self._read(callee, step, pending)
+        found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)
+        if found is not None:
+            self.trace.non_finite += sum(count_non_finite(found))
+            if callee.stage != "decode":
+                kept = found.detach().to("cpu", copy=True)
+                self.trace.outputs.append((callee.component, step, kept))
+        spent = self.trace.probe_s
+        spent[callee.stage] = spent.get(callee.stage, 0.0) + pending.elapsed_s
+        return output
+
+    def _read(self, callee: Callee, step: int | None, pending: _Pending) -> None:
+        """Bring what the hooks noted to the host.
+
+        Cost: one host read.
+        """
+        if pending.clamped:
+            self.trace.clamped += int(torch.stack(pending.clamped).sum())
+        if not pending.seen:
+            return
+        device = pending.seen[0][1].device
+        rows = [
+            torch.cat([torch.stack([low, high, full]).to(device), sample.to(device)])
+            for _, low, high, full, sample in pending.seen
+        ]
+        for (path, *_), row in zip(pending.seen, torch.stack(rows).cpu(), strict=True):
+            key = (callee.component, step, path)
+            largest = max(abs(float(row[0])), abs(float(row[1])))
+            largest = float("nan") if bool(row[:2].isnan().any()) else largest
+            self.trace.amax[key] = _take_larger(self.trace.amax.get(key, 0.0), largest)
+            self.trace.saturated += int(row[2])
+            self.trace.samples.setdefault(key, row[3:].clone())
+
+
+def _take_larger(one: float, other: float) -> float:
+    """The larger of two; NaN when one of them is."""
+    return float("nan") if one != one or other != other else max(one, other)
+
+
+def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> None:
+    """Keep bounds, saturation and a sample of a block's first floating output, on its device."""
+    begun = time.perf_counter()
+    found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)
+    if found is not None and found.numel() and not isinstance(found, FakeTensor):
+        values = found.detach()
+        low, high = torch.aminmax(values)
+        if values.dtype == torch.float16:
+            full = (values.abs() == LARGEST).sum().float()
+        else:
+            full = torch.zeros((), device=values.device)
+        pending.seen.append((path, low.float(), high.float(), full, _sample(values)))
+    pending.elapsed_s += time.perf_counter() - begun
+
+
+def _sample(values: torch.Tensor) -> torch.Tensor:
+    """`[SAMPLES]` fp32: values at places that depend on the size alone."""
+    flat = values.reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
+    return flat[places.round().long().to(flat.device)].float()
+
+
+def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
+    """A layer's output without NaN and Inf; None leaves it as it is."""
+    if not isinstance(output, torch.Tensor) or output.dtype != torch.float16:
+        return None
+    pending.clamped.append((~torch.isfinite(output)).sum())
+    return torch.nan_to_num(output, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
+
+
+def find_sites(owner: torch.nn.Module) -> tuple[str, ...]:
+    """Paths of the blocks of a component: members of module lists, and what stands beside them."""
+    found = []
+    for path, module in owner.named_modules():
+        if not path or isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+            continue
+        parent = owner.get_submodule(path.rpartition(".")[0])
+        is_member = isinstance(parent, (torch.nn.ModuleList, torch.nn.Sequential))
+        if (is_member or _stands_beside(owner, path)) and not isinstance(module, torch.nn.Dropout):
+            found.append(path)
+    return tuple(found)
+
+
+def _stands_beside(owner: torch.nn.Module, path: str) -> bool:
+    """Whether a module has lists beside it and none within: an embedding, a last norm."""
+    parent = owner.get_submodule(path.rpartition(".")[0])
+    module = owner.get_submodule(path)
+    return _has_list(parent) and not any(_has_list(child) for child in module.modules())
+
+
+def _has_list(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.ModuleList) for child in module.children())

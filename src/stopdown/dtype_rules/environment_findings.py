@@ -1,0 +1,184 @@
+"""What is at fault around the operations: formats of the device, schedules, needs of single models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stopdown.dtype_rules.findings import make_finding
+from stopdown.dtype_rules.inspection import Examination, Seen
+from stopdown.formats import name_dtype
+from stopdown.profiles import Profile
+from stopdown.records import Finding
+from stopdown.scaling.problem import CLAMPS_KEPT
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+_KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "format-broken"}
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a class of models needs.
+
+    Attributes:
+        begins: how the names of its classes begin.
+        refused: formats that it is wrong in.
+        reason: why, with who says so.
+        remedy: what to type.
+    """
+
+    begins: str
+    refused: tuple[str, ...]
+    reason: str
+    remedy: str
+
+
+NEEDS = (
+    *(
+        Need(
+            name,
+            ("fp32",),
+            f"{name} was trained in fp16 with a clamp at 65504 in its attention, which is part of the "
+            "model: fp32 leaves the clamp away and gives another picture "
+            "(NVlabs/Sana, huggingface/diffusers#10336).",
+            "Use the precision that its card names: --precision transformer=fp16 for the fp16 "
+            "checkpoints, transformer=bf16 for the bf16 ones.",
+        )
+        for name in CLAMPS_KEPT
+    ),
+    Need(
+        "Gemma2",
+        ("fp16",),
+        "Gemma 2 was trained in bf16 and its residual stream leaves fp16 (its embeddings are "
+        "multiplied by the root of its width): NaN prompts, black pictures "
+        "(huggingface/transformers#39972).",
+        "Use bf16 or fp32: --precision text_encoder=bf16. Or a plan: stopdown plan SOURCE.",
+    ),
+)
+"""Models that are wrong in a format whatever the device."""
+
+
+def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
+    """Findings about formats that the device lacks, emulates, or is wrong or slow in."""
+    used: dict[str, list[str]] = {}
+    for callee in seen.callees.values():
+        if callee.main is not None:
+            used.setdefault(name_dtype(callee.main), []).append(callee.component)
+    for name, components in used.items():
+        fact = profile.formats.get(name)
+        if fact is None or fact.state == "native":
+            continue
+        kind = _KINDS.get(fact.state, "format-missing")
+        evidence = f"{', '.join(components)} in {name}. {profile.say(name)}"
+        yield make_finding(kind, components[0].partition(".")[0], evidence)
+    for fault in profile.faults:
+        yield from _check_fault(fault, seen)
+
+
+def _check_fault(fault: Any, seen: Examination) -> Iterator[Finding]:
+    for (operation, name), site in seen.operations.items():
+        is_format = not fault.formats or name in fault.formats
+        if is_format and operation in fault.operations:
+            evidence = f"{operation} in {name}: {fault.what} ({fault.source})"
+            yield make_finding("device-fault", site, evidence)
+            return
+
+
+def check_schedule(seen: Examination) -> Iterator[Finding]:
+    """Findings about timesteps and the tables of the scheduler."""
+    schedule = getattr(seen.scheduler, "timesteps", None)
+    for callee in seen.callees.values():
+        yield from _check_times(callee, schedule)
+    if seen.scheduler is not None:
+        yield from _check_tables(seen.scheduler)
+
+
+def _check_times(callee: Seen, schedule: Any) -> Iterator[Finding]:
+    given = [time for time in callee.times if time.numel()]
+    if not given or given[0].dtype not in _SIXTEEN or not isinstance(schedule, torch.Tensor):
+        return
+    left = len({float(time) for time in given})
+    wanted = len({float(time) for time in schedule})
+    if left < min(wanted, len(given)):
+        evidence = (
+            f"{callee.component} gets its timestep in {name_dtype(given[0].dtype)}: of {wanted} different "
+            f"timesteps {left} are left."
+        )
+        yield make_finding("timesteps-collapse", callee.component.partition(".")[0], evidence)
+
+
+def _check_tables(scheduler: Any) -> Iterator[Finding]:
+    for name, table in vars(scheduler).items():
+        if not isinstance(table, torch.Tensor) or table.dtype not in _SIXTEEN or table.dim() != 1:
+            continue
+        left = int(table.unique().numel())
+        if table.numel() > 2 and left < table.numel():
+            evidence = (
+                f"{type(scheduler).__name__}.{name} is {name_dtype(table.dtype)}: of "
+                f"{table.numel()} entries {left} differ."
+            )
+            yield make_finding("sigmas-collapse", "scheduler", evidence)
+
+
+def check_upcast(seen: Examination) -> Iterator[Finding]:
+    """Findings about autoencoders that must run in fp32 and do not.
+
+    A pipeline that upcasts one direction of it has read the config, and chose fp16 for the other.
+    """
+    wide = {d.component.partition(".")[0] for d in seen.callees.values() if d.main == torch.float32}
+    for callee in seen.callees.values():
+        is_read = callee.component.partition(".")[0] in wide
+        if (
+            callee.force_upcast
+            and callee.main == torch.float16
+            and not (callee.is_rescaled or is_read)
+        ):
+            evidence = f"force_upcast is set in its config, and {callee.component} ran in fp16."
+            yield make_finding("force-upcast-unread", callee.component.partition(".")[0], evidence)
+
+
+def check_needs(seen: Examination) -> Iterator[Finding]:
+    """Findings about models that need another format."""
+    for callee in seen.callees.values():
+        for need in NEEDS:
+            main = name_dtype(callee.main) if callee.main is not None else ""
+            if (
+                callee.kind.startswith(need.begins)
+                and main in need.refused
+                and not callee.is_rescaled
+            ):
+                evidence = f"{callee.component} is a {callee.kind} in {main}."
+                site = callee.component.partition(".")[0]
+                yield make_finding(
+                    "model-needs", site, evidence, reason=need.reason, remedy=need.remedy
+                )
+
+
+def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings about components stored in bf16 that are to run in fp16 without a plan.
+
+    Args:
+        seen: what was seen.
+        stored: component → format of most of its weights on disk.
+    """
+    names = [
+        callee.component.partition(".")[0]
+        for callee in seen.callees.values()
+        if callee.main == torch.float16 and not callee.is_rescaled
+    ]
+    unplanned = [name for name in dict.fromkeys(names) if stored.get(name) == "bf16"]
+    if unplanned:
+        evidence = (
+            f"The weights of {', '.join(unplanned)} are stored in bf16 and are to run in fp16 as they "
+            "are."
+        )
+        yield make_finding("range-unplanned", unplanned[0], evidence)
+
+
+def check_unseen(seen: Examination) -> Iterator[Finding]:
+    """What could not be looked at."""
+    for component, reason in seen.unseen:
+        yield make_finding("unchecked", component, f"Its code stopped without values: {reason}")

@@ -1,0 +1,271 @@
+"""`mend`: what a check finds, put right on a live pipeline, and taken off again to the last bit.
+
+Casts of parameters keep the old tensors until they are undone. Casts at a boundary are layers at the
+component call; inside of a component they are hooks at the module that refuses.
+
+**Catches** several dtypes in one component, lost islands, components that disagree, fp32 that comes out
+of an island, modules that cast their input to fp32 beside narrow parameters, autocast that overrides,
+`force_upcast` that nobody reads, tables of a scheduler.
+**Does not catch** damaged weights, positions made in 16 bits, models that need another precision: they
+remain in `remaining`. Bits that a cast has taken do not come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from stopdown.arguments import hook_arguments
+from stopdown.dtype_rules.check import Checked, inspect_pipeline
+from stopdown.dtype_rules.findings import generalise
+from stopdown.dtype_rules.parameters import find_islands, find_widening
+from stopdown.formats import name_dtype
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, cast_floats, put_cast, put_layer
+from stopdown.pipelines.components import find_callees, find_components, read_precisions
+from stopdown.records import Finding
+
+ROUNDS = 8
+"""Mending one thing can show the next, or be all there was: a check follows each round."""
+
+_ORDER = (
+    ("mixed-parameters", "several-dtypes", "island-lost", "sigmas-collapse"),
+    ("force-upcast-unread", "autocast-overrides"),
+    ("widens-itself", "island-not-cast-back", "mixed-operands"),
+    ("boundary",),
+)
+"""Kinds of findings, causes before what they may lead to."""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """Where something is mended.
+
+    Attributes:
+        pipe: a Diffusers pipeline.
+        name: of the component.
+        path: of the module in it.
+        widening: sites of modules that cast their input to fp32 themselves.
+        patches: where the changes are put.
+    """
+
+    pipe: Any
+    name: str
+    path: str
+    widening: Collection[str]
+    patches: Patches
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The component."""
+        found: torch.nn.Module = getattr(self.pipe, self.name)
+        return found
+
+
+class Mending:
+    """What was mended on a pipeline; `undo` takes it off and restores every bit.
+
+    Attributes:
+        done: what was done, in whole sentences.
+        remaining: what is left to find, worst first.
+    """
+
+    def __init__(self, done: tuple[str, ...], remaining: list[Finding], patches: Patches) -> None:
+        self.done, self.remaining, self._patches = done, remaining, patches
+
+    def undo(self) -> None:
+        """Restore the pipeline to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __enter__(self) -> Mending:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def mend(
+    pipe: Any, *, device: str | None = None, arguments: Mapping[str, Any] | None = None
+) -> Mending:
+    """Put right what a check of a live pipeline finds, in place.
+
+    Args:
+        pipe: a Diffusers pipeline with its weights.
+        device, arguments: as for `check`.
+
+    Returns:
+        A handle with `.done`, `.remaining` and `.undo()`, also a context manager.
+    """
+    patches, done = Patches(), list[str]()
+    checked = inspect_pipeline(pipe, device=device, arguments=arguments)
+    try:
+        for _ in range(ROUNDS):
+            said = _mend_roots(pipe, checked, done, patches)
+            if not said:
+                break
+            done += said
+            checked = inspect_pipeline(pipe, device=device, arguments=arguments)
+    except BaseException:
+        patches.undo()
+        raise
+    return Mending(tuple(done), checked.findings, patches)
+
+
+def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) -> list[str]:
+    """Mend what may be the cause of the rest first; what was done, and was not done before."""
+    for kinds in _ORDER:
+        chosen = [finding for finding in checked.findings if finding.kind in kinds]
+        said = [_mend_one(pipe, finding, checked.seen.widening, patches) for finding in chosen]
+        fresh = [text for text in dict.fromkeys(said) if text and text not in done]
+        if fresh:
+            return fresh
+    return []
+
+
+def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: Patches) -> str:
+    """Mend one finding; what was done, "" when nothing can be."""
+    name, _, path = finding.site.partition(":")
+    remedy = _REMEDIES.get(finding.kind)
+    module = find_components(pipe).get(name)
+    if remedy is None or (module is None and finding.kind != "sigmas-collapse"):
+        return ""
+    return remedy(_Case(pipe, name, path, widening, patches))
+
+
+def _unify(case: _Case) -> str:
+    main = read_precisions(case.module)[0]
+    islands = find_islands(case.module, name_dtype(main))
+    wide = find_widening(case.module, case.name, case.widening)
+    names = [
+        key
+        for key, tensor in case.module.named_parameters()
+        if tensor.is_floating_point()
+        and tensor.dtype != main
+        and key not in islands
+        and not (tensor.dtype == torch.float32 and key.rpartition(".")[0] in wide)
+    ]
+    _cast(case.module, names, main, case.patches)
+    return (
+        f"{case.name}: {len(names)} parameters cast to {name_dtype(main)}, as the rest."
+        if names
+        else ""
+    )
+
+
+def _restore_islands(case: _Case) -> str:
+    islands = find_islands(case.module, name_dtype(read_precisions(case.module)[0]))
+    parameters = dict(case.module.named_parameters())
+    names = sorted(key for key in islands if parameters[key].dtype != torch.float32)
+    _cast(case.module, names, torch.float32, case.patches)
+    if not names:
+        return ""
+    return (
+        f"{case.name}: {len(names)} parameters that its authors keep in fp32 are fp32 again; the bits "
+        "that the cast took are not back."
+    )
+
+
+def _widen_parameters(case: _Case) -> str:
+    """Parameters in fp32 beside an input that their module casts to fp32, for all of its class."""
+    parts = find_widening(case.module, case.name, [f"{case.name}:{case.path}"])
+    names = [
+        f"{path}.{key}".removeprefix(".")
+        for path, part in parts.items()
+        for key, tensor in part.named_parameters(recurse=False)
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    ]
+    _cast(case.module, names, torch.float32, case.patches)
+    if not names:
+        return ""
+    kind = type(parts[case.path]).__name__
+    return (
+        f"{case.name}: {len(parts)} {kind} cast their input to fp32 themselves: {len(names)} parameters "
+        "of theirs are fp32; the bits that a cast took are not back."
+    )
+
+
+def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches: Patches) -> None:
+    parameters = dict(module.named_parameters())
+    for key in names:
+        tensor = parameters[key]
+        patches.defer(partial(setattr, tensor, "data", tensor.data))
+        tensor.data = tensor.data.to(dtype)
+
+
+def _cast_at_door(case: _Case) -> str:
+    main = read_precisions(case.module)[0]
+    for callee in find_callees(case.pipe):
+        if callee.component.partition(".")[0] == case.name:
+            put_cast(callee, main, case.patches)
+    return (
+        f"{case.name}: its arguments are cast to {name_dtype(main)} at each call, its outputs back."
+    )
+
+
+def _cast_at_module(case: _Case) -> str:
+    """Hooks that cast the inputs of a module, and of those in its place in other blocks."""
+    own = [
+        part
+        for place, part in case.module.named_modules()
+        if generalise(place) == generalise(case.path) and list(part.parameters(recurse=False))
+    ]
+    for part in own:
+        dtype = next(part.parameters(recurse=False)).dtype
+        hook_arguments(part, partial(cast_floats, dtype=dtype), case.patches)
+    if not own:
+        return ""
+    return f"{case.name}: {case.path} and {len(own) - 1} of its kind cast their input to their own dtype."
+
+
+def _stop_autocast(case: _Case) -> str:
+    kinds = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
+
+    def call_plain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _call_without(kinds, call, args, kwargs)
+
+    for callee in find_callees(case.pipe):
+        if callee.component.partition(".")[0] == case.name:
+            put_layer(callee.owner, callee.method, call_plain, case.patches)
+    return f"{case.name}: autocast is off inside of its calls."
+
+
+def _call_without(kinds: list[str], call: Call, args: Any, kwargs: Any) -> Any:
+    if not kinds:
+        return call(*args, **kwargs)
+    with torch.autocast(kinds[0], enabled=False):
+        return _call_without(kinds[1:], call, args, kwargs)
+
+
+def _upcast(case: _Case) -> str:
+    module = case.module
+    names = [key for key, tensor in module.named_parameters() if tensor.is_floating_point()]
+    _cast(module, names, torch.float32, case.patches)
+    for callee in find_callees(case.pipe):
+        if callee.component.partition(".")[0] == case.name:
+            put_cast(callee, torch.float32, case.patches)
+    return f"{case.name}: cast to fp32, as its config says, and its arguments with it."
+
+
+def _renew_scheduler(case: _Case) -> str:
+    kind = type(case.pipe.scheduler)
+    case.patches.set_attribute(case.pipe, "scheduler", kind.from_config(case.pipe.scheduler.config))
+    return f"scheduler: made anew from its config, its tables in fp32 ({kind.__name__})."
+
+
+_REMEDIES: dict[str, Callable[[_Case], str]] = {
+    "mixed-parameters": _unify,
+    "several-dtypes": _unify,
+    "island-lost": _restore_islands,
+    "boundary": _cast_at_door,
+    "island-not-cast-back": _cast_at_module,
+    "mixed-operands": _cast_at_module,
+    "widens-itself": _widen_parameters,
+    "autocast-overrides": _stop_autocast,
+    "force-upcast-unread": _upcast,
+    "sigmas-collapse": _renew_scheduler,
+}
+"""Kind of finding → what mends it."""

@@ -1,0 +1,317 @@
+"""What a walk sees, judged by the rules of a backend: observations with their site.
+
+A judge is told of every step of a component's call. What it finds wrong becomes an `Observation`;
+`wording` makes findings of them. An operand is at fault when it has another dtype than most weights of
+the component, and where it got that dtype says what is: an argument (the components disagree), a
+parameter (a partial load, an island that is not cast back), or the code in between.
+
+**Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
+that hide a whole row, clamps at the end of fp16, casts that autocast takes back.
+**Does not catch** what depends on the values of weights; fp64 on MPS in a file that asks for MPS, as
+authors do who take fp32 there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.backends import Operation, Place, find_operation, judge_format, judge_operands
+from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
+from stopdown.formats import name_dtype
+
+END_OF_FP16 = 60000.0
+"""A bound of a clamp from here on stands for the end of fp16's range."""
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+_MASKED = ("scaled_dot_product_attention", "add", "add_", "masked_fill", "masked_fill_", "where")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One thing that is wrong at one place.
+
+    Attributes:
+        kind: of the finding that it becomes.
+        component: `transformer`, `vae.decode`, or `pipeline` for the code around them.
+        path: dotted path of the module in it; "" for the component itself.
+        operation: name of the operation.
+        facts: what the sentence is made of.
+    """
+
+    kind: str
+    component: str
+    path: str
+    operation: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def site(self) -> str:
+        """`component:dotted.path`, the component without its direction."""
+        component = self.component.partition(".")[0]
+        return f"{component}:{self.path}" if self.path else component
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a judge has to know of a component.
+
+    Attributes:
+        component: its name.
+        main: dtype of most of its weights; None without any.
+        place: where it would run.
+        parameters: dtype of each parameter and buffer.
+        islands: names of parameters that its authors keep in fp32.
+        is_rescaled: it was made to fit fp16 by a plan.
+        ambient: device types whose autocast was on around the check.
+        mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
+    """
+
+    component: str
+    main: torch.dtype | None
+    place: Place
+    parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
+    islands: frozenset[str] = frozenset()
+    is_rescaled: bool = False
+    ambient: tuple[str, ...] = ()
+    mps_aware: frozenset[str] = frozenset()
+
+
+class Judge:
+    """Judges the steps of one call, and keeps what it finds.
+
+    Attributes:
+        found: what is wrong.
+        operations: (operation, format) → the path of its first use.
+        widening: paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.found: list[Observation] = []
+        self.operations: dict[tuple[str, str], str] = {}
+        self.widening: set[str] = set()
+
+    def __call__(self, step: Step) -> bool:
+        """Judge one step before it is made; True when its operands cannot go together."""
+        refused = self._judge_operands(step)
+        if not refused:
+            self._judge_formats(step)
+            if step.dtypes == {torch.float32} and _widens_itself(step):
+                self.widening.add(step.path)
+        self._judge_mask(step)
+        self._judge_clamp(step)
+        self._judge_autocast(step)
+        return refused
+
+    def watch(self, step: Step, given: Any, made: Any) -> None:
+        """Judge what a step made of known values."""
+        source = given if isinstance(given, torch.Tensor) else None
+        if not isinstance(made, torch.Tensor) or made.dtype not in _SIXTEEN:
+            return
+        is_cast = step.name == "to" and source is not None
+        if is_cast and source is not None and _is_counting(source):
+            distinct, left = source.unique().numel(), made.unique().numel()
+        elif step.name in ("arange", "linspace") and made.numel() > 1:
+            distinct, left = made.numel(), made.unique().numel()
+        else:
+            return
+        if left < distinct:
+            facts = {"distinct": str(distinct), "left": str(left), "dtype": name_dtype(made.dtype)}
+            facts["largest"] = f"{float((source if is_cast else made).abs().max()):.0f}"  # type: ignore[union-attr]
+            self._observe("positions-collapse", step, **facts)
+
+    def _observe(self, kind: str, step: Step, **facts: str) -> None:
+        self.found.append(Observation(kind, self.case.component, step.path, step.name, facts))
+
+    def _judge_operands(self, step: Step) -> bool:
+        is_autocast = bool(step.autocast) and step.name in PRODUCTS
+        if len(step.dtypes) < 2 or is_autocast:
+            return False
+        operation = look_up(step.name)
+        reason, source, refused = _rule(operation, step, self.case.place)
+        if refused:
+            odd = self._find_odd(step)
+            facts = {"reason": reason, "source": source, "operands": list_operands(step)}
+            facts |= {"main": str(self.case.main), **_describe_origin(odd)}
+            self._observe(self._classify(odd, step), step, **facts)
+        return refused
+
+    def _find_odd(self, step: Step) -> Operand:
+        """The operand that is at fault: of another dtype than the component, best an argument."""
+        odd = [operand for operand in step.operands if operand.dtype != self.case.main]
+        order = {"argument": 0, "parameter": 1}
+        odd.sort(key=lambda operand: order.get(operand.origin.kind, 2))
+        return odd[0] if odd else step.operands[0]
+
+    def _classify(self, odd: Operand, step: Step) -> str:
+        if odd.origin.kind == "argument":
+            return "boundary"
+        if odd.dtype == torch.float32 and _widens_itself(step):
+            return "widens-itself"
+        root = odd.origin.parameter
+        if not root:
+            return "mixed-operands"
+        return "island-not-cast-back" if root in self.case.islands else "mixed-parameters"
+
+    def _judge_formats(self, step: Step) -> None:
+        operation = look_up(step.name)
+        formats = {name_dtype(dtype) for dtype in step.dtypes}
+        for name in formats:
+            self.operations.setdefault((step.name, name), step.path)
+        if operation is None or self.case.main is None:
+            return  # around the components constants of the scheduler stay on the CPU
+        for name in sorted(formats):
+            if name == "fp64" and step.path in self.case.mps_aware:
+                continue
+            ruling = judge_format(operation, self.case.place, name)
+            if not ruling.accepted:
+                facts = {"reason": ruling.reason, "source": ruling.source, "dtype": name}
+                self._observe("not-implemented", step, **facts)
+
+    def _judge_mask(self, step: Step) -> None:
+        if step.name not in _MASKED or len(step.operands) < 1:
+            return
+        mask = _find_mask(step)
+        if mask is None or mask.dim() < 2:
+            return
+        empty = count_empty(mask, is_hidden=step.name.startswith("masked_fill"))
+        if empty:
+            self._observe("mask-empty-row", step, items=str(empty), shape=str(list(mask.shape)))
+
+    def _judge_clamp(self, step: Step) -> None:
+        if step.name not in ("clamp", "nan_to_num") or self.case.is_rescaled:
+            return
+        if torch.float16 in step.dtypes and _is_end_of_range(step):
+            self._observe("clamp-may-bite", step)
+
+    def _judge_autocast(self, step: Step) -> None:
+        if not self.case.ambient or not step.autocast or step.name not in PRODUCTS:
+            return
+        for operand in step.operands:
+            is_island = operand.origin.parameter in self.case.islands
+            if operand.dtype == torch.float32 and (operand.origin.kind == "cast" or is_island):
+                said = f"a cast in {operand.origin.path or 'the code around it'}"
+                said = f"the parameter {operand.origin.parameter}" if is_island else said
+                facts = {"operand": operand.name, "wide": said}
+                self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
+                return
+
+
+def _widens_itself(step: Step) -> bool:
+    """Whether a module casts a value to fp32 and computes with it and parameters of its own."""
+    origins = [operand.origin for operand in step.operands]
+    casts = any(
+        operand.dtype == torch.float32
+        and operand.origin.kind == "cast"
+        and operand.origin.path == step.path
+        for operand in step.operands
+    )
+    owners = [x.name.rpartition(".")[0] for x in origins if x.kind == "parameter"]
+    return casts and step.path in owners
+
+
+def _rule(operation: Operation | None, step: Step, place: Place) -> tuple[str, str, bool]:
+    """Why a place refuses a step's operands, by its rules or, without one, by their kind."""
+    if operation is not None and place.backend in operation.rows:
+        ruling = judge_operands(operation, place, _name_formats(operation, step))
+        return ruling.reason, ruling.source, not ruling.accepted
+    refused = step.name in SAME_DTYPE and step.name != "rms_norm"
+    reason = f"{step.name} takes operands of one dtype, and got {list_operands(step)}."
+    return reason, "", refused
+
+
+def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
+    """Formats by the operation's own names of its operands; in order where names differ."""
+    named: dict[str, list[str]] = {}
+    for operand in step.operands:
+        named.setdefault(operand.name, []).append(name_dtype(operand.dtype))
+    if set(named) <= set(operation.operands):
+        return named
+    if len(operation.operands) == 1:
+        return {operation.operands[0]: [fmt for formats in named.values() for fmt in formats]}
+    return dict(zip(operation.operands, named.values(), strict=False))
+
+
+def look_up(name: str) -> Operation | None:
+    """The rules of an operation by the name that a walk gives it."""
+    return find_operation(name) or find_operation(f"aten.{name}")
+
+
+def list_operands(step: Step) -> str:
+    """`input fp32, weight fp16`."""
+    return ", ".join(f"{o.name} {name_dtype(o.dtype)}" for o in step.operands)
+
+
+def _describe_origin(odd: Operand) -> dict[str, str]:
+    origin: Origin = odd.origin
+    facts = {"odd": odd.name, "odd_dtype": name_dtype(odd.dtype), "origin": str(origin)}
+    if origin.kind == "argument":
+        facts["argument"] = origin.name
+        facts["before"] = origin.before
+    if origin.parameter:
+        facts["parameter"] = origin.parameter
+    return facts
+
+
+def _is_counting(values: torch.Tensor) -> bool:
+    """Whether these are positions or the like: several different whole numbers."""
+    if values.numel() < 2 or values.dtype == torch.bool or values.dtype in _SIXTEEN:
+        return False
+    wide = values.double()
+    finite = torch.isfinite(wide).all() and bool((wide == wide.round()).all())
+    return bool(finite) and bool(wide.abs().max() < 2**40)
+
+
+def _find_mask(step: Step) -> torch.Tensor | None:
+    if step.name == "scaled_dot_product_attention":
+        return step.known.get("attn_mask")
+    if step.name.startswith("masked_fill"):
+        value = step.arguments.get("value")
+        return step.known.get("mask") if _is_lowest(value) else None
+    if step.name == "where":
+        condition = step.known.get("condition")
+        other = step.arguments.get("other")
+        hides = _is_lowest(step.known.get("other") if isinstance(other, torch.Tensor) else other)
+        return condition if hides and "self" not in step.known else None
+    if len(step.known) == len(step.operands):
+        return None  # a mask that is being built, not used
+    return next((x for x in step.known.values() if x.is_floating_point()), None)
+
+
+def _is_lowest(value: Any) -> bool:
+    """Whether a value stands for minus infinity in scores."""
+    if isinstance(value, torch.Tensor):
+        value = float(value) if value.numel() == 1 else 0.0
+    return isinstance(value, (int, float)) and value < -1e4
+
+
+def count_empty(mask: torch.Tensor, *, is_hidden: bool = False) -> int:
+    """In how many items of a batch a mask lets nothing through, for any query.
+
+    Rows of padding that see nothing (left-padded prompts have them) harm nobody and are not counted.
+
+    Args:
+        mask: `[..., queries, keys]` boolean (True lets through) or floating (added to scores).
+        is_hidden: True in a boolean mask hides instead.
+    """
+    if mask.dtype == torch.bool:
+        hidden = mask if is_hidden else ~mask
+    elif mask.is_floating_point():
+        hidden = mask <= 0.9 * torch.finfo(mask.dtype).min
+    else:
+        return 0
+    return int(hidden.flatten(-2).all(dim=-1).sum()) if hidden.numel() else 0
+
+
+def _is_end_of_range(step: Step) -> bool:
+    bounds = [v for k, v in step.arguments.items() if k not in ("self", "input") and v is not None]
+    for bound in bounds:
+        if isinstance(bound, torch.Tensor):
+            return True  # as T5 chooses it, by finfo
+        if isinstance(bound, (int, float)) and abs(bound) >= END_OF_FP16:
+            return True
+    return step.name == "nan_to_num"

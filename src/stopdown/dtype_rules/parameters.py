@@ -1,0 +1,239 @@
+"""What the parameters of a live pipeline show without a run: dtypes, lost islands, values.
+
+**Catches** several dtypes in one component, what authors keep in fp32 and is not, NaN and Inf, values
+that a cast would lose.
+**Does not catch** values of weights that are elsewhere: on `meta`, or offloaded to disk; rescaled weights
+of a pipeline that was loaded from a single file, of which it keeps no path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.dtype_rules.findings import generalise, make_finding
+from stopdown.formats import FORMATS, find_format, list_some, name_dtype
+from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
+from stopdown.pipelines.headers import read_rescaled
+from stopdown.plans.adapters import read_structure
+from stopdown.records import Finding
+from stopdown.scaling.folds import RESCALED
+
+SUBNORMAL_SHARE = 0.5
+"""A tensor of whose values this share is subnormal in a format is reported."""
+
+_SIXTEEN = (torch.float16, torch.bfloat16)
+
+
+def find_islands(module: torch.nn.Module, precision: str) -> frozenset[str]:
+    """Names of the parameters that a module's authors keep in fp32 when it is in a precision."""
+    kept = find_kept_fp32(type(module), precision)
+    names = [name for name, _ in module.named_parameters()]
+    return frozenset(name for name in names if any(part in kept for part in name.split(".")))
+
+
+def find_widening(
+    module: torch.nn.Module, name: str, sites: Collection[str]
+) -> dict[str, torch.nn.Module]:
+    """The modules of a component that cast their input to fp32 themselves, by path.
+
+    Those that a run did not reach are known by their class, unless it is one of PyTorch's, which a hook
+    made so.
+
+    Args:
+        name: of the component.
+        sites: where a run has seen it, as in `Examination.widening`.
+    """
+    parts = dict(module.named_modules())
+    paths = {site.partition(":")[2] for site in sites if site.partition(":")[0] == name}
+    kinds = {type(part) for path, part in parts.items() if path in paths}
+    kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
+    return {path: part for path, part in parts.items() if path in paths or type(part) in kinds}
+
+
+def check_dtypes(pipe: Any, widening: Collection[str] = ()) -> Iterator[Finding]:
+    """Findings about the dtypes that parameters have, component by component.
+
+    Args:
+        pipe: a Diffusers pipeline, or one without weights.
+        widening: sites of modules that cast their input to fp32 themselves: fp32 is right for them.
+    """
+    for name, module in find_components(pipe).items():
+        precisions = read_precisions(module)
+        if not precisions or getattr(module, RESCALED, False):
+            continue  # a plan decides what stays in fp32, and casts around it
+        main = precisions[0]
+        islands = find_islands(module, name_dtype(main))
+        yield from _check_islands(name, module, main, islands)
+        wide = find_widening(module, name, widening)
+        yield from _check_others(name, module, main, islands, wide)
+
+
+def _check_islands(
+    name: str, module: torch.nn.Module, main: torch.dtype, islands: frozenset[str]
+) -> Iterator[Finding]:
+    lost = [
+        path
+        for path, parameter in module.named_parameters()
+        if path in islands and parameter.dtype in _SIXTEEN
+    ]
+    if lost and main in _SIXTEEN:
+        evidence = (
+            f"{len(lost)} parameters that {type(module).__name__} keeps in fp32 are "
+            f"{name_dtype(main)}: {list_some(lost)}."
+        )
+        owner = lost[0].rpartition(".")[0]
+        site = f"{name}:{owner}" if owner else name
+        yield make_finding("island-lost", site, evidence, dtype=str(main))
+
+
+def _check_others(
+    name: str,
+    module: torch.nn.Module,
+    main: torch.dtype,
+    islands: frozenset[str],
+    wide: Collection[str],
+) -> Iterator[Finding]:
+    odd: dict[str, list[tuple[str, torch.dtype]]] = {}
+    for path, parameter in module.named_parameters():
+        owner = path.rpartition(".")[0]
+        is_kept = path in islands or (owner in wide and parameter.dtype == torch.float32)
+        if parameter.is_floating_point() and parameter.dtype != main and not is_kept:
+            odd.setdefault(generalise(owner), []).append((path, parameter.dtype))
+    for found in odd.values():
+        paths = [path for path, _ in found]
+        evidence = (
+            f"{list_some(paths)}: {name_dtype(found[0][1])}, where most of the component is "
+            f"{name_dtype(main)}."
+        )
+        owner = paths[0].rpartition(".")[0]
+        site = f"{name}:{owner}" if owner else name
+        yield make_finding("several-dtypes", site, evidence, dtype=str(main))
+
+
+# ---------------------------------------------------------------------------------------------
+# Rescaled weights
+
+
+def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings about components whose files say that their weights are rescaled.
+
+    Args:
+        said: component → what they say; "" for nothing.
+    """
+    for name, text in said.items():
+        if text:
+            yield make_finding("rescaled-weights", name, f"Its file says: {text}.")
+
+
+def check_rescaled(pipe: Any) -> Iterator[Finding]:
+    """Findings about components of a live pipeline whose weights are rescaled, and adapters on them."""
+    for name, module in find_components(pipe).items():
+        said = _describe_rescaled(module)
+        if not said:
+            continue
+        structure = read_structure(module, pipe)
+        adapters = sorted({*structure.adapters, *structure.fused})
+        if adapters:
+            evidence = (
+                f"{said} It has the adapter{'s' * (len(adapters) > 1)} {', '.join(adapters)}."
+            )
+            yield make_finding("adapter-on-rescaled", name, evidence)
+        else:
+            yield make_finding("rescaled-weights", name, said)
+
+
+def _describe_rescaled(module: torch.nn.Module) -> str:
+    """What the files that a module was loaded from say of themselves."""
+    folder = getattr(getattr(module, "config", None), "_name_or_path", "")
+    if not folder or not Path(str(folder)).is_dir():
+        return ""
+    files = sorted(Path(str(folder)).glob("*.safetensors"))
+    said = next(filter(None, map(read_rescaled, files)), "")
+    return f"{folder} says: {said}." if said else ""
+
+
+# ---------------------------------------------------------------------------------------------
+# Values
+
+
+def check_values(pipe: Any, precisions: Mapping[str, str]) -> Iterator[Finding]:
+    """Findings about the values of a live pipeline's weights, as they are in a precision.
+
+    Args:
+        pipe: a Diffusers pipeline.
+        precisions: component → format that it is to be cast to; absent ones stay.
+
+    Cost: a few passes over every weight that is in memory.
+    """
+    for name, module in find_components(pipe).items():
+        for path, parameter in module.named_parameters():
+            if parameter.is_floating_point() and not parameter.is_meta:
+                target = precisions.get(name) or name_dtype(parameter.dtype)
+                is_kept = path in find_islands(module, target) if target == "fp16" else False
+                target = "fp32" if is_kept else target
+                yield from check_tensor(f"{name}:{path}", parameter.detach(), target)
+
+
+def check_files(
+    files: Mapping[str, list[Path]], precisions: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Findings about the values in safetensors files, one tensor in memory at a time.
+
+    Args:
+        files: component → its files.
+        precisions: component → format that it is to be loaded in; absent ones stay as stored.
+
+    Cost: every byte of the files is read once.
+    """
+    from safetensors import safe_open
+
+    for name, paths in files.items():
+        for path in paths:
+            with safe_open(str(path), framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118 (not a mapping)
+                    tensor = file.get_tensor(key)
+                    if tensor.is_floating_point() and find_format(tensor.dtype):
+                        target = precisions.get(name) or name_dtype(tensor.dtype)
+                        yield from check_tensor(f"{name}:{key}", tensor, target)
+
+
+def check_tensor(site: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
+    """Findings about one weight cast to a format.
+
+    Cost: up to four passes and two host reads.
+    """
+    entry, stored = FORMATS[target], name_dtype(tensor.dtype)
+    if tensor.numel() == 0 or tensor.element_size() < 2:
+        return
+    low, high = (float(x) for x in torch.aminmax(tensor))
+    largest = max(abs(low), abs(high))
+    if not largest < float("inf"):
+        bad = int((~torch.isfinite(tensor)).sum())
+        evidence = f"{bad} of {tensor.numel()} values are NaN or Inf, as stored in {stored}."
+        yield make_finding("weight-not-finite", site, evidence)
+    elif largest > entry.largest:
+        over = int((tensor.abs() > entry.largest).sum())
+        evidence = (
+            f"{over} of {tensor.numel()} values are beyond {entry.largest:g}, where {target} ends; "
+            f"the largest is {largest:.4g}."
+        )
+        yield make_finding("weight-out-of-range", site, evidence, stored=stored)
+    elif target == "fp16" and largest > 0:
+        yield from _check_small(site, tensor, target)
+
+
+def _check_small(site: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
+    entry, magnitudes = FORMATS[target], tensor.abs()
+    used = int((magnitudes > 0).sum())
+    small = int(((magnitudes > 0) & (magnitudes < entry.smallest_normal)).sum())
+    lost = int(((magnitudes > 0) & (magnitudes < entry.smallest / 2)).sum())
+    if tensor.numel() > 1 and small >= SUBNORMAL_SHARE * used:
+        evidence = (
+            f"{small} of {used} values are below {entry.smallest_normal:.3g}, the smallest normal "
+            f"number of {target}; {lost} become 0."
+        )
+        yield make_finding("weight-subnormal", site, evidence)

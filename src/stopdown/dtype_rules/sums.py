@@ -1,0 +1,156 @@
+"""Sums inside products that fp16 accumulators would not hold, found by one run in fp32.
+
+A product is a sum of many products. Where a kernel sums in fp16, a sum that passes 65504 on its way is
+Inf, even if its end would fit; scores of attention are summed before they are divided by the root of
+the width. Nobody sees these sums in a graph, and most hardware does not make them: they are looked at
+group after group while the pipeline runs once with its real weights.
+
+**Catches** linear layers, matrix products and attention of components that are to run in fp16.
+**Does not catch** what another prompt, size or number of steps reaches; convolutions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from stopdown.accumulation import Sum, find_sums
+from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
+from stopdown.environment import choose_device
+from stopdown.formats import FORMATS
+from stopdown.memory.default_size import choose_size
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, find_module, put_door
+from stopdown.pipelines.components import (
+    Callee,
+    cast_component_,
+    find_callees,
+    find_components,
+    find_kept_fp32,
+)
+from stopdown.pipelines.dry_run import make_arguments
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.profiles import DeviceFault, Profile
+from stopdown.records import Finding
+
+STEPS = 2
+"""Denoising steps of the run: the two ends of the schedule."""
+
+_ATTENTION = ("attention scores", "attention")
+
+
+def check_sums(
+    pipe: Any,
+    narrow: Iterable[str],
+    profile: Profile,
+    arguments: Mapping[str, Any] | None = None,
+) -> list[Finding]:
+    """Findings about sums that leave fp16 on their way, worst first.
+
+    Args:
+        pipe: a pipeline with its weights; it is left as it was.
+        narrow: components that are to run in fp16.
+        profile: the device that they are to run on.
+        arguments: of the pipeline's call, instead of its defaults; sizes that are not among them are
+            chosen, see `choose_size`.
+
+    Cost: a run of two steps in fp32, with a product for each group of 16 values; memory for fp32.
+    """
+    sums = _collect(pipe, set(narrow), arguments or {})
+    groups: dict[tuple[str, ...], list[Sum]] = {}
+    for component, entry in sums:
+        key = (component, generalise(entry.path), entry.operation, str(_is_sum_alone(entry)))
+        groups.setdefault(key, []).append(entry)
+    found = [_word(key[0], group, profile) for key, group in groups.items()]
+    return sort_findings(found)
+
+
+def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[tuple[str, Sum]]:
+    """Sums of one run that do not fit, largest first."""
+    largest: dict[tuple[str, str, str], Sum] = {}
+
+    def look(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outputs: list[Any] = []
+        module = find_module(callee)
+        for entry in find_sums(module, lambda: outputs.append(call(*args, **kwargs))):
+            key = (callee.component, entry.path, entry.operation)
+            seen = largest.get(key)
+            if not entry.fits and (seen is None or entry.largest > seen.largest):
+                largest[key] = entry
+        return outputs[0]
+
+    with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the picture, which nobody gets
+        for module in find_components(pipe).values():
+            _widen(module, patches)
+        for callee in find_callees(pipe):
+            if callee.component.partition(".")[0] in narrow:
+                put_door(callee, functools.partial(look, callee), patches)
+        given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
+        where = choose_device(str(getattr(pipe, "device", "cpu")))
+        sizes, _ = choose_size(
+            pipe, given, memory_bytes=where.memory_bytes, on_cpu=where.type == "cpu"
+        )
+        pipe(**{**given, **sizes})
+    kept = {name: find_kept_fp32(type(x), "fp16") for name, x in find_components(pipe).items()}
+    found = [(component, entry) for (component, *_), entry in largest.items()]
+    found.sort(key=lambda pair: -pair[1].largest)
+    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(c.partition(".")[0], ()))]
+
+
+def _widen(module: torch.nn.Module, patches: Patches) -> None:
+    """Weights in fp32 until `patches` is undone."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point() and tensor.dtype != torch.float32:
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, torch.float32)
+
+
+def _is_kept(path: str, kept: tuple[str, ...]) -> bool:
+    return any(part in kept for part in path.split("."))
+
+
+def _is_sum_alone(entry: Sum) -> bool:
+    """Whether the value at the end of the sum fits, or is one that kernels never write."""
+    return entry.operation == "attention scores" or entry.result <= FORMATS["fp16"].largest
+
+
+def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
+    """One finding for the same module in all blocks."""
+    worst = group[0]
+    name = component.partition(".")[0]
+    site = f"{name}:{worst.path}" if worst.path else name
+    if not _is_sum_alone(worst):
+        return make_finding("product-overflows", site, _tell(worst, group))
+    fault = next(_find_faults(worst, profile), None)
+    fact = profile.formats.get("fp16")
+    if fault is not None:
+        why = f" {profile.title}: {fault.what} ({fault.source})"
+        found = make_finding("sum-overflows", site, _tell(worst, group) + why)
+        return dataclasses.replace(found, remedy=f"{fault.remedy} {found.remedy}".strip())
+    if fact is not None and fact.accumulates == "fp16":
+        return make_finding("sum-overflows", site, _tell(worst, group))
+    return make_finding("sum-may-overflow", site, _tell(worst, group))
+
+
+def _find_faults(entry: Sum, profile: Profile) -> Iterator[DeviceFault]:
+    """Faults of the device that are sums in fp16 in such an operation."""
+    attends = entry.operation in _ATTENTION
+    for fault in profile.faults:
+        is_meant = not fault.operations or attends == (
+            "scaled_dot_product_attention" in fault.operations
+        )
+        if fault.accumulates == "fp16" and is_meant:
+            yield fault
+
+
+def _tell(worst: Sum, group: list[Sum]) -> str:
+    what = "The sums of its scores" if worst.operation == "attention scores" else "Its sums"
+    ends = "" if worst.operation == "attention scores" else f" and end at {worst.result:.4g}"
+    more = f" So do {len(group) - 1} more places." if len(group) > 1 else ""
+    return f"{what} ({worst.operation}) reach {worst.largest:.4g}{ends}; fp16 ends at 65504.{more}"

@@ -1,0 +1,274 @@
+"""What `stopdown doctor` finds: devices and their formats, attention, switches, faults, and outlook.
+
+A device of this machine is tried: formats by a timed probe, attention kernels by a call of each. A
+profile answers from its sources instead. What `auto` would choose for a few well-known models is
+decided by the same functions that decide in a run.
+
+**Catches** formats that are emulated, slow or missing; attention kernels that refuse a format;
+switches that let sums be taken in 16 bits; versions and devices with known faults.
+**Does not catch** faults that nobody reported, and whether a model fits into memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from stopdown.backends import list_attention, list_version_faults
+from stopdown.environment import (
+    Device,
+    Support,
+    describe_machine,
+    list_devices,
+    probe_formats,
+    read_settings,
+    read_version,
+)
+from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
+from stopdown.profiles import Profile, describe_device, find_target, is_profile
+from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
+
+_SWITCHES = {
+    "cuda": (
+        (
+            "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+            "partial sums of fp16 products may be added in fp16, which ends at 65504",
+        ),
+        (
+            "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+            "partial sums of bf16 products may be added in bf16, with 8 bits of precision",
+        ),
+        (
+            "backends.cuda.matmul.allow_fp16_accumulation",
+            "whole fp16 products are summed in fp16: faster on consumer cards, and may overflow",
+        ),
+        ("backends.cuda.matmul.allow_tf32", "fp32 products are computed in TF32, with 11 bits"),
+        ("backends.cudnn.allow_tf32", "fp32 convolutions are computed in TF32, with 11 bits"),
+    ),
+    "cpu": (
+        ("backends.mkldnn.matmul.fp32_precision", "bf16 or tf32 here lowers fp32 products"),
+        ("backends.mkldnn.conv.fp32_precision", "bf16 or tf32 here lowers fp32 convolutions"),
+    ),
+    "mps": (),
+}
+"""Attributes of torch that change what a product is summed in, and what it means when they are on."""
+
+_KERNELS = {
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
+
+
+class KnownModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A checkpoint, and the format of each component's weights.
+
+    Attributes:
+        name: for people.
+        repository: its id on the Hub.
+        source: where that is said.
+        stored: format by component.
+        force_upcast: components whose config says that they must run in fp32 when fp16 is asked.
+    """
+
+    name: str
+    repository: str
+    source: str
+    stored: dict[str, str]
+    force_upcast: tuple[str, ...] = ()
+
+
+def examine(name: str | None = None) -> MachineHealth:
+    """What is known of this machine, or of one device.
+
+    Args:
+        name: a device, a profile or a profile's file, as `--device` takes it; None for each device here.
+
+    Raises:
+        OptionError: the device is neither here nor known.
+
+    Cost: a probe of each device, under a second on a CPU.
+    """
+    if name is not None and is_profile(name):
+        device, profile = find_target(name)
+        found = [_describe_profile(device, profile)]
+    else:
+        devices = list_devices() if name is None else [find_target(name)[0]]
+        found = [_examine_device(device) for device in devices]
+    kinds = tuple(dict.fromkeys(health.kind for health in found))
+    places = dict.fromkeys((health.kind, health.capability) for health in found)
+    return MachineHealth(
+        machine=describe_machine(),
+        devices=tuple(found),
+        switches=tuple(read_switches(kinds)),
+        settings=dict(read_settings().numerics),
+        faults=_list_faults(places),
+    )
+
+
+def _describe_profile(device: Device, profile: Profile) -> DeviceHealth:
+    supports = profile.supports
+    formats = tuple(
+        FormatHealth(
+            name, fact.state, supports[name].time_ratio if name in supports else None, reason
+        )
+        for name, fact in profile.formats.items()
+        for reason in [profile.say(name)]
+    )
+    return _join_health(device, profile, supports, formats, tried=False)
+
+
+def _examine_device(device: Device) -> DeviceHealth:
+    profile, supports = describe_device(device), probe_formats(device)
+    formats = tuple(
+        FormatHealth(name, _name_state(supports[name], profile, name), *_weigh(supports[name]))
+        for name in PRECISIONS
+    )
+    return _join_health(device, profile, supports, formats, tried=True)
+
+
+def _weigh(support: Support) -> tuple[float | None, str]:
+    return support.time_ratio, support.reason
+
+
+def _name_state(support: Support, profile: Profile, name: str) -> str:
+    if not support.works:
+        return "missing"
+    return "native" if support.native else profile.formats[name].state
+
+
+def _join_health(
+    device: Device,
+    profile: Profile,
+    supports: Mapping[str, Support],
+    formats: tuple[FormatHealth, ...],
+    *,
+    tried: bool,
+) -> DeviceHealth:
+    known = list_attention(device.type, device.capability)
+    return DeviceHealth(
+        device=profile.title if not tried else str(device),
+        kind=device.type,
+        tried=tried,
+        capability=".".join(map(str, device.capability)) if device.capability else None,
+        memory_bytes=device.memory_bytes,
+        formats=formats,
+        attention=try_attention(device) if tried else {n: tuple(f) for n, f in known.items()},
+        faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
+        outlooks=tuple(foresee(supports, device.type)),
+    )
+
+
+def foresee(supports: Mapping[str, Support], kind: str) -> list[Outlook]:
+    """What `auto` would choose for each component of a few well-known models, and why."""
+    return [outlook for model in read_models() for outlook in _foresee_model(model, supports, kind)]
+
+
+def _foresee_model(
+    model: KnownModel, supports: Mapping[str, Support], kind: str
+) -> Iterable[Outlook]:
+    facts = [
+        ComponentFacts(name, (name,), {stored: 1}, {}, name in model.force_upcast)
+        for name, stored in model.stored.items()
+    ]
+    planned = explain_plan(facts, supports) if kind != "cpu" else ""
+    for fact in facts:
+        precision, reason = choose_precision(fact, supports)
+        if planned:
+            precision, reason = "fp16", f"By a plan of its own, because {planned}."
+        yield Outlook(model.name, fact.name, precision, bool(planned), reason)
+
+
+@functools.cache
+def read_models() -> tuple[KnownModel, ...]:
+    """The models that the outlook is given for."""
+    path = resources.files("stopdown") / "knowledge" / "rules" / "models.toml"
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["model"]
+    return tuple(msgspec.convert(entry, KnownModel) for entry in entries)
+
+
+def try_attention(device: Device) -> dict[str, tuple[str, ...]]:
+    """Formats in which each kernel of attention runs on a device of this machine, by a call of each.
+
+    Cost: twelve calls on tensors of 1 x 1 x 16 x 64; on an accelerator they synchronise.
+    """
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # torch says why a kernel refuses; the answer is enough here
+        found = {
+            kernel: tuple(name for name in PRECISIONS if _runs_attention(device, kernel, name))
+            for kernel in _KERNELS
+        }
+    return {kernel: formats for kernel, formats in found.items() if formats}
+
+
+def _runs_attention(device: Device, kernel: str, name: str) -> bool:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    try:
+        with torch.inference_mode(), sdpa_kernel([getattr(SDPBackend, _KERNELS[kernel])]):
+            x = torch.ones(1, 1, 16, 64, dtype=FORMATS[name].torch_dtype, device=device.torch_name)
+            result = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            return bool(torch.isfinite(result).all())
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+
+
+def read_switches(kinds: Iterable[str]) -> list[Switch]:
+    """How the switches of torch stand that change what is summed in which format."""
+    import torch
+
+    found = []
+    for kind in kinds:
+        for path, meaning in _SWITCHES[kind]:
+            value: Any = torch
+            for part in path.split("."):
+                value = getattr(value, part, None)  # some are absent in older torch
+            if value is not None:
+                found.append(Switch(f"torch.{path}", str(value), meaning))
+    return found
+
+
+def _list_faults(places: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
+    """Known faults of the installed versions, on any of these backends and compute capabilities."""
+    import platform
+
+    names = ("torch", "diffusers", "transformers", "accelerate")
+    versions = {name: read_version(name) for name in names}
+    versions["macos"] = platform.mac_ver()[0] or None
+    faults = [
+        fault
+        for kind, capability in places
+        for fault in list_version_faults(versions, kind, _read_capability(capability))
+    ]
+    said = (
+        f"{fault.package} {versions[fault.package]} ({fault.versions}): {fault.what} {fault.remedy} "
+        f"({fault.source})"
+        for fault in faults
+    )
+    return tuple(dict.fromkeys(said))
+
+
+def _read_capability(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def has_fused_attention(profile: Profile, formats: Iterable[str]) -> bool:
+    """Whether a device has, in each of these formats, an attention kernel that keeps no scores."""
+    kernels = list_attention(profile.kind, profile.number)
+    fused = {entry for name, taken in kernels.items() if name != "math" for entry in taken}
+    return set(formats) <= fused

@@ -1,0 +1,120 @@
+"""The size of a run in fp32 that nobody gave a size for: one that suits the model and fits into memory.
+
+A pipeline's own default is meant for the checkpoint of its authors. Where the configs of the components
+name a size that is far smaller (a small model, a test), that one is taken; then a dry run is made on
+fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
+
+**Catches** a run that would end for want of memory.
+**Does not catch** what `rehearsing` does not; a size that was asked for is left alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from stopdown.memory.dry_run import DryRunner
+from stopdown.memory.forecast import Fit
+from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
+from stopdown.memory.strategies import Strategy, predict
+from stopdown.pipelines.components import find_components
+from stopdown.pipelines.requests import find_frames, find_target
+from stopdown.pipelines.sizes import find_grid, find_own_sides
+from stopdown.pipelines.skeletons import copy_skeleton
+
+SHARE = 0.8
+"""Of the memory that there is: what stands beside a run, and what a forecast misses, take the rest."""
+
+_WORTH = 2
+"""A pipeline's default stays where it has at most this many times the pixels that the configs name."""
+
+
+def choose_size(
+    pipe: Any, arguments: Mapping[str, Any], *, memory_bytes: int, on_cpu: bool = True
+) -> tuple[dict[str, int], str]:
+    """Sizes to add to the arguments of a pipeline's call, and why; nothing where sizes are among them.
+
+    Args:
+        pipe: a pipeline with its weights, which are not read; it is left alone.
+        arguments: of its call.
+        memory_bytes: what the device has.
+        on_cpu: whether it runs on the CPU.
+
+    Cost: a dry run of one step (seconds), and two or three more where a smaller size is needed.
+    """
+    names = {name: find_target(name, type(pipe)) for name in ("frames", "height", "width")}
+    if not names["height"] or not names["width"]:
+        return {}, ""  # it takes its size from the picture or video that it is given
+    if any(arguments.get(target) is not None for target in names.values() if target):
+        return {}, ""
+    own = _name_own(pipe, names)
+    forecast = functools.partial(_forecast, pipe, on_cpu=on_cpu)
+    try:
+        peak, made = forecast({**arguments, **own})
+    except Exception:  # whatever a model's code does without values: there is no forecast
+        return own, ""
+    limit = int(SHARE * memory_bytes)
+    if made is None or peak.predictions[0].peak_bytes <= limit:
+        return own, ""
+    return _shrink(pipe, names, {**arguments, **own}, made, limit, peak, forecast)
+
+
+def _shrink(
+    pipe: Any,
+    names: Mapping[str, str | None],
+    arguments: Mapping[str, Any],
+    size: Size,
+    limit: int,
+    peak: Fit,
+    forecast: Any,
+) -> tuple[dict[str, int], str]:
+    def express(one: Size) -> dict[str, int]:
+        sizes = dataclasses.asdict(one)
+        return {target: sizes[name] for name, target in names.items() if target}
+
+    configs = {name: _read_config(part) for name, part in find_components(pipe).items()}
+    has_video = any(name in arguments for name in ("video", "control_video"))
+    sizes = list_smaller(size, find_grid(configs), keeps_frames=has_video or not names["frames"])
+    found = find_largest(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
+    made = found[0] if found else (sizes or [size])[-1]
+    why = (
+        f"It was run at {made} and not at {size}, where a run in fp32 takes "
+        f"{peak.predictions[0].peak_bytes / 2**30:.1f} GiB, and {limit / 2**30:.1f} GiB are there for it."
+    )
+    return express(made), why
+
+
+def _name_own(pipe: Any, names: Mapping[str, str | None]) -> dict[str, int]:
+    """Height and width of the configs, where the pipeline's default is far beyond them."""
+    taken = inspect.signature(type(pipe).__call__).parameters
+    height, width = names["height"], names["width"]
+    sides = find_own_sides(pipe)
+    if not height or not width or sides is None:
+        return {}
+    default = (taken[height].default, taken[width].default)
+    if not all(isinstance(x, int) for x in default):
+        return {}  # the pipeline asks the configs itself
+    far = default[0] * default[1] > _WORTH * sides[0] * sides[1]
+    return {height: sides[0], width: sides[1]} if far else {}
+
+
+def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:
+    """What a step in fp32 takes with all weights at hand, and the size of what it makes."""
+    skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
+    skeleton.set_progress_bar_config(disable=True)
+    given = {**arguments, "num_inference_steps": 1}
+    dry_run = DryRunner(skeleton, on_cpu=on_cpu).dry_run(given)
+    fit = Fit((predict(dry_run, Strategy("resident"), steps=1),), (0.0,), {})
+    shapes = [x for call in dry_run.calls if call.stage == "decode" for x in call.shapes]
+    sides = next((x[-2:] for x in reversed(shapes) if len(x) >= 4), None)
+    return fit, None if sides is None else Size(find_frames(pipe, dict(arguments)), *sides)
+
+
+def _read_config(part: Any) -> dict[str, Any]:
+    config = getattr(part, "config", None)
+    return {"_class_name": type(part).__name__, **(config if isinstance(config, Mapping) else {})}

@@ -1,0 +1,251 @@
+"""A run that stays below a limit: a strategy for each component call, and a smaller one after a
+call that ran out of memory all the same.
+
+The call that failed is run again with the same arguments; what came before it is kept. The strategy
+stays for the rest of the run.
+
+**Catches** out-of-memory errors inside of components.
+**Does not catch** those outside of calls, and a process that the system kills instead of refusing.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import StopdownError
+from stopdown.formats import format_bytes
+from stopdown.memory.forecast import (
+    HEADROOM,
+    Fit,
+    choose,
+    find_smallest,
+    list_allowed,
+    list_storages,
+    predict_all,
+    sort_by_time,
+)
+from stopdown.memory.gradient_checkpointing import IDLE, find_checkpointing
+from stopdown.memory.placement import put_placement, put_variant
+from stopdown.memory.speed import Speed
+from stopdown.memory.strategies import Prediction
+from stopdown.memory.weight_stores import WeightStore
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, put_door
+from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.skeletons import copy_skeleton
+from stopdown.records import StepDown
+
+MOST_STEPS_DOWN = 4
+"""How often one call may be tried again with something smaller."""
+
+
+class Offloader:
+    """What stands at the component calls of a pipeline; a context manager that leaves it as it was.
+
+    Attributes:
+        taken: the prediction of the strategy that is on.
+        steps_down: what was done about calls that ran out of memory.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        taken: Prediction,
+        others: Sequence[Prediction],
+        strays: Mapping[str, Mapping[str, frozenset[str]]],
+        *,
+        device: str = "cpu",
+        store: Path | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            pipe: a pipeline whose weights are in host memory, or on the device already.
+            taken: what to begin with.
+            others: what may be tried after it; those with a smaller peak are.
+            strays: of the dry run.
+            device: where calls run.
+            store: folder for weights that wait; None keeps them in host memory.
+            announce: told of each step down.
+        """
+        self.pipe, self.taken = pipe, taken
+        self.steps_down: list[StepDown] = []
+        self._others, self._strays = tuple(others), strays
+        self._store = WeightStore(device, store)
+        self._announce = announce or (lambda text: None)
+        self._callees, self._on = Patches(), Patches()
+
+    def __enter__(self) -> Offloader:
+        if names := find_checkpointing(self.pipe):
+            self._announce(f"{', '.join(names)}: {IDLE}")
+        try:
+            for callee in find_callees(self.pipe):
+                put_door(callee, functools.partial(self._stand, callee), self._callees)
+            self._put_on(self.taken)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._on.undo()
+        self._store.close()
+        self._callees.undo()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that weights in 8 bits have on the device just now."""
+        return self._store.packed_bytes
+
+    def _put_on(self, prediction: Prediction) -> None:
+        self._on.undo()
+        self._on, strategy = Patches(), prediction.strategy
+        put_variant(self.pipe, strategy, self._on)
+        put_placement(self.pipe, strategy, self._strays, self._store, self._on)
+        self.taken = prediction
+
+    def _stand(
+        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        component = callee.component.partition(".")[0]
+        for _ in range(MOST_STEPS_DOWN):
+            try:
+                return self._store.stand(component, call, args, kwargs)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                text = " ".join(str(error).split())[:200]
+            self._step_down(callee, text)  # outside: the error holds the values of the failed call
+        return self._store.stand(component, call, args, kwargs)
+
+    def _step_down(self, callee: Callee, text: str) -> None:
+        """Put on the next strategy that takes less.
+
+        Raises:
+            StopdownError: there is none.
+        """
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        before = self.taken
+        smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
+        if not smaller:
+            raise StopdownError(
+                f"{callee.component} ran out of memory with the smallest strategy, "
+                f"{before.strategy.name}: {text}",
+                expected=f"It was predicted to take {format_bytes(before.peak_bytes)}, and so does "
+                "the whole run at least.",
+                remedy="Use a smaller --height and --width, fewer --frames, a 16-bit --precision, "
+                f"or a device with more than {format_bytes(before.peak_bytes)} free.",
+            )
+        self._put_on(smaller[0])
+        name = self.taken.strategy.name
+        self.steps_down.append(StepDown(callee.component, before.strategy.name, name, text))
+        self._announce(
+            f"{callee.component} ran out of memory with {before.strategy.name}; its call is run again "
+            f"with {name}, which is predicted to take {format_bytes(self.taken.peak_bytes)}."
+        )
+
+
+def predict_run(
+    pipe: Any,
+    arguments: dict[str, Any],
+    *,
+    steps: int,
+    fused: bool,
+    speed: Speed | None = None,
+    device: str = "cpu",
+) -> Fit:
+    """A dry run of a pipeline: what every strategy takes, those that cost the least time first.
+
+    Args:
+        arguments: of the pipeline's call.
+        steps: denoising steps.
+        fused: whether attention runs in a kernel that keeps no score matrix.
+        speed: of the device; without it strategies are in the order of what they usually cost.
+        device: where calls run.
+
+    Raises:
+        CaptureError: a component's code cannot be run dry.
+    """
+    skeleton = copy_skeleton(pipe)
+    skeleton.set_progress_bar_config(disable=True)
+    predicted = predict_all(
+        skeleton,
+        arguments,
+        steps=steps,
+        fused=fused,
+        on_cpu=device.startswith("cpu"),
+        storages=list_storages(device),
+    )
+    return sort_by_time(predicted, speed)
+
+
+def make_offloader(
+    pipe: Any,
+    fit: Fit,
+    limit_bytes: int,
+    *,
+    device: str = "cpu",
+    store: Path | None = None,
+    allowed: Collection[str] = (),
+    failed: Collection[str] = (),
+    announce: Callable[[str], None] | None = None,
+) -> Offloader:
+    """Choose the strategy that costs the least time within a limit.
+
+    Args:
+        fit: of the run.
+        limit_bytes: of weights and values together.
+        allowed: what may change the picture: `fp8`, `int8`.
+        failed: strategies that ran out of memory before; only smaller ones are taken.
+
+    Raises:
+        StopdownError: nothing fits; the message names the smallest.
+    """
+    chosen = choose(fit, limit_bytes, allowed, failed)
+    if chosen is None:
+        raise _describe_misfit(fit, limit_bytes, allowed, failed)
+    return Offloader(
+        pipe,
+        chosen,
+        list_allowed(fit, allowed),
+        fit.strays,
+        device=device,
+        store=store,
+        announce=announce,
+    )
+
+
+def _describe_misfit(
+    fit: Fit, limit_bytes: int, allowed: Collection[str], failed: Collection[str]
+) -> StopdownError:
+    least = find_smallest(fit, allowed)
+    ran_out = f" {', '.join(failed)} ran out of memory before." if failed else ""
+    return StopdownError(
+        f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
+        f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
+        expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
+        remedy="Add --allow smaller, use a smaller --height and --width, fewer --frames, a 16-bit "
+        f"--precision, or --memory {_round_up(least.peak_bytes / HEADROOM)}.",
+    )
+
+
+def _round_up(count: float) -> str:
+    """An amount that `--memory` takes, no smaller than a number of bytes."""
+    return f"{math.ceil(count / 2**20)}MiB"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left; the CPU's is an ordinary RuntimeError."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return "allocate memory" in text or "out of memory" in text.lower()

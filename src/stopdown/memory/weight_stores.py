@@ -1,0 +1,241 @@
+"""Where weights wait while a pipeline runs: on disk when it runs on the CPU, in host memory otherwise.
+
+While they wait, parameters keep shape, dtype and device and own no memory (their storage is
+resized to nothing, as FSDP does it), so everything that looks at them works as before; only values
+are missing. One store serves all strategies of a run: what it holds once is not written again.
+
+**Catches** parameters that are tied, or shared by two components: they are stored once.
+**Does not catch** what holds a parameter's storage besides (a view taken before).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import OutputError
+from stopdown.memory.eight_bits import Packed, pack
+from stopdown.memory.strategies import Placement
+from stopdown.pipelines.call_interception import Call
+
+
+class WeightGroup:
+    """Weights that are loaded together, while a module runs."""
+
+    def __init__(
+        self, path: str, module: torch.nn.Module, tensors: list[torch.Tensor], store: WeightStore
+    ) -> None:
+        self.path, self.module = path, module
+        self._tensors, self._store, self._users = tensors, store, 0
+
+    def store(self) -> None:
+        for tensor in self._tensors:
+            self._store.store(tensor)
+
+    def load(self) -> None:
+        """Bring the values; a second user finds them there."""
+        for tensor in self._tensors:
+            self._store.load(tensor)
+
+    def drop(self) -> None:
+        for tensor in self._tensors:
+            self._store.drop(tensor)
+
+    def on_enter(self, module: Any, args: Any) -> None:
+        self._users += 1
+        if self._users == 1:
+            self.load()
+
+    def on_leave(self, module: Any, args: Any, output: Any) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self.drop()
+
+
+class WeightStore:
+    """Where weights wait, and which component has its own here just now."""
+
+    def __init__(self, device: str, folder: Path | None) -> None:
+        """
+        Args:
+            device: where calls run.
+            folder: for a temporary copy of the weights; None keeps them in host memory, which makes
+                sense for a device that has a memory of its own.
+        """
+        self._device, self._place = torch.device(device), folder
+        self._folder: Path | None = None
+        self._kept: dict[int, torch.Tensor] = {}
+        self._owners: dict[int, tuple[torch.Tensor, torch.device]] = {}
+        self._sizes: dict[int, int] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._packed: dict[int, Packed] = {}
+        self._units: dict[str, list[WeightGroup]] = {}
+        self._callees: dict[str, WeightGroup] = {}
+        self._current = ""
+
+    def keep(self, component: str, group: WeightGroup, placement: Placement) -> None:
+        """Have a group wait; those of whole components and calls are loaded by `stand`."""
+        group.store()
+        if placement == "component":
+            self._callees[component] = group
+        elif not group.path:
+            self._units.setdefault(component, []).append(group)
+
+    def store(self, tensor: torch.Tensor) -> None:
+        """Keep a copy of a tensor, and give its memory back.
+
+        Cost: the first time, a copy on disk or in host memory.
+        """
+        if id(tensor) not in self._kept:
+            self._owners[id(tensor)] = tensor, tensor.device
+            self._kept[id(tensor)] = self._write(tensor)
+            self._own(tensor)
+        self.drop(tensor)
+
+    def pack(self, weight: torch.Tensor, storage: str) -> tuple[torch.Tensor, ...]:
+        """Have a weight wait in 8 bits on the device; what it waits in."""
+        if id(weight) not in self._packed:
+            self.store(weight)
+            self._packed[id(weight)] = pack(self._kept[id(weight)], storage).to(self._device)
+        return self._packed[id(weight)].tensors
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that weights in 8 bits have on the device just now."""
+        kept = (tensor for packed in self._packed.values() for tensor in packed.tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+
+    def is_packed(self, tensor: torch.Tensor) -> bool:
+        """Whether a weight waits in 8 bits."""
+        return id(tensor) in self._packed
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Bring a tensor's values, unless they are there."""
+        storage, key = tensor.untyped_storage(), id(tensor)
+        if storage.nbytes() == 0 and self._sizes[key]:
+            storage.resize_(self._sizes[key])
+            if key in self._packed:
+                self._packed[key].fill(tensor.data)
+            else:
+                tensor.data.copy_(self._kept[key])
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        """Give a tensor's memory back."""
+        tensor.untyped_storage().resize_(0)
+
+    def bring(self, module: torch.nn.Module) -> None:
+        """Have a module's weights on the device for good, but those that wait in 8 bits."""
+        self.move_buffers(module)
+        for tensor in module.parameters():
+            if id(tensor) not in self._kept:
+                self._move(tensor)
+            elif not self.is_packed(tensor):
+                self.load(tensor)
+
+    def move_buffers(self, module: torch.nn.Module) -> None:
+        """Have a module's buffers on the device for good: they are small, and code reads them."""
+        for buffer in module.buffers():
+            self._move(buffer)
+
+    def stand(
+        self, component: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Have a component's own weights here for a call; those of another one make room."""
+        if component in self._callees and component != self._current:
+            if self._current:
+                self._callees[self._current].drop()
+            self._callees[component].load()
+            self._current = component
+        for group in self._units.get(component, ()):
+            group.load()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for group in self._units.get(component, ()):
+                group.drop()
+
+    def clear(self) -> None:
+        """Forget who is loaded when, before another strategy: everything that waits waits again."""
+        codes = {id(tensor) for packed in self._packed.values() for tensor in packed.tensors}
+        self._forget()
+        for key in codes & self._kept.keys():
+            self._discard(key)
+        for tensor, _ in self._list_waiting():
+            self.drop(tensor)
+
+    def close(self) -> None:
+        """Give every parameter its values back, where it was; a second call does nothing.
+
+        From disk they are mapped, so that they take no memory until they are read.
+        """
+        self.clear()
+        for key, (tensor, home) in list(self._owners.items()):
+            self._bring_home(tensor, self._kept.get(key), home)
+            self._discard(key)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _list_waiting(self) -> Iterable[tuple[torch.Tensor, torch.device]]:
+        return (owner for key, owner in self._owners.items() if key in self._kept)
+
+    def _bring_home(
+        self, tensor: torch.Tensor, kept: torch.Tensor | None, home: torch.device
+    ) -> None:
+        if kept is None:
+            tensor.data = tensor.data.to(home)
+        elif tensor.is_contiguous():
+            tensor.data = kept.to(home)
+        else:  # its strides come back, too
+            tensor.data = torch.empty_like(tensor.data, device=home).copy_(kept)
+
+    def _discard(self, key: int) -> None:
+        for table in (self._kept, self._owners, self._sizes):
+            table.pop(key, None)
+
+    def _move(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device.type:
+            self._owners[id(tensor)] = tensor, tensor.device
+            tensor.data = tensor.data.to(self._device)
+
+    def _own(self, tensor: torch.Tensor) -> None:
+        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized."""
+        tensor.data = torch.empty_like(tensor.data, device=self._device)
+        self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
+
+    def _write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy to load from: in host memory, or mapped from a file, which takes none."""
+        if self._place is None:
+            return tensor.detach().to("cpu", copy=True)
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(dir=self._place))
+        path = self._folder / f"{len(self._kept)}-{id(tensor)}.bin"
+        _reserve(path, tensor.nbytes)
+        kept = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
+        if os.name == "posix":
+            path.unlink()  # its room is given back when nobody maps it any more, also after a kill
+        return kept.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    """Take the room on the disk now: values written into a mapping of a full one end the process."""
+    try:
+        with path.open("wb") as file:
+            if size_bytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+    except OSError as error:
+        raise OutputError(
+            f"Weights that wait on disk need {size_bytes} bytes in {path.parent.parent}: {error.strerror}.",
+            expected="On the CPU weights that do not fit into --memory wait in the folder for "
+            "temporary files.",
+            remedy="Free some space there, set TMPDIR to another disk, or give a larger --memory.",
+            by_system=True,
+        ) from error

@@ -1,0 +1,272 @@
+"""Intercept the calls of each component: every one of them goes through functions put there.
+
+A stack of layers on one method of one object is called from the outermost to the innermost. The stack
+sits in the instance's own `__dict__` and is gone with its last layer, so layers come off
+in any order and leave nothing behind. The original is called last; what it returns is passed on
+untouched. Of a module that was compiled in place the stack sits around the compiled code;
+code that is compiled later around a stack goes past it, without a graph break.
+
+**Catches** calls of whole components, as pipelines make them.
+**Does not catch** calls of a submodule from outside (`text_encoder.encoder(...)`), or of other
+methods (`get_image_features`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.arguments import put_back, replace_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.components import Callee
+
+Call = Callable[..., Any]
+Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a method: what to call next, its positional and its keyword arguments."""
+
+_KEPT_ARGUMENTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "size", "coords")
+"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+
+
+class _Stack:
+    """The layers on one method of one object, innermost first."""
+
+    def __init__(self, owner: object, method: str) -> None:
+        self.original: Call = getattr(owner, method)
+        self.layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
+        self.patches = Patches()
+
+        original = self.original
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            return _enter(original, self.layers, args, kwargs)
+
+        call.stopdown_stack = self  # type: ignore[attr-defined]
+        self.call = call
+        self.patches.set_attribute(owner, method, call)
+        self.owner = owner
+
+    def hide(self, patches: Patches, method: str) -> None:
+        """Put what was there before in the stack's place, until `patches` is undone."""
+        if getattr(self.original, "__func__", None) is getattr(type(self.owner), method, None):
+            patches.remove_attribute(self.owner, method)
+        else:
+            patches.set_attribute(self.owner, method, self.original)
+
+    def remove(self, layer: Layer) -> None:
+        """Take one layer off, and the stack with the last one."""
+        self.layers = tuple(other for other in self.layers if other is not layer)
+        if not self.layers:
+            self.patches.undo()
+
+
+def _enter(original: Call, layers: tuple[Layer, ...], args: Any, kwargs: Any) -> Any:
+    """Call the outermost of these layers, or the original when there is none."""
+    if not layers:
+        return original(*args, **kwargs)
+
+    def call_next(*args: Any, **kwargs: Any) -> Any:
+        return _enter(original, layers[:-1], args, kwargs)
+
+    return layers[-1](call_next, args, kwargs)
+
+
+def put_layer(
+    owner: object, method: str, layer: Layer, patches: Patches, *, innermost: bool = False
+) -> None:
+    """Lead the calls of a method through `layer`, until `patches` is undone.
+
+    Args:
+        innermost: beneath the layers that are there already, next to the original.
+    """
+    found = vars(owner).get(method)
+    stack = _find_stack(found)
+    if stack is None or stack.call is not found:  # a wrapper copies the attributes of a function
+        stack = _Stack(owner, method)
+    stack.layers = (layer, *stack.layers) if innermost else (*stack.layers, layer)
+    patches.defer(functools.partial(stack.remove, layer))
+
+
+def _find_stack(found: object) -> _Stack | None:
+    return getattr(found, "stopdown_stack", None)
+
+
+def put_door(callee: Callee, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
+    """Lead one component call through `layer`, until `patches` is undone."""
+    put_layer(callee.owner, find_slot(callee), layer, patches, innermost=innermost)
+
+
+def find_slot(callee: Callee) -> str:
+    """The attribute through which a component call go: the compiled code of a module that has it."""
+    is_compiled = getattr(callee.owner, _COMPILED, None) is not None
+    return _COMPILED if callee.method == "forward" and is_compiled else callee.method
+
+
+_COMPILED = "_compiled_call_impl"
+
+
+@contextlib.contextmanager
+def bared(module: torch.nn.Module) -> Iterator[None]:
+    """The module as it is beneath all layers: a capture copies it and must find no trace of them."""
+    stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
+    with Patches() as patches:
+        for name, stack in stacks.items():
+            stack.hide(patches, name)
+        yield
+
+
+def copy_layers(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Put the layers of one module on a copy of it, in their order."""
+    patches = Patches()  # never undone: they belong to the copy
+    for name, found in list(vars(source).items()):
+        stack = _find_stack(found)
+        for layer in stack.layers if stack is not None else ():
+            put_layer(target, name, layer, patches)
+
+
+def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
+    """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
+
+    What a decoder returns stays as it is: it is the picture, and nothing computes with it.
+
+    Args:
+        callee: where.
+        dtype: of most of its weights. Pipelines that cast a component for one call (Stable Video
+            Diffusion does so with its autoencoder) are followed.
+        patches: where the layer is put.
+    """
+    weights = find_module(callee).parameters()
+    sample = next((weight for weight in weights if weight.dtype == dtype), None)
+
+    def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call_cast(callee, call, args, kwargs, dtype if sample is None else sample.dtype)
+
+    put_door(callee, cast, patches)
+
+
+def call_cast(
+    callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+) -> Any:
+    """One component call with its floating arguments in `dtype`, its outputs as they came."""
+    names = find_argument_names(callee)
+    came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
+    cast = functools.partial(cast_floats, dtype=dtype)
+    args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=_is_kept)
+    try:
+        output = call(*args, **kwargs)
+    finally:
+        put_back(replaced)
+    is_last = came_as is None or callee.stage == "decode"
+    return output if is_last else cast_floats(output, came_as)
+
+
+def find_argument_names(callee: Callee) -> tuple[str, ...]:
+    """The names of what a component call's method takes, in order."""
+    return _read_names(type(callee.owner), callee.method)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _read_names(owner: type, method: str) -> tuple[str, ...]:
+    return tuple(inspect.signature(getattr(owner, method)).parameters)[1:]
+
+
+def find_module(callee: Callee) -> torch.nn.Module:
+    """The module whose weights a component call uses: its owner, or another one that serves for it."""
+    method = getattr(callee.owner, callee.method)
+    method = inspect.unwrap(method, stop=lambda found: hasattr(found, "__self__"))
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else callee.owner
+
+
+def cast_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same arguments with floating tensors in `dtype`; times and positions stay as they are."""
+    return {
+        name: value if _is_kept(name) else cast_floats(value, dtype)
+        for name, value in arguments.items()
+    }
+
+
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """Floating tensors inside tuples, lists, dicts and model outputs in `dtype`, all else as it is."""
+    if dtype is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        cast = cast_arguments(value, dtype)
+        return cast if type(value) is dict else type(value)(**cast)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    return _cast_attributes(value, dtype) if _is_distribution(value) else value
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to."""
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return change(leaf)
+        if isinstance(leaf, dict):  # a model output that nobody told pytree of
+            return type(leaf)(**{key: map_tensors(item, change) for key, item in leaf.items()})
+        if _is_distribution(leaf):
+            leaf = copy.copy(leaf)
+            vars(leaf).update({name: map_tensors(x, change) for name, x in vars(leaf).items()})
+        return leaf
+
+    return pytree.tree_map(visit, value)
+
+
+def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What tells apart calls that give different graphs: shapes, dtypes and plain arguments."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    return "|".join([str(spec), *map(_sign, leaves)])
+
+
+def _sign(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{tuple(leaf.shape)}"
+    plain = (bool, int, float, str, bytes, type(None), torch.dtype)
+    return repr(leaf) if isinstance(leaf, plain) else type(leaf).__name__
+
+
+def _is_distribution(value: Any) -> bool:
+    """Whether this is what an autoencoder encodes to: a mean and a spread, which is sampled later."""
+    return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
+
+
+def _cast_attributes(value: Any, dtype: torch.dtype) -> Any:
+    cast = copy.copy(value)
+    vars(cast).update({name: cast_floats(item, dtype) for name, item in vars(value).items()})
+    return cast
+
+
+def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of the first floating tensor among arguments that are cast, None without one."""
+    for name, value in arguments.items():
+        found = None if _is_kept(name) else _find_first(value)
+        if found is not None:
+            return found
+    return None
+
+
+def _find_first(value: Any) -> torch.dtype | None:
+    if isinstance(value, torch.Tensor):
+        return value.dtype if value.is_floating_point() else None
+    if isinstance(value, dict):
+        return find_float_dtype(value)
+    items = value if isinstance(value, (list, tuple)) else ()
+    return next((found for item in items if (found := _find_first(item)) is not None), None)
+
+
+def _is_kept(name: str) -> bool:
+    return any(part in name for part in _KEPT_ARGUMENTS)

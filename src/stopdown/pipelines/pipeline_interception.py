@@ -1,0 +1,199 @@
+"""Stand at the calls of one pipeline, or of every pipeline of a process, made later ones too.
+
+Each pipeline class has a `__call__` of its own. All of them register their components when they are
+made, so that is where a class that was not met before gets the layer put on its `__call__`.
+
+`redirect_devices` lets a script that was written for CUDA run where there is none.
+
+**Catches** pipelines made in any way that Diffusers knows, and classes of a script's own.
+**Does not catch** pipelines that were made before; for devices: tensors that a script itself makes on
+CUDA (`torch.randn(..., device="cuda")`), and what it asks of `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, Layer
+
+RunLayer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a pipeline: the pipeline, what to call, its arguments."""
+
+_CHANGING = threading.RLock()
+"""Held while layers come and go: pipelines of one class share its `__call__`."""
+
+
+class _Runs:
+    """The layers on the calls of single pipelines of one class, the innermost first."""
+
+    def __init__(self, owner: type) -> None:
+        original = vars(owner)["__call__"]
+        self.layers: tuple[tuple[Any, Layer], ...] = ()  # replaced, never changed
+        self.patches = Patches()
+
+        @functools.wraps(original)
+        def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+            found: Call = functools.partial(original, pipe)
+            for other, layer in self.layers:
+                if other is pipe:
+                    found = functools.partial(_call_layer, layer, found)
+            return found(*args, **kwargs)
+
+        call.stopdown_runs = self  # type: ignore[attr-defined]
+        self.call = call
+        self.patches.set_class_attribute(owner, "__call__", call)
+
+    def remove(self, entry: tuple[Any, Layer]) -> None:
+        """Take one layer off, and the stack with the last one."""
+        with _CHANGING:
+            self.layers = tuple(other for other in self.layers if other is not entry)
+            if not self.layers:
+                self.patches.undo()
+
+
+def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
+    return layer(call, args, kwargs)
+
+
+def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
+    """Lead the calls of one pipeline through `layer`, until `patches` is undone.
+
+    Python looks `__call__` up in the class, so that is where it is put; other pipelines of the class
+    are called as ever. A pipeline without a `__call__` is left alone.
+    """
+    owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
+    if owner is None:
+        return
+    with _CHANGING:
+        found = vars(owner)["__call__"]
+        runs = getattr(found, "stopdown_runs", None)
+        if runs is None or runs.call is not found:  # a wrapper copies the attributes of a function
+            runs = _Runs(owner)
+        entry = (pipe, layer)
+        runs.layers = (*runs.layers, entry)
+    patches.defer(functools.partial(runs.remove, entry))
+
+
+_OFFLOADS = (
+    "enable_model_cpu_offload",
+    "enable_sequential_cpu_offload",
+    "enable_group_offload",
+)
+
+
+def intercept_runs(layer: RunLayer, patches: Patches) -> None:
+    """Lead the calls of every pipeline that is made from now on through `layer`."""
+    wrapped: set[type] = set()
+    register = DiffusionPipeline.register_modules
+
+    @functools.wraps(register)
+    def register_and_wrap(self: Any, **modules: Any) -> None:
+        register(self, **modules)
+        owner = next((kind for kind in type(self).__mro__ if "__call__" in vars(kind)), None)
+        if owner is not None and owner not in wrapped:
+            wrapped.add(owner)
+            _wrap_call(owner, layer, patches)
+
+    patches.set_class_attribute(DiffusionPipeline, "register_modules", register_and_wrap)
+
+
+def _wrap_call(owner: type, layer: RunLayer, patches: Patches) -> None:
+    original = vars(owner)["__call__"]
+
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return layer(self, functools.partial(original, self), args, kwargs)
+
+    patches.set_class_attribute(owner, "__call__", call)
+
+
+def redirect_devices(target: str, announce: Callable[[str], None], patches: Patches) -> None:
+    """Send to `target` whatever a script sends to CUDA: pipelines, modules, tensors, generators.
+
+    Offloading, which needs an accelerator, is left out where the target is none.
+    """
+    said: set[str] = set()
+
+    def say_once(text: str) -> None:
+        if text not in said:
+            said.add(text)
+            announce(text)
+
+    def redirect(value: Any) -> Any:
+        if _is_cuda(value) and str(value) != target:
+            say_once(f"The script asks for {value}; it gets {target}, as --device says.")
+            return torch.device(target)
+        return value
+
+    for owner in (DiffusionPipeline, torch.nn.Module, torch.Tensor):
+        _redirect_method(owner, "to", redirect, patches)
+    for owner in (torch.nn.Module, torch.Tensor):
+        _replace_cuda(owner, redirect, patches)
+    patches.set_attribute(torch, "Generator", _make_generator(redirect))
+    if target == "cpu":
+        for name in _OFFLOADS:
+            _leave_out(name, say_once, patches)
+    _drop_device_map(say_once, patches)
+
+
+def _is_cuda(value: Any) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.partition(":")[0] == "cuda"
+
+
+def _redirect_method(
+    owner: type, name: str, redirect: Callable[[Any], Any], patches: Patches
+) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = {key: redirect(value) for key, value in kwargs.items()}
+        return original(self, *map(redirect, args), **moved)
+
+    patches.set_class_attribute(owner, name, method)
+
+
+def _replace_cuda(owner: type, redirect: Callable[[Any], Any], patches: Patches) -> None:
+    """`.cuda()` as `.to("cuda")`, which is redirected."""
+
+    def cuda(self: Any, device: Any = None, *_: Any, **__: Any) -> Any:
+        return self.to(redirect("cuda"))
+
+    patches.set_class_attribute(owner, "cuda", cuda)
+
+
+def _make_generator(redirect: Callable[[Any], Any]) -> type:
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            return super().__new__(cls, redirect(device))  # type: ignore[call-arg]  # it takes one
+
+    return Generator
+
+
+def _leave_out(name: str, say: Callable[[str], None], patches: Patches) -> None:
+    @functools.wraps(getattr(DiffusionPipeline, name))
+    def leave_out(self: Any, *_: Any, **__: Any) -> None:
+        say(f"The script calls {name}(), which needs an accelerator; on the CPU it is left out.")
+
+    patches.set_class_attribute(DiffusionPipeline, name, leave_out)
+
+
+def _drop_device_map(say: Callable[[str], None], patches: Patches) -> None:
+    original = vars(DiffusionPipeline)["from_pretrained"].__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.pop("device_map", None) is not None:
+            say("The script asks for a device_map; with --device there is none.")
+        return original(cls, *args, **kwargs)
+
+    patches.set_class_attribute(DiffusionPipeline, "from_pretrained", classmethod(from_pretrained))

@@ -1,0 +1,241 @@
+"""A pipeline with everything but the weights: its own code and configs over fake parameters.
+
+`build_skeleton` makes one from a Diffusers folder, of which the configs are enough; `copy_skeleton`
+makes one from a pipeline in memory, with the dtype that each of its parameters has. What has no
+weights (scheduler, tokenizer, image processor) is real, or stood in for where its files are missing.
+Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
+
+**Catches** what authors keep in fp32, as loading would; hooks, and the layers around the calls of a live
+pipeline.
+**Does not catch** weights that a quantiser keeps in its own classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stopdown.formats import name_dtype
+from stopdown.graph.capture import find_mode, name_parameters, renew_fakes
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import bared, copy_layers
+from stopdown.pipelines.components import find_components, find_kept_fp32
+from stopdown.pipelines.descriptions import read_description
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loader import describing_failures, find_class
+from stopdown.pipelines.skeleton_components import build_empty_component
+from stopdown.pipelines.sources import Source, has_weights
+
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
+"""Files of which a tokenizer that knows words has one."""
+
+
+def build_skeleton(
+    source: Source, torch_dtypes: Mapping[str, torch.dtype], *, keep_fp32: bool = True
+) -> Any:
+    """A source's pipeline without weights, each component as loading it in a dtype would make it.
+
+    Args:
+        source: what `resolve_source` gave; of its folders only the configs are read.
+        torch_dtypes: component → dtype, fp32 where it is absent.
+        keep_fp32: leave in fp32 what authors keep there; False for components that a plan rescales.
+
+    Raises:
+        SourceError: a config does not describe its class.
+    """
+    with quiet_libraries():
+        parts = {name: _build(source, name, torch_dtypes, keep_fp32) for name in source.components}
+        return _join(source, parts)
+
+
+def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = None) -> Any:
+    """A live pipeline without its weights; nothing that runs on it touches the original.
+
+    Args:
+        pipe: a Diffusers pipeline.
+        torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
+            are as they stand, parameter by parameter.
+    """
+    skeleton, mode = copy.copy(pipe), FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    for name, module in find_components(pipe).items():
+        dtype = (torch_dtypes or {}).get(name)
+        vars(skeleton)[name] = _copy_module(module, mode, memo, dtype)
+    vars(skeleton)["scheduler"] = copy.deepcopy(getattr(pipe, "scheduler", None))
+    if "_internal_dict" in vars(pipe):
+        vars(skeleton)["_internal_dict"] = copy.copy(vars(pipe)["_internal_dict"])
+    return skeleton
+
+
+def _build(
+    source: Source, name: str, torch_dtypes: Mapping[str, torch.dtype], keep_fp32: bool
+) -> Any:
+    """One component of a skeleton; None for one that the folder does not have."""
+    library, class_name = source.components[name]
+    folder = source.path / name
+    if not folder.is_dir():
+        return None
+    if not has_weights(class_name):
+        return _build_side(folder, find_class(library, class_name), class_name)
+    dtype = torch_dtypes.get(name, torch.float32)
+    module = build_empty_component(source, name, dtype, keep_fp32)
+    _teach_casts(module)
+    return module
+
+
+def _build_side(folder: Path, kind: Any, class_name: str) -> Any:
+    """A scheduler, tokenizer or processor: the real one, or a skeleton when its files are missing."""
+    if class_name.endswith("Scheduler"):
+        with describing_failures(folder, class_name, has_weights=False):
+            return kind.from_config(read_description(folder / "scheduler_config.json"))
+    if "Tokenizer" in class_name and not any((folder / name).is_file() for name in _VOCABULARIES):
+        return Tokens()
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)
+    except Exception:  # whatever an absent or foreign file makes it raise
+        return Tokens() if "Tokenizer" in class_name else kind()
+
+
+class Tokens:
+    """What stands in for a tokenizer: every prompt is one token, padded to the length asked for."""
+
+    model_max_length = 77
+    pad_token_id = 0
+    eos_token_id = 1
+    bos_token_id = 1
+    padding_side = "right"
+
+    def __call__(self, text: Any, **options: Any) -> Any:
+        count = len(text) if isinstance(text, (list, tuple)) else 1
+        is_padded = options.get("padding") == "max_length"
+        length = int(options.get("max_length") or self.model_max_length) if is_padded else 2
+        mask = torch.zeros(count, length, dtype=torch.int64)
+        mask[:, :2] = 1
+        return _Encoding(input_ids=mask.clone(), attention_mask=mask)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        return [self.bos_token_id, self.eos_token_id]
+
+    def batch_decode(self, ids: Any, **options: Any) -> list[str]:
+        return [""] * len(ids)
+
+    decode = batch_decode
+
+
+class _Encoding(SimpleNamespace):
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def to(self, *_: Any) -> _Encoding:
+        return self
+
+
+def _join(source: Source, components: dict[str, Any]) -> Any:
+    import diffusers
+
+    kind = getattr(diffusers, source.pipeline_class)
+    taken = inspect.signature(kind.__init__).parameters
+    index = read_description(source.path / "model_index.json")
+    options = {k: v for k, v in index.items() if k in taken and k not in components}
+    if "add_watermarker" in taken:
+        options["add_watermarker"] = False
+    absent = {
+        name: None
+        for name, parameter in taken.items()
+        if parameter.default is inspect.Parameter.empty and name not in ("self", "args", "kwargs")
+    }
+    if components.get("safety_checker") is None and "requires_safety_checker" in taken:
+        options["requires_safety_checker"] = False
+    known = {name: part for name, part in components.items() if name in taken}
+    pipe = kind(**{**absent, **_drop_pairs(options), **known})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
+    """Options without the components of an index: [library, class] pairs."""
+    return {
+        name: None if isinstance(value, list) and len(value) == 2 else value
+        for name, value in options.items()
+    }
+
+
+def _choose_loaded(
+    kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
+) -> torch.dtype:
+    """The dtype of a tensor once its component is loaded in `dtype`: islands are in fp32."""
+    if not tensor.is_floating_point() or not is_weight:
+        return tensor.dtype
+    kept = find_kept_fp32(kind, name_dtype(dtype))
+    return torch.float32 if any(part in kept for part in name.split(".")) else dtype
+
+
+def _copy_module(
+    module: torch.nn.Module, mode: FakeTensorMode, memo: dict[int, Any], dtype: torch.dtype | None
+) -> torch.nn.Module:
+    weights = set(module.state_dict(keep_vars=True))
+    memo.update(renew_fakes(module, mode))
+    for name, tensor in name_parameters(module).items():
+        wanted = tensor.dtype
+        if dtype is not None:
+            wanted = _choose_loaded(type(module), dtype, name, tensor, name in weights)
+        made = _make_fake(tensor, wanted, mode)
+        memo[id(tensor)] = _as_parameter(made) if _is_parameter(tensor) else made
+    with bared(module):
+        shadow = copy.deepcopy(module, memo)
+    for part in shadow.modules():
+        _strip_offload(part)
+    _teach_casts(shadow)
+    copy_layers(module, shadow)
+    return shadow
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _make_fake(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device="cpu")
+
+
+def _strip_offload(module: torch.nn.Module) -> None:
+    """Take the hooks that move weights between devices off a copy: it has no weights to move."""
+    patches = Patches()  # never undone: the copy is thrown away
+    if "_old_forward" in vars(module):
+        for name in ("forward", "_old_forward", "_hf_hook"):
+            patches.remove_attribute(module, name)
+
+
+def _teach_casts(module: torch.nn.Module) -> None:
+    """Let `.to()` and its kin change a skeleton: PyTorch refuses to swap fake parameters."""
+    patches = Patches()  # never undone: the skeleton is ours
+    for part in module.modules():
+        patches.set_attribute(part, "_apply", functools.partial(_apply, part))
+
+
+def _apply(
+    module: torch.nn.Module, convert: Callable[[Any], Any], recurse: bool = True
+) -> torch.nn.Module:
+    patches = Patches()
+    with find_mode(module):
+        for part in module.modules() if recurse else (module,):
+            for table in (part._parameters, part._buffers):
+                for name, tensor in list(table.items()):
+                    if tensor is not None:
+                        made = convert(tensor)
+                        made = _as_parameter(made) if _is_parameter(tensor) else made
+                        patches.set_item(table, name, made)
+    return module

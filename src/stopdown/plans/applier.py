@@ -1,0 +1,382 @@
+"""`apply_plan`: a plan put on a pipeline, after a look whether it belongs there; taken off exactly.
+
+**Catches** another checkpoint, other classes, other versions of them, adapters that were loaded
+since, components that are missing or new: every difference in one message; exponents with which a weight
+leaves the format that it is cast to, or vanishes in it.
+**Does not catch** weights that differ only between the sampled values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.accumulation import accumulating
+from stopdown.environment import Device
+from stopdown.errors import PlanError, ScalingError
+from stopdown.formats import FORMATS
+from stopdown.graph.capture import name_parameters
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, put_cast, put_door
+from stopdown.pipelines.components import cast_component_, find_callees, find_components
+from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.sources import Source, fingerprint, has_weights
+from stopdown.plans.adapters import watch_adapters
+from stopdown.plans.calibrated import count_folds, read_scaling, sample_weights
+from stopdown.plans.files import read_class_versions
+from stopdown.plans.loader import Loaded, LoadedPlan
+from stopdown.plans.precision import ComponentFacts
+from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
+from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.scaling.certificate import describe_share
+from stopdown.scaling.folds import RESCALED, list_misfits
+
+_REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
+
+
+class AppliedPlan:
+    """A plan on a pipeline; `undo` takes it off and restores every bit."""
+
+    def __init__(self, pipe: Any, plan: Plan, patches: Patches) -> None:
+        self.pipe, self.plan, self._patches = pipe, plan, patches
+
+    def undo(self) -> None:
+        """Restore the pipeline to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def apply_plan(
+    pipe: Any, plan: Plan, *, patches: Patches | None = None, cast: bool = True
+) -> AppliedPlan:
+    """Put a plan on a pipeline in place: exponents are folded in, components cast.
+
+    What the authors of a class keep in fp32 (T5's `wo`) is cast as well: the exponents make it fit.
+
+    Args:
+        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device.
+        plan: from `make_plan` or `read_plan`.
+        patches: where the changes are put besides; None makes a stack of its own.
+        cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
+
+    Returns:
+        A handle with `.undo()`, also a context manager. It holds the old weights: drop it to free
+        them when the plan is to stay.
+
+    Raises:
+        PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
+            changed.
+    """
+    check_plan(pipe, plan)
+    own = Patches()
+    try:
+        for entry in plan.components:
+            apply_component(getattr(pipe, entry.component), entry, own, cast=cast)
+        if cast:
+            put_boundaries(pipe, plan, own)
+        watch_adapters(pipe, plan, own)
+    except ScalingError as error:
+        own.undo()
+        raise _explain_misfit(plan, error) from error
+    except BaseException:
+        own.undo()
+        raise
+    if patches is not None:
+        patches.defer(own.undo)
+    return AppliedPlan(pipe, plan, own)
+
+
+def _explain_misfit(plan: Plan, error: ScalingError) -> PlanError:
+    return PlanError(
+        f"The plan for {plan.source} does not fit the pipeline: {error.what}", remedy=_REMEDY
+    )
+
+
+def check_plan(pipe: Any, plan: Plan) -> None:
+    """Refuse a plan that does not belong to a pipeline.
+
+    Raises:
+        PlanError: with all that differs.
+    """
+    _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+
+
+def apply_component(
+    module: torch.nn.Module, entry: ComponentPlan, patches: Patches, *, cast: bool = True
+) -> None:
+    """Fold one component's exponents and cast it.
+
+    Raises:
+        ScalingError: a name of the entry is not in the module.
+    """
+    if entry.precision == "as loaded":
+        return
+    dtype = FORMATS[entry.precision].torch_dtype
+    if entry.precision == "fp16":
+        rescaling = fold_scaling(module, read_scaling(entry))
+        patches.defer(rescaling.undo)
+        if cast:
+            cast_(module, dtype, rescaling)
+    elif cast:
+        _cast_plainly(module, dtype, patches)
+
+
+def apply_without_weights(skeleton: Any, plan: Plan) -> None:
+    """Cast a pipeline without weights as a plan would: islands, residual streams, casts of arguments.
+
+    Args:
+        skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
+
+    Raises:
+        PlanError: a module of the plan is not there.
+    """
+    try:
+        _apply_without_weights(skeleton, plan)
+    except ScalingError as error:
+        raise _explain_misfit(plan, error) from error
+
+
+def _apply_without_weights(skeleton: Any, plan: Plan) -> None:
+    patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
+    for entry in plan.components:
+        if entry.component in modules and entry.precision in FORMATS:
+            scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+            cast_(
+                modules[entry.component], FORMATS[entry.precision].torch_dtype, scaling, keep=False
+            )
+            patches.set_attribute(modules[entry.component], RESCALED, entry.precision == "fp16")
+    put_boundaries(skeleton, plan, patches)
+
+
+def put_for_good(module: torch.nn.Module, entry: ComponentPlan) -> Patches:
+    """Fold one component's exponents and cast it; its old weights are let go.
+
+    Returns:
+        What takes the entry off: the weights are then in fp32, as near to the old ones as the
+        format of the entry holds them.
+    """
+    off = Patches()
+    if entry.precision == "as loaded":
+        return off
+    scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+    off.defer(fold_scaling(module, scaling).undo)
+    off.defer(functools.partial(_widen, module))
+    if entry.precision == "fp16":
+        off.defer(cast_(module, torch.float16, scaling, keep=False).undo)
+    else:
+        cast_component_(module, FORMATS[entry.precision].torch_dtype)
+    return off
+
+
+def _widen(module: torch.nn.Module) -> None:
+    """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+
+
+def _cast_plainly(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    """As if the component had been loaded in a format; what its authors keep in fp32 stays."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, dtype)
+
+
+def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Cast arguments at the component calls where components differ, or where a pipeline would upcast."""
+    dtypes = {
+        entry.component: FORMATS[entry.precision].torch_dtype
+        for entry in plan.components
+        if entry.precision in FORMATS
+    }
+    upcast = {name for name, dtype in dtypes.items() if _drop_upcast(pipe, name, dtype, patches)}
+    is_mixed = len(set(dtypes.values())) > 1
+    for callee in find_callees(pipe):
+        name = callee.component.partition(".")[0]
+        if name in dtypes and (is_mixed or name in upcast):
+            put_cast(callee, dtypes[name], patches)
+    _put_accumulations(pipe, plan, patches)
+
+
+def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
+    """Torch's switches as the plan wants them, during each component's calls and no longer."""
+    wanted = {entry.component: entry.accumulation for entry in plan.components}
+    for callee in find_callees(pipe):
+        accumulation = wanted.get(callee.component.partition(".")[0])
+        if accumulation is not None:
+            put_door(callee, functools.partial(_call_accumulating, accumulation), patches)
+
+
+def _call_accumulating(
+    accumulation: Accumulation, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    with accumulating(accumulation):
+        return call(*args, **kwargs)
+
+
+def _drop_upcast(pipe: Any, name: str, dtype: torch.dtype, patches: Patches) -> bool:
+    """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
+    module = getattr(pipe, name)
+    config: Any = getattr(module, "config", None)
+    if dtype != torch.float16 or not getattr(config, "force_upcast", False):
+        return False
+    patches.set_attribute(module, "_internal_dict", type(config)({**config, "force_upcast": False}))
+    return True
+
+
+def _compare_versions(plan: Plan) -> Iterator[str]:
+    installed = read_class_versions()
+    for name in sorted(plan.versions.keys() | installed.keys()):
+        then, now = plan.versions.get(name, "none"), installed.get(name, "none")
+        if then != now:
+            yield f"it was made with {name} {then}, and {now} is installed"
+
+
+def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
+    modules = find_components(pipe)
+    planned = {entry.component: entry for entry in plan.components}
+    for name in modules.keys() - planned.keys():
+        yield f"it has no {name}, and the pipeline has one"
+    for name, entry in planned.items():
+        if name not in modules:
+            yield f"it has a {name}, and the pipeline has none"
+        elif type(modules[name]).__name__ != entry.class_name:
+            found = type(modules[name]).__name__
+            yield f"{name} was a {entry.class_name}, and the pipeline has a {found}"
+        elif sample_weights(modules[name]) != entry.weights:
+            yield f"{name} has other weights than those that were measured, or adapters besides"
+        elif entry.precision == "fp16":
+            misfits = list_misfits(modules[name], read_scaling(entry))
+            yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
+
+
+def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> None:
+    """Refuse a plan for another checkpoint or version, before anything is loaded.
+
+    Args:
+        with_weights: False where there are none here; classes of components are compared then, as for a
+            plan that was made in memory.
+
+    Raises:
+        PlanError: with all that differs.
+    """
+    differences = list(_compare_versions(plan))
+    if not (with_weights and plan.fingerprint):
+        differences += _compare_classes(plan, source) if source.components else ()
+    elif plan.fingerprint != (found := fingerprint(source)):
+        differences.insert(
+            0,
+            f"it was made for {plan.source} with the fingerprint {plan.fingerprint[:12]}, and that "
+            f"of {source.name} is {found[:12]}",
+        )
+    _refuse(plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json")
+
+
+def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
+    planned = {entry.component for entry in plan.components}
+    for name, (_, class_name) in source.components.items():
+        if has_weights(class_name) and name not in planned:
+            yield f"it has no {name}, and {source.name} has one"
+    for entry in plan.components:
+        _, found = source.components.get(entry.component, ("", "nothing"))
+        if found != entry.class_name:
+            yield f"{entry.component} was a {entry.class_name}, and {source.name} has {found}"
+
+
+def _refuse(plan: Plan, differences: list[str], remedy: str = _REMEDY) -> None:
+    if differences:
+        raise PlanError(
+            f"The plan for {plan.source} does not belong here: {'; '.join(differences)}.",
+            expected="Exponents hold for the weights and the code that they were found for.",
+            remedy=remedy,
+        )
+
+
+def load_planned(
+    source: Source,
+    plan: Plan,
+    name: str,
+    facts: list[ComponentFacts],
+    device: Device,
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    config: str | Path | None = None,
+    move: bool = True,
+) -> Loaded:
+    """Load a checkpoint in fp32, put its plan on, and move it to a device.
+
+    One component after the other is folded and cast, and its fp32 weights are let go.
+
+    Args:
+        name: of the plan, for the reasons: `plan.json`.
+        move: False leaves the weights in host memory.
+
+    Raises:
+        PlanError: the plan does not belong to this checkpoint, with all that differs.
+        SourceError: the weights do not fit their model.
+    """
+    check_source(plan, source)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress, config=config)
+    _refuse(plan, list(_compare_components(pipe, plan)))
+    put = {x.component: put_for_good(getattr(pipe, x.component), x) for x in plan.components}
+    patches = Patches()
+    put_boundaries(pipe, plan, patches)
+    watch_adapters(pipe, plan, patches)
+    if device.type != "cpu" and move:
+        pipe.to(device.torch_name)
+    return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, put))
+
+
+def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:
+    """One decision for each call, with the plan's reason."""
+    planned = {entry.component: entry for entry in plan.components}
+    return tuple(
+        Decision(
+            call,
+            planned[fact.name].precision,
+            describe_entry(planned[fact.name], name),
+            fact.stored_mostly,
+            planned[fact.name].islands,
+        )
+        for fact in facts
+        if fact.name in planned
+        for call in fact.calls
+    )
+
+
+def _describe_basis(entry: ComponentPlan) -> str:
+    """What the ranges rest on: bounds, measured calls, or some of each."""
+    if entry.certified:
+        return "certified"
+    if not entry.values:
+        return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
+    return describe_share(entry.values, entry.bounded).removesuffix(".")
+
+
+def describe_entry(entry: ComponentPlan, name: str) -> str:
+    """A component's entry in one sentence, or the reasons why it is not in fp16."""
+    if entry.precision != "fp16":
+        return f"{entry.precision} by {name}. {' '.join(entry.reasons)}"
+    folds = count_folds(entry).replace(" is scaled", "").replace(" are scaled", "")
+    parts = [folds, f"{len(entry.islands)} island{'s' * (len(entry.islands) != 1)}"]
+    if count := len(entry.multiplies):
+        parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
+    if entry.stream is not None:
+        inside = ", ".join(entry.stream.closed)
+        parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
+    if entry.headroom_bits is not None:
+        parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
+    if entry.trial is not None and entry.trial.rel_err is not None:
+        parts.append(f"{100 * entry.trial.rel_err:.2g} % off fp32 when it was tried")
+    basis = _describe_basis(entry)
+    return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

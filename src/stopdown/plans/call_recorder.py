@@ -1,0 +1,184 @@
+"""Which calls a pipeline makes of its components: runs on a few prompts, their arguments kept.
+
+A layer stands at each component call and keeps copies of the arguments on the CPU: of the denoiser at the
+first, middle and last step, with every branch of guidance, and of everything else at each call. No
+more than `MOST_CALLS` of a component call are kept. A pipeline that decodes and never encodes also gets an
+encode, of what it decoded, because the same checkpoint serves pictures and videos to start from.
+
+**Catches** calls of whole components.
+**Does not catch** other prompts, sizes and numbers of steps than those that were run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import StopdownError
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, put_door, put_layer, sign_arguments
+from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.library_messages import quiet_truncation
+from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
+
+PROMPTS = (
+    "a red circle moving left on a grey background",
+    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
+    "behind him, warm golden light, 35mm film.",
+    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
+)
+"""What is measured when no prompt is given: short, long, still and moving."""
+
+MOST_CALLS = 24
+"""Calls of one component call that are kept, spread over the prompts."""
+
+MOST_FRAMES = 9
+"""Frames of a decoded video that are encoded again."""
+
+Progress = Callable[[str, str, int, int], None]
+"""Told of stage, what, done and total."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call that a pipeline made.
+
+    Attributes:
+        callee: where.
+        args, kwargs: copies on the CPU, floating tensors as they came.
+        made_up: the pipeline did not make this call; it was derived from another one.
+    """
+
+    callee: Callee
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    made_up: bool = False
+
+
+@dataclass
+class _Recorder:
+    """Intercepts every component call while a pipeline runs."""
+
+    pipe: Any
+    calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
+    steps_done: int = 0
+    has_denoised: bool = False
+
+    def stand(self, patches: Patches) -> None:
+        for callee in find_callees(self.pipe):
+            put_door(callee, functools.partial(self._record, callee), patches)
+        scheduler = getattr(self.pipe, "scheduler", None)
+        for method, layer in (("step", self._step), ("set_timesteps", self._begin)):
+            if callable(getattr(scheduler, method, None)):
+                put_layer(scheduler, method, layer, patches)
+
+    def _record(
+        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.has_denoised |= callee.stage == "denoise"
+        if callee.stage != "denoise" or self.steps_done in self._find_steps():
+            kept = RecordedCall(callee, *_copy_to_cpu((args, kwargs)))
+            self.calls.setdefault(callee.component, []).append(kept)
+        output = call(*args, **kwargs)
+        if callee.component.endswith(".decode") and callee.component not in self.decoded:
+            found = next(iterate_tensors(output), None)
+            if found is not None:
+                self.decoded[callee.component] = found.detach().cpu()
+        return output
+
+    def _find_steps(self) -> set[int]:
+        """First, middle and last step of this run."""
+        total = getattr(self.pipe, "_num_timesteps", None)
+        if not isinstance(total, int) or total < 1:
+            total = len(getattr(getattr(self.pipe, "scheduler", None), "timesteps", ())) or 1
+        return {0, total // 2, total - 1}
+
+    def _step(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = call(*args, **kwargs)
+        self.steps_done += 1
+        return result
+
+    def _begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.steps_done = 0
+        return call(*args, **kwargs)
+
+
+def record_calls(
+    pipe: Any, requests: Sequence[Request], progress: Progress | None = None
+) -> dict[str, list[RecordedCall]]:
+    """Component to the calls that runs of these requests make of it.
+
+    Args:
+        pipe: in the safest precision at hand; it is run as it is.
+        requests: one run each.
+        progress: told of each run.
+
+    Raises:
+        OptionError: the pipeline needs something that a request does not give, or does not take it.
+
+    Cost: the runs; the arguments of at most `MOST_CALLS` calls of each component call in host memory.
+    """
+    recorder = _Recorder(pipe)
+    is_ours = all(request.prompt in (None, *PROMPTS) for request in requests)
+    with Patches() as patches, torch.no_grad(), quiet_truncation(wanted=is_ours):
+        recorder.stand(patches)
+        for number, request in enumerate(requests):
+            if progress is not None:
+                progress(
+                    "observe", f"prompt {number + 1} of {len(requests)}", number, len(requests)
+                )
+            _run(pipe, build_arguments(pipe, request), recorder)
+    found: dict[str, list[RecordedCall]] = {}
+    for callee in find_callees(pipe):
+        calls = recorder.calls.get(callee.component, []) or _make_up_encode(
+            callee, recorder.decoded
+        )
+        found.setdefault(callee.component.partition(".")[0], []).extend(_thin_out(calls))
+    return found
+
+
+def _run(pipe: Any, arguments: dict[str, Any], recorder: _Recorder) -> None:
+    try:
+        pipe(**arguments)
+    except StopdownError:
+        raise
+    except Exception as error:  # whatever a pipeline's own code raises for want of an input
+        if recorder.has_denoised:
+            raise
+        raise explain_refusal(type(pipe), arguments, error) from error
+
+
+def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[RecordedCall]:
+    """An encode of what the other direction of an autoencoder gave."""
+    picture = decoded.get(callee.component.removesuffix("encode") + "decode")
+    if picture is None or not callee.component.endswith(".encode"):
+        return []
+    if picture.dim() == 5:
+        picture = picture[:, :, :MOST_FRAMES]
+    return [RecordedCall(callee, (picture.clamp(-1, 1).contiguous(),), {}, made_up=True)]
+
+
+def _thin_out(calls: list[RecordedCall]) -> list[RecordedCall]:
+    """At most `MOST_CALLS`, evenly spread, the first and last among them."""
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [calls[i * (len(calls) - 1) // (MOST_CALLS - 1)] for i in range(MOST_CALLS)]
+
+
+def _copy_to_cpu(tree: Any) -> Any:
+    def copy(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to("cpu", copy=True)
+
+    return pytree.tree_map_only(torch.Tensor, copy, tree)
+
+
+def sign_call(call: RecordedCall) -> str:
+    """What tells apart calls that give different graphs: method, shapes, dtypes, plain arguments."""
+    return f"{call.callee.method}|{sign_arguments(call.args, call.kwargs)}"

@@ -1,0 +1,102 @@
+"""Whether a run has a plan, and which: one that was named, one that was kept, or one made now."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from stopdown.environment import Device, Support
+from stopdown.errors import OutputError, StopdownWarning
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.plans.applier import check_source, load_planned
+from stopdown.plans.calibrated import make_plan
+from stopdown.plans.call_recorder import Progress
+from stopdown.plans.files import read_cached_plan, read_plan, write_cached_plan
+from stopdown.plans.loader import Loaded, decide, load_decided
+from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
+from stopdown.records import Plan
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan, and what reasons call it."""
+
+    plan: Plan
+    name: str
+
+
+def choose_loader(
+    source: Source,
+    precision: str,
+    facts: list[ComponentFacts],
+    supports: Mapping[str, Support],
+    device: Device,
+    *,
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Callable[..., Loaded]:
+    """What loads a source in the precision that was asked for: call it with `progress`, `config`.
+
+    Args:
+        precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
+        request: sizes and prompt of the run, for a plan that has to be made.
+
+    Raises:
+        OptionError: the precision is unknown or does not work here.
+        PlanError: the plan is damaged or belongs to another checkpoint.
+    """
+    chosen = choose_plan(
+        source,
+        precision,
+        facts,
+        supports,
+        device,
+        request=request,
+        config=config,
+        progress=progress,
+    )
+    if chosen is not None:
+        return partial(load_planned, source, chosen.plan, chosen.name, facts, device)
+    return partial(load_decided, source, decide(facts, supports, precision), device)
+
+
+def choose_plan(
+    source: Source,
+    precision: str,
+    facts: list[ComponentFacts],
+    supports: Mapping[str, Support],
+    device: Device,
+    *,
+    request: Request | None = None,
+    config: str | Path | None = None,
+    progress: Progress | None = None,
+) -> Chosen | None:
+    """The plan that was named, or that `auto` wants on this device; None when there is none.
+
+    Raises:
+        PlanError: the named plan is damaged or belongs to another checkpoint.
+
+    Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
+    """
+    asked = parse_request(precision)
+    if asked.plan is not None:
+        named = read_plan(asked.plan)
+        check_source(named, source)
+        return Chosen(named, Path(asked.plan).name)
+    reason = explain_plan(facts, supports) if asked.is_auto else ""
+    if not reason or device.type == "cpu":
+        return None
+    plan = read_cached_plan(fingerprint(source))
+    if plan is None:
+        plan = make_plan(source, request=request, config=config, progress=progress)
+        try:
+            write_cached_plan(plan)
+        except OutputError as error:
+            text = f"The plan was not kept for the next run. {error.what}"
+            warnings.warn(text, StopdownWarning, stacklevel=2)
+    return Chosen(plan, f"a plan of its own, because {reason}")

@@ -1,0 +1,149 @@
+"""Exponents of one component from the calls that a pipeline made of it, and why it has none.
+
+Calls of one kind (same method, shapes and plain arguments) share one capture; their ranges are
+merged. The exponents are folded in, run and taken off again before they are believed (`trial`): in fp32
+the outputs must be what they were, bit for bit, and in fp16 finite and near.
+
+**Catches** a component whose code cannot be captured, whose weights hold NaN or Inf, that is
+quantised, that no exponents bring into range, that would not be exact, or does not run in fp16.
+**Does not catch** calls with larger values than those measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
+from stopdown.plans.call_recorder import RecordedCall, sign_call
+from stopdown.scaling import (
+    Measured,
+    Scaling,
+    measure_again,
+    measure_call,
+    scale_anyhow,
+)
+from stopdown.scaling.rescale import Call as PlainCall
+from stopdown.scaling.weights import check_weights
+
+_MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
+
+
+def scale_component(
+    module: torch.nn.Module,
+    calls: Sequence[RecordedCall],
+    dtype: torch.dtype,
+    residual: str = "native",
+    ranges: str = "measured",
+) -> tuple[Scaling, tuple[str, ...]]:
+    """Exponents for a component in fp32, found and tried, and what is to be said about them.
+
+    The module is left as it was. A made-up call that cannot be measured is left out.
+
+    Args:
+        residual: `fp32` keeps its residual stream in fp32 where its architecture allows it.
+        ranges: `measured`, `bound` or `auto`.
+
+    Raises:
+        CaptureError: a call cannot be captured.
+        ScalingError: a weight is NaN or Inf, no exponents keep the calls in range, the whole
+            component would have to stay in fp32, it would not be exact, or does not run in fp16.
+
+    Cost: a capture (seconds) for each kind of call, three with an fp32 residual, a forward in fp32
+    for each call, and for each kind two more, one in bf16 and one in fp16.
+    """
+    check_weights(module)
+    real = group_calls([call for call in calls if not call.made_up])
+    made_up = group_calls([call for call in calls if call.made_up])
+    if not made_up:
+        return _find_exact(module, real, dtype, residual, ranges), ()
+    try:
+        return _find_exact(module, [*real, *made_up], dtype, residual, ranges), (_MADE_UP,)
+    except Exception as error:  # whatever a model's code does with a call that nobody made of it
+        note = f"Encoding was not measured: {describe_failure(error)}"
+        return _find_exact(module, real, dtype, residual, ranges), (note,)
+
+
+def _find_exact(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[RecordedCall]],
+    dtype: torch.dtype,
+    residual: str,
+    ranges: str,
+) -> Scaling:
+    placed = [[_place_call(module, call) for call in group] for group in kinds]
+    scaling = scale_anyhow(module, placed, dtype, residual, ranges)
+    if "" in scaling.islands:
+        raise ScalingError("Only the whole component in fp32 would keep its values in range.")
+    return scaling
+
+
+def _place_call(module: torch.nn.Module, call: RecordedCall) -> PlainCall:
+    return find_call(module, call), *place_arguments(module, call)
+
+
+def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
+    """Calls by kind: those of a group give the same graph."""
+    groups: dict[str, list[RecordedCall]] = {}
+    for call in calls:
+        groups.setdefault(sign_call(call), []).append(call)
+    return list(groups.values())
+
+
+def leave_out_failing(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """The calls that a pipeline made, and of the made-up ones those that the module takes.
+
+    Cost: a forward for each made-up call.
+    """
+    return [call for call in calls if not call.made_up or _runs(module, call)]
+
+
+def _runs(module: torch.nn.Module, call: RecordedCall) -> bool:
+    args, kwargs = place_arguments(module, call)
+    try:
+        with torch.no_grad():
+            find_call(module, call)(*args, **kwargs)
+    except Exception:  # Allegro's autoencoder takes no clip of so few frames
+        return False
+    return True
+
+
+def measure_kind(
+    module: torch.nn.Module, group: Sequence[RecordedCall], dtype: torch.dtype
+) -> Measured:
+    """One capture with the merged ranges of all calls of a kind."""
+    args, kwargs = place_arguments(module, group[0])
+    measured = measure_call(find_call(module, group[0]), args, kwargs, dtype=dtype)
+    for call in group[1:]:
+        measured = measure_again(measured, module, *place_arguments(module, call))
+    return measured
+
+
+def find_call(module: torch.nn.Module, call: RecordedCall) -> Callable[..., Any]:
+    """What is called: the module itself, or its `encode` or `decode`."""
+    return module if call.callee.method == "forward" else getattr(module, call.callee.method)
+
+
+def place_arguments(
+    module: torch.nn.Module, call: RecordedCall
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """A recorded call's arguments on the device of the module."""
+    device = next(itertools.chain(module.parameters(), module.buffers())).device
+    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+        torch.Tensor, lambda x: x.to(device), (call.args, call.kwargs)
+    )
+    return moved
+
+
+def describe_failure(error: Exception) -> str:
+    """Why a component was not scaled, as a sentence."""
+    if isinstance(error, (CaptureError, ScalingError)):
+        return error.what
+    if isinstance(error, StopdownError):
+        return str(error)
+    reason = take_first_line(error)[:300]
+    return f"Finding its exponents failed with {type(error).__name__}: {reason}"

@@ -1,0 +1,137 @@
+"""Plans as files: sealed when written, checked when read, kept between runs.
+
+**Catches** files that are cut off, that are no plan, of another schema, edited by hand (the seal does not
+fit), or sealed anew with values that no plan holds (`plan_values`).
+**Does not catch** an edit within those values by someone who computes the seal anew: a plan is data.
+`apply_plan` refuses exponents with which a weight leaves its format or vanishes; others that are wrong
+give another picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from stopdown.environment import cache_folder, read_version
+from stopdown.errors import InputError, PlanError
+from stopdown.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.outputs import explain_refusal, write_numbered, written_beside
+from stopdown.plans.values import list_faults
+from stopdown.records import Plan, describe_other, from_json, to_json
+
+PACKAGES = ("diffusers", "transformers")
+"""The packages whose classes a plan belongs to."""
+
+MOST_NAMED = 5
+"""How many values that do not belong in a plan are named."""
+
+
+def read_class_versions() -> dict[str, str]:
+    """Versions of the packages that components' classes come from."""
+    return {name: read_version(name) or "" for name in PACKAGES}
+
+
+def seal_plan(plan: Plan) -> Plan:
+    """The plan as it will be read, with the seal that its content gives."""
+    plan = from_json(to_json(plan), Plan)  # so that 0 and 0.0 are one, as they are when read
+    return dataclasses.replace(plan, seal=_compute_seal(to_json(plan)))
+
+
+def _compute_seal(text: str | bytes) -> str:
+    """Of what a file says, not of what it is read as: a field that is newer than the file changes none."""
+    content = text.encode() if isinstance(text, str) else text
+    return hashlib.sha256(msgspec.json.encode({**parse_json(content), "seal": ""})).hexdigest()
+
+
+def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
+    """Write a plan as JSON, whole or not at all; where it stands comes back.
+
+    Args:
+        path: of a new file or of another plan.
+        numbered: replace nothing: take the first free name instead.
+
+    Raises:
+        OutputError: the file cannot be written, or holds something else than a plan.
+    """
+    text = to_json(plan)
+    if numbered:
+        return write_numbered(path, lambda part: part.write_text(text, encoding="utf-8"))
+    with written_beside(path, replaces=describe_no_plan) as part:
+        part.write_text(text, encoding="utf-8")
+    return Path(path)
+
+
+def describe_no_plan(path: Path) -> str:
+    """What a file holds that no plan may replace; empty for a plan."""
+    return describe_other(path, "plan")
+
+
+def read_plan(path: str | Path) -> Plan:
+    """A plan from a JSON file.
+
+    Raises:
+        PlanError: there is no such file, or it is not a plan as it was written.
+    """
+    try:
+        text = read_small_file(Path(path))
+    except UnreadableError as error:
+        raise PlanError(
+            f"The plan {path} cannot be read: {error}.",
+            remedy=f"Make it: stopdown plan SOURCE -o {path}",
+        ) from error
+    try:
+        plan = from_json(text, Plan)
+    except InputError as error:
+        raise PlanError(
+            f"{path} is not a plan. {error.what}",
+            expected=error.expected,
+            remedy=f"Make it again: stopdown plan SOURCE -o {path}",
+        ) from error
+    if plan.kind != "plan" or plan.seal != _compute_seal(text):
+        raise PlanError(
+            f"The plan {path} was edited: its content does not fit its seal {plan.seal[:12]!r}.",
+            expected="A plan is used as it was made, because each exponent rests on all others.",
+            remedy=f"Make it again: stopdown plan {plan.source} -o {path}",
+        )
+    faults = list(list_faults(plan))
+    if faults:
+        more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+        raise PlanError(
+            f"The plan {path} holds what no plan does: {'; '.join(faults[:MOST_NAMED])}{more}.",
+            expected="Its seal fits, so it was not Stopdown that wrote these values.",
+            remedy=f"Make it again: stopdown plan SOURCE -o {path}",
+        )
+    return plan
+
+
+def find_cached_path(fingerprint: str) -> Path:
+    """Where the plan that is made by itself for a checkpoint is kept, by today's versions."""
+    names = [f"{name}{version}" for name, version in read_class_versions().items()]
+    own = f"stopdown{read_version('stopdown') or ''}"
+    return cache_folder() / "plans" / f"{fingerprint[:32]}-{'-'.join([own, *names])}.json"
+
+
+def write_cached_plan(plan: Plan) -> Path:
+    """Keep a plan for the next run of its checkpoint; its path comes back.
+
+    Raises:
+        OutputError: the cache cannot be written.
+    """
+    path = find_cached_path(plan.fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_refusal(path.parent, error, "in STOPDOWN_CACHE") from error
+    write_plan(plan, path)
+    return path
+
+
+def read_cached_plan(fingerprint: str) -> Plan | None:
+    """The plan that was kept for a checkpoint; None when there is none that can be used."""
+    try:
+        return read_plan(find_cached_path(fingerprint))
+    except PlanError:
+        return None

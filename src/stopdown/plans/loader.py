@@ -1,0 +1,162 @@
+"""From a source to a pipeline on a device, each component in the precision that was decided for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopdown.environment import Device, Support
+from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.components import (
+    cast_component_,
+    find_callees,
+    find_components,
+    find_kept_fp32,
+    list_calls,
+)
+from stopdown.pipelines.loader import find_class, load_pipeline
+from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
+from stopdown.plans.precision import (
+    ComponentFacts,
+    decide_precisions,
+    parse_request,
+    resolve_request,
+)
+from stopdown.records import Decision, Plan
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class LoadedPlan:
+    """A plan that was put on while loading.
+
+    Attributes:
+        plan: it.
+        off: component to what takes its entry off: the weights are in fp32 then.
+    """
+
+    plan: Plan
+    off: Mapping[str, Patches]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A pipeline in memory.
+
+    Attributes:
+        pipe: a Diffusers pipeline on its device.
+        decisions: precision of each call, with its reason.
+        patches: what was put on the pipeline while loading: casts at the component calls of components that
+            differ, and the second copy of an autoencoder whose directions differ.
+        standing: the plan that it was loaded by; None without one.
+    """
+
+    pipe: Any
+    decisions: tuple[Decision, ...]
+    patches: Patches
+    loaded_plan: LoadedPlan | None = None
+
+
+def gather_facts(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> list[ComponentFacts]:
+    """What is known of each component that has weights, before anything is loaded.
+
+    The weights of a single file count for every component.
+    """
+    stored = read_stored_dtypes(source)
+    return [
+        _gather_component(source, name, stored.get(name, stored.get("checkpoint", {})), configs)
+        for name, (_, class_name) in source.components.items()
+        if has_weights(class_name) and (name in stored or name in configs)
+    ]
+
+
+def _gather_component(
+    source: Source,
+    name: str,
+    stored: Mapping[str, int],
+    configs: Mapping[str, Mapping[str, Any]],
+) -> ComponentFacts:
+    module_class = find_class(*source.components[name])
+    calls = list_calls(name, module_class)
+    kept = {precision: find_kept_fp32(module_class, precision) for precision in PRECISIONS}
+    force_upcast = bool(configs.get(name, {}).get("force_upcast", False)) and len(calls) == 2
+    return ComponentFacts(name, calls, stored, kept, force_upcast)
+
+
+def decide(
+    facts: list[ComponentFacts], supports: Mapping[str, Support], precision: str
+) -> tuple[Decision, ...]:
+    """One decision for each call, from a `--precision` text.
+
+    Raises:
+        OptionError: the text names an unknown precision or component, or one that does not work.
+    """
+    calls = {entry.name: entry.calls for entry in facts}
+    return decide_precisions(facts, supports, resolve_request(parse_request(precision), calls))
+
+
+def load_decided(
+    source: Source,
+    decisions: tuple[Decision, ...],
+    device: Device,
+    *,
+    progress: Progress | None = None,
+    config: str | Path | None = None,
+    move: bool = True,
+) -> Loaded:
+    """Load a pipeline as decided and move it to a device.
+
+    An autoencoder whose two directions differ is loaded in the wider format; the other direction
+    gets a copy of its own, so that nothing is cast to and fro during a run. Where components differ,
+    arguments are cast at their component calls.
+
+    Args:
+        move: False leaves the weights in host memory.
+
+    Raises:
+        SourceError: the weights do not fit their model.
+    """
+    widest = {
+        name: FORMATS[precision].torch_dtype
+        for name, precision in widest_by_component(decisions).items()
+    }
+    pipe = load_pipeline(source, torch_dtypes=widest, progress=progress, config=config)
+    decisions = tuple(d for d in decisions if _name_component(d.component) in find_components(pipe))
+    wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
+    patches = Patches()
+    for callee in find_callees(pipe):
+        name = _name_component(callee.component)
+        if callee.component in wanted and wanted[callee.component] != widest[name]:
+            narrow = cast_component_(copy.deepcopy(callee.owner), wanted[callee.component])
+            narrow.to(device.torch_name if move else "cpu")
+            patches.set_attribute(callee.owner, callee.method, getattr(narrow, callee.method))
+    if device.type != "cpu" and move:
+        pipe.to(device.torch_name)  # for "cpu" it would only warn about fp16
+    if len(set(wanted.values())) > 1:
+        for callee in find_callees(pipe):
+            if callee.component in wanted:
+                put_cast(callee, wanted[callee.component], patches)
+    return Loaded(pipe, decisions, patches)
+
+
+def _name_component(call: str) -> str:
+    """`vae` for `vae.encode`."""
+    return call.removesuffix(".encode").removesuffix(".decode")
+
+
+def widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, str]:
+    """Component → the format that it is loaded in: the widest of its calls, fp32 for fp16 and bf16."""
+    widest: dict[str, str] = {}
+    for decision in decisions:
+        name = _name_component(decision.component)
+        before = widest.get(name, decision.precision)
+        widest[name] = max(before, decision.precision, key=lambda p: FORMATS[p].significant_bits)
+        if {before, decision.precision} == {"fp16", "bf16"}:
+            widest[name] = "fp32"  # neither holds the other's values
+    return widest

@@ -1,0 +1,65 @@
+"""Repairs and plans: a plan's entry as what is in force from the start, and repairs as its new entry.
+
+**Catches** exponents, islands and casts that a guard put on.
+**Does not catch** ranges of the calls that the plan was measured on: a plan holds what was solved, not
+what was seen. An amended plan is watched like any other, and repaired again where that is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from stopdown.plans.calibrated import describe_scaling, read_scaling
+from stopdown.records import ComponentPlan
+from stopdown.runtime.repairs import Adjustment
+from stopdown.scaling import Scaling
+
+_NOT_BOUNDED = "Its bounds did not hold in a run: it is not certified any more."
+
+
+def adjustments_of(entry: ComponentPlan) -> tuple[Adjustment, ...]:
+    """A plan's entry as what is in force on its component."""
+    if entry.precision == "as loaded":
+        return ()
+    if entry.precision == "fp16":
+        return (Adjustment("rescaled", "fp16", scaling=read_scaling(entry)),)
+    return (Adjustment("cast", entry.precision),)
+
+
+def update_entry(
+    entry: ComponentPlan, applied: tuple[Adjustment, ...], calls: int, reasons: Iterable[str]
+) -> ComponentPlan:
+    """A plan's entry with the repairs that are in force in its place.
+
+    Args:
+        applied: all that is in force on the component.
+        calls: how many failing calls new exponents rest on.
+        reasons: why, in whole sentences.
+    """
+    bare = ComponentPlan(entry.component, entry.class_name, entry.weights, entry.precision)
+    bare = dataclasses.replace(bare, accumulation=entry.accumulation)
+    found = dataclasses.replace(bare, prompts=entry.prompts)
+    notes = tuple(reasons)
+    for one in applied:
+        if one.scaling is not None:
+            measured = entry.calls + calls
+            scaling = _withdraw_claims(one.scaling)
+            found = describe_scaling(found, scaling, one.precision, measured, notes)
+        elif one.action == "cast":
+            found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
+        else:
+            islands = tuple(dict.fromkeys((*found.islands, one.path)))
+            found = dataclasses.replace(found, islands=islands, reasons=(*found.reasons, *notes))
+    return found
+
+
+def _withdraw_claims(scaling: Scaling) -> Scaling:
+    """Exponents under which a call failed, or that were found since: no bound or trial speaks for them.
+
+    The limits of the inputs stay: calls beyond them are still named.
+    """
+    note = _NOT_BOUNDED if scaling.certified or scaling.bounded else scaling.range_note
+    return dataclasses.replace(
+        scaling, certified=False, values=0, bounded=0, uncertain=(), trial=None, range_note=note
+    )

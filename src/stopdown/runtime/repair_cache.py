@@ -1,0 +1,66 @@
+"""Repairs that hold on from one guard of a component to the next.
+
+A script calls its pipeline again and again, with a guard of its own each time. What one call repaired is
+put on from the start of the next, as long as the component still has the weights that it was found for.
+
+**Catches** weights that were changed in between: trained, fused with a LoRA, cast, replaced.
+**Does not catch** a change that spares all values that are compared, some of each tensor. Components
+whose weights wait elsewhere (offloaded to disk or layer by layer) cannot be compared: each guard
+begins anew there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+
+from stopdown.pipelines.components import read_precisions
+from stopdown.plans.calibrated import sample_weights
+from stopdown.runtime.repairs import Adjustment, ComponentState, Found
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What is known of one component without its guard."""
+
+    weights: str
+    found: Found
+
+
+@dataclass
+class RepairCache:
+    """What guards found so far, by component; forgotten with the component.
+
+    Attributes:
+        outdated: classes of components whose weights were others when they came again.
+    """
+
+    outdated: list[str] = field(default_factory=list)
+    _kept: WeakKeyDictionary[torch.nn.Module, _Kept] = field(default_factory=WeakKeyDictionary)
+
+    def put_on(self, state: ComponentState) -> tuple[Adjustment, ...]:
+        """Put on what an earlier guard found; what that was, empty for nothing."""
+        kept = self._kept.get(state.module)
+        if kept is None:
+            return ()
+        if kept.weights != _sign(state.module):
+            del self._kept[state.module]
+            self.outdated.append(type(state.module).__name__)
+            return ()
+        state.take_over(kept.found)
+        return kept.found.applied
+
+    def keep(self, module: torch.nn.Module, found: Found) -> None:
+        """Keep what was found for a component that is as it was before its guard."""
+        weights = _sign(module)
+        if weights:
+            self._kept[module] = _Kept(weights, found)
+
+
+def _sign(module: torch.nn.Module) -> str:
+    """What its weights are known by; empty when they are not there."""
+    if any(tensor.is_meta for tensor in module.parameters()):
+        return ""
+    return f"{sample_weights(module)} {read_precisions(module)}"

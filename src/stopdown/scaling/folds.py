@@ -1,0 +1,484 @@
+"""Putting exponents on a module, and taking them off again: folds, eps, multiplies, casts.
+
+Everything goes through `Patches`, so that `undo` restores every bit, attribute and hook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.arguments import hook_arguments
+from stopdown.errors import ScalingError
+from stopdown.formats import FORMATS
+from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.records import ResidualStream, Trial
+from stopdown.scaling.cast_check import CHECK, CastCheck
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
+
+    Attributes:
+        exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
+        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
+        multiplies: module path to the exponent that its output is multiplied with.
+        islands: paths of the modules that stay in fp32; "" is the component itself.
+        headroom_bits: bits between the largest 16-bit value seen and the end of the range.
+        tightest: the value with the least headroom.
+        certified: True when the ranges are bounds; False when they were measured.
+        pinned: operation without a rule to the places where it stands.
+        island_flops: share of the matmul FLOPs that is done in islands.
+        kept_buffers: buffers that keep their dtype when the component is cast; None for those
+            that `find_kept_buffers` names.
+        outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
+            the exponent that is taken off there.
+        stream: where the residual stream is fp32 when the component is cast; None for nowhere.
+        values: how many fp16 values there are; 0 where nobody counted.
+        bounded: how many of them rest on bounds.
+        uncertain: places of those whose ranges were measured and not bounded.
+        limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
+        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
+        note: why it is not fp32 although it was asked for; "" when there is nothing to say.
+        trial: what the module gave when it was run once with all that; None where nobody tried.
+    """
+
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    eps: Mapping[str, int] = field(default_factory=dict)
+    multiplies: Mapping[str, int] = field(default_factory=dict)
+    islands: tuple[str, ...] = ()
+    headroom_bits: float = float("inf")
+    tightest: str = ""
+    certified: bool = False
+    pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    island_flops: float = 0.0
+    kept_buffers: tuple[str, ...] | None = None
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    stream: ResidualStream | None = None
+    values: int = 0
+    bounded: int = 0
+    uncertain: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    range_note: str = ""
+    note: str = ""
+    trial: Trial | None = None
+
+
+RESCALED = "stopdown_rescaled"
+"""Attribute of a module while exponents are folded into it: it was made to fit fp16."""
+
+
+class Rescaling:
+    """Exponents that are folded into a module; `undo` takes them off and restores every bit.
+
+    `cast_(module, torch.float16, rescaling)` brings it to fp16; `.trial` says how near to fp32 it is then.
+    """
+
+    def __init__(self, module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
+        self.module, self.scaling, self._patches = module, scaling, patches
+
+    @property
+    def exponents(self) -> Mapping[str, int]:
+        """Parameter or buffer name to exponent; `name[0:64]` for a block of rows."""
+        return self.scaling.exponents
+
+    @property
+    def multiplies(self) -> Mapping[str, int]:
+        """Module path to the exponent that its output is multiplied with."""
+        return self.scaling.multiplies
+
+    @property
+    def islands(self) -> tuple[str, ...]:
+        """Paths of the modules that `cast_` keeps in fp32."""
+        return self.scaling.islands
+
+    @property
+    def headroom_bits(self) -> float:
+        """Bits between the largest 16-bit value seen and the end of the range."""
+        return self.scaling.headroom_bits
+
+    @property
+    def certified(self) -> bool:
+        """True when no input can overflow; False when the ranges were measured."""
+        return self.scaling.certified
+
+    @property
+    def pinned(self) -> Mapping[str, tuple[str, ...]]:
+        """Operations without a rule, kept at exponent 0, and the places where they stand."""
+        return self.scaling.pinned
+
+    @property
+    def residual(self) -> str:
+        """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
+        stream = self.scaling.stream
+        return "native" if stream is None or stream.closed else "fp32"
+
+    @property
+    def trial(self) -> Trial | None:
+        """What the module gave when it was run once as `cast_` leaves it; None where it was not."""
+        return self.scaling.trial
+
+    def defer(self, patches: Patches) -> None:
+        """Take other changes of the module back before this one is."""
+        self._patches.defer(patches.undo)
+
+    def undo(self) -> None:
+        """Restore the module to the last bit. A second call does nothing."""
+        self._patches.undo()
+
+    def __repr__(self) -> str:
+        return (
+            f"Rescaling({len(self.exponents)} folds, {len(self.multiplies)} multiplies, "
+            f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom, "
+            f"{describe_trial(self.trial)})"
+        )
+
+
+def describe_trial(trial: Trial | None) -> str:
+    """`run once in fp16: 0.042 % off fp32, bf16 0.34 %`, or that it was not run."""
+    if trial is None or not trial.calls:
+        return "not run in fp16"
+    ran = f"run once in fp16 ({trial.calls} call{'s' * (trial.calls != 1)})"
+    if trial.rel_err is None:
+        return f"{ran}: finite"
+    beside = "" if trial.bf16_rel_err is None else f", bf16 {100 * trial.bf16_rel_err:.2g} %"
+    return f"{ran}: {100 * trial.rel_err:.2g} % off fp32{beside}"
+
+
+def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
+    """Fold exponents into a module in place; no dtype changes.
+
+    Raises:
+        ScalingError: a name of the scaling is not in the module. Nothing was changed.
+    """
+    patches = Patches()
+    try:
+        _fold_parameters(module, scaling.exponents, patches)
+        for place, exponent in scaling.eps.items():
+            _scale_eps(module, place, exponent, patches)
+        for path, exponent in scaling.multiplies.items():
+            _hook_multiply(_find_module(module, path), exponent, patches)
+        if scaling.outputs:
+            hook = partial(_widen_outputs, dict(scaling.outputs))
+            patches.defer(module.register_forward_hook(hook).remove)
+        patches.set_attribute(module, RESCALED, True)
+    except BaseException:
+        patches.undo()
+        raise
+    return Rescaling(module, scaling, patches)
+
+
+def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What of a scaling does not fit a module that it is to be folded into, each as a clause.
+
+    A name that the module does not have; a tensor that would not be finite in what it is cast to, or a
+    whole matrix that would vanish in it.
+
+    Cost: a pass over each tensor that is folded, and a host read.
+    """
+    named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
+    kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    for name, exponent in scaling.exponents.items():
+        bare, rows = split_name(name)
+        if bare not in named or not _has_rows(named[bare], rows):
+            yield f"it has no floating {name}"
+        else:
+            is_wide = bare in kept or _is_in(bare, scaling.islands)
+            yield from _list_misfit(
+                name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
+            )
+    parts = {name for name, _ in module.named_modules()}
+    for path in (*scaling.multiplies, *scaling.islands):
+        if path not in parts:
+            yield f"it has no module {path}"
+    for place in scaling.eps:
+        path, _, name = place.rpartition(".")
+        if path not in parts or _read_eps(module.get_submodule(path), name) is None:
+            yield f"it has no number {place}"
+
+
+def _list_misfit(
+    name: str, tensor: torch.Tensor, rows: slice, exponent: int, precision: str
+) -> Iterator[str]:
+    values = tensor.detach()[rows] if tensor.dim() else tensor.detach()
+    if tensor.is_meta or not values.numel():
+        return
+    low, high = (float(x) for x in torch.aminmax(values.float()))
+    amax, found = max(abs(low), abs(high)), FORMATS[precision]
+    try:
+        stored = math.ldexp(amax, exponent)
+    except OverflowError:
+        stored = math.inf
+    if stored > found.largest or (tensor.dim() > 1 and stored < found.smallest <= amax):
+        yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} does not hold it"
+
+
+def _has_rows(tensor: torch.Tensor, rows: slice) -> bool:
+    """Whether there are such rows; plans of before name blocks of another dimension so: all, or none."""
+    size = len(tensor) if tensor.dim() else 1
+    start, stop = rows.start or 0, size if rows.stop is None else rows.stop
+    is_other = start == 0 or start >= size
+    return tensor.is_floating_point() and 0 <= start < stop and (stop <= size or is_other)
+
+
+def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
+    eps = getattr(owner, name, None)
+    return eps if isinstance(eps, (int, float)) else None
+
+
+def check_casts(rescaling: Rescaling) -> None:
+    """Refuse calls of a rescaled module that was cast by other means than `cast_`, where that matters."""
+    needs = ", ".join(_list_needs(rescaling.module, rescaling.scaling))
+    if needs:
+        patches = Patches()
+        CastCheck(rescaling.module, needs).put_on(patches)
+        rescaling.defer(patches)
+
+
+def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
+    """What a scaling has that a plain cast breaks."""
+    if count := len(scaling.islands):
+        yield f"{count} fp32 layer{'s' * (count != 1)}"
+    if scaling.stream is not None:
+        yield "an fp32 residual stream"
+    if count := len(scaling.multiplies):
+        yield f"{count} multipl{'y' if count == 1 else 'ies'}"
+    kept = find_kept_buffers(module) if scaling.kept_buffers is None else scaling.kept_buffers
+    if kept:
+        yield f"{len(kept)} fp32 buffer{'s' * (len(kept) != 1)}"
+
+
+def cast_(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    rescaling_or_plan: Rescaling | Scaling | None = None,
+    *,
+    keep: bool = True,
+) -> Patches:
+    """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
+
+    A rescaling with an fp32 residual stream gets the casts of its stream as well.
+    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so. So a
+    rescaled module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
+
+        rescaling = rescale_(module, args)
+        cast_(module, torch.float16, rescaling)
+        output = module(*args_in_fp16)
+
+    Args:
+        rescaling_or_plan: what `rescale_` gave for this module; None casts it plainly.
+        keep: False lets the old values go: undoing removes the hooks, and every dtype stays.
+
+    Returns:
+        The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
+        rescaling. They hold the old values: drop both to free them.
+    """
+    plan = rescaling_or_plan
+    given = plan.scaling if isinstance(plan, Rescaling) else plan
+    check = vars(module).get(CHECK) if given is not None else None
+    patches = Patches()
+    if check is not None:
+        patches.defer(check.accept)
+    try:
+        _cast_parts(module, dtype, given or Scaling(), patches, keep=keep)
+    except BaseException:  # memory may run out half-way
+        patches.undo()
+        raise
+    if check is not None:
+        check.accept()
+    if isinstance(plan, Rescaling):
+        plan.defer(patches)
+    return patches
+
+
+def _cast_parts(
+    module: torch.nn.Module, dtype: torch.dtype, given: Scaling, patches: Patches, *, keep: bool
+) -> None:
+    islands, named, stream = given.islands, given.kept_buffers, given.stream
+    kept = find_kept_buffers(module) if named is None else frozenset(named)
+    wide = frozenset() if stream is None else frozenset(stream.kept)
+    for name, tensor in name_parameters(module).items():
+        if tensor.is_floating_point() and name not in kept:
+            wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
+            _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
+    if stream is not None:
+        wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
+        put_stream(module, _leave_out(stream, islands), dtype, patches, wide_outputs)
+    for path in islands:
+        writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
+        _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
+
+
+def put_stream(
+    module: torch.nn.Module,
+    stream: ResidualStream,
+    dtype: torch.dtype,
+    patches: Patches,
+    wide_outputs: frozenset[int] = frozenset(),
+) -> None:
+    """Hook the casts of an fp32 residual stream onto a module whose matrices are in `dtype`.
+
+    Outputs are widened before anything else reads them, multiplies included, so that those are
+    done in fp32.
+
+    Args:
+        wide_outputs: numbers of the outputs that stay fp32, because `dtype` cannot hold them.
+
+    Raises:
+        ScalingError: a path of the stream is not in the module.
+    """
+    for path in stream.widened:
+        hook = partial(_cast_output, dtype, torch.float32)
+        handle = _find_module(module, path).register_forward_hook(hook, prepend=True)
+        patches.defer(handle.remove)
+    for path in stream.narrowed:
+        _hook_inputs(_find_module(module, path), torch.float32, dtype, patches)
+    for path in stream.norms:
+        _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
+    for path in stream.closed:
+        if path:
+            hook = partial(_cast_output, torch.float32, dtype)
+            patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
+    if stream.returns or "" in stream.closed:
+        hook = partial(_narrow_outputs, wide_outputs, dtype)
+        patches.defer(module.register_forward_hook(hook).remove)
+
+
+def _narrow_outputs(
+    wide: frozenset[int], dtype: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The fp32 tensors of an output in `dtype`, but for the numbered ones, which it cannot hold."""
+    tensors = {id(x): x for x in iterate_tensors(output)}
+    kept = {key for number, key in enumerate(tensors) if number in wide}
+
+    def narrow(value: torch.Tensor) -> torch.Tensor:
+        is_kept = id(value) in kept or value.dtype != torch.float32
+        return value if is_kept else value.to(dtype)
+
+    return pytree.tree_map_only(torch.Tensor, narrow, output)
+
+
+def _leave_out(stream: ResidualStream, islands: tuple[str, ...]) -> ResidualStream:
+    """A stream whose casts to the narrow dtype stay out of islands, where weights are fp32."""
+    outside = tuple(path for path in stream.narrowed if not _is_in(f"{path}.", islands))
+    return replace(stream, narrowed=outside)
+
+
+def split_name(name: str) -> tuple[str, slice]:
+    """A parameter's name and the rows meant by `name[0:64]`; all rows without brackets."""
+    bare, bracket, rows = name.partition("[")
+    if not bracket:
+        return name, slice(None)
+    start, _, stop = rows.rstrip("]").partition(":")
+    return bare, slice(int(start), int(stop))
+
+
+def _fold_parameters(
+    module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
+) -> None:
+    named = name_parameters(module)
+    for name, exponent in exponents.items():
+        bare, rows = split_name(name)
+        if bare not in named or not _has_rows(named[bare], rows):
+            raise ScalingError(
+                f"{type(module).__name__} has no floating parameter or buffer {name}.",
+                expected="Exponents belong to the module that they were found for.",
+                remedy="Find them again with rescale_.",
+            )
+        patches.scale_tensor(named[bare], exponent, rows)
+
+
+def _scale_eps(module: torch.nn.Module, place: str, exponent: int, patches: Patches) -> None:
+    path, _, name = place.rpartition(".")
+    owner = _find_module(module, path)
+    if (eps := _read_eps(owner, name)) is None:
+        raise ScalingError(
+            f"{type(module).__name__} has no number {place}.",
+            expected="Exponents belong to the module that they were found for.",
+            remedy="Find them again with rescale_.",
+        )
+    patches.set_attribute(owner, name, eps * 2.0**exponent)
+
+
+def _hook_multiply(module: torch.nn.Module, exponent: int, patches: Patches) -> None:
+    factor = 2.0**exponent
+    handle = module.register_forward_hook(partial(_multiply_output, factor))
+    patches.defer(handle.remove)
+
+
+def _multiply_output(
+    factor: float, module: torch.nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
+    return output * factor
+
+
+def _widen_outputs(
+    exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    """The numbered tensors of an output in fp32 with their exponents taken off."""
+    tensors = {id(x): x for x in iterate_tensors(output)}.values()
+    wide = {
+        id(x): x.float() * 2.0 ** -exponents[number]
+        for number, x in enumerate(tensors)
+        if number in exponents
+    }
+    return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
+
+
+def _hook_island(
+    module: torch.nn.Module, dtype: torch.dtype, patches: Patches, *, returns: bool
+) -> None:
+    """Casts to fp32 before an island, and back behind it unless it writes an fp32 stream."""
+    _hook_inputs(module, dtype, torch.float32, patches)
+    if returns:
+        after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
+        patches.defer(after.remove)
+
+
+def _hook_inputs(
+    module: torch.nn.Module, source: torch.dtype, target: torch.dtype, patches: Patches
+) -> None:
+    hook_arguments(module, partial(_cast, source, target), patches)
+
+
+def _cast_output(
+    source: torch.dtype, target: torch.dtype, module: torch.nn.Module, args: Any, output: Any
+) -> Any:
+    return pytree.tree_map_only(torch.Tensor, partial(_cast, source, target), output)
+
+
+def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(target) if value.dtype == source else value
+
+
+def _replace_data(
+    tensor: torch.Tensor, value: torch.Tensor, patches: Patches, *, keep: bool
+) -> None:
+    before = tensor.data
+    tensor.data = value
+    if keep:
+        patches.defer(lambda: setattr(tensor, "data", before))
+
+
+def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    try:
+        return module.get_submodule(path)
+    except AttributeError as error:
+        raise ScalingError(
+            f"{type(module).__name__} has no module {path}.",
+            expected="Exponents belong to the module that they were found for.",
+            remedy="Find them again with rescale_.",
+        ) from error
+
+
+def _is_in(name: str, islands: tuple[str, ...]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in islands)

@@ -1,0 +1,89 @@
+"""`stopdown.load`: an ordinary pipeline, each component in its precision, quiet while it loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from test_single_file import save_single_file
+
+import stopdown
+from pipeline_calls import call_pipeline
+from stopdown import testing
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.runtime.watch import Watch
+
+SaveTiny = Callable[..., Path]
+
+
+def test_a_loaded_pipeline_is_that_of_plain_diffusers(save_tiny: SaveTiny) -> None:
+    """In fp32 its class and its pixels are those of `from_pretrained`."""
+    import diffusers
+
+    folder = save_tiny("cogview3plus")
+    pipe = stopdown.load(folder, precision="fp32", device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    plain = diffusers.CogView3PlusPipeline.from_pretrained(folder, dtype=torch.float32)
+    plain.set_progress_bar_config(disable=True)
+    assert type(pipe) is type(plain)
+    np.testing.assert_array_equal(
+        call_pipeline(pipe, "cogview3plus"), call_pipeline(plain, "cogview3plus")
+    )
+
+
+def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
+    """The pipeline runs as it is, watched or not, and its decisions stand on it."""
+    precision = "text_encoder=fp32,transformer=bf16,vae=fp32"
+    pipe = stopdown.load(save_tiny("cogvideox"), precision=precision, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    assert {d.component: d.precision for d in pipe.stopdown_decisions} == {
+        "text_encoder": "fp32",
+        "vae.encode": "fp32",
+        "vae.decode": "fp32",
+        "transformer": "bf16",
+    }
+    alone = call_pipeline(pipe, "cogvideox")
+    with testing.assert_untouched(pipe), Watch(pipe) as watch:
+        np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), alone)
+    assert np.isfinite(alone).all()
+    (transformer,) = (call for call in watch.summarize() if call.component == "transformer")
+    assert transformer.precisions == ("bf16",)
+
+
+def test_a_single_file_is_loaded_with_its_configs(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """Decisions come from the file's header and the folder of configs."""
+    file = save_single_file(tmp_path / "tiny.safetensors")
+    config = save_tiny("sd", "fp16")
+    pipe = stopdown.load(file, precision="unet=bf16", device="cpu", config=config)
+    decided = {d.component: d for d in pipe.stopdown_decisions}
+    assert (decided["unet"].precision, decided["unet"].stored) == ("bf16", "fp16")
+    assert pipe.unet.dtype == torch.bfloat16
+
+
+def test_noise_is_dropped_and_the_rest_passes() -> None:
+    """Only sentences of the list are dropped, only inside the block, nested or not."""
+    import diffusers  # noqa: F401
+
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    handler = logging.getLogger("diffusers").handlers[0]
+    filters = list(handler.filters)
+    records: list[str] = []
+    handler.addFilter(keep := lambda record: records.append(record.getMessage()) or False)
+    try:
+        with quiet_libraries():
+            handler.removeFilter(keep)
+            handler.addFilter(keep)  # behind the filter of the block
+            with quiet_libraries():
+                logger.warning("There are modules in X that should be kept in float32: [].")
+            logger.warning("Your input was truncated.")
+        logger.warning("There are modules in Y that should be kept in float32: [].")
+    finally:
+        handler.removeFilter(keep)
+    assert records == [
+        "Your input was truncated.",
+        "There are modules in Y that should be kept in float32: [].",
+    ]
+    assert handler.filters == filters

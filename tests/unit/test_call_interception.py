@@ -1,0 +1,201 @@
+"""Tests of component calls: layers on a method, taken off in any order, and casts at a boundary."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
+
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import (
+    cast_arguments,
+    cast_floats,
+    find_float_dtype,
+    find_module,
+    put_cast,
+    put_door,
+    put_layer,
+)
+from stopdown.pipelines.components import Callee
+
+
+class Component(torch.nn.Module):
+    """A module that notes the dtypes it was called with."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2, dtype=dtype)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(
+        self, sample: torch.Tensor, timestep: torch.Tensor, added: dict[str, Any] | None = None
+    ) -> tuple[torch.Tensor]:
+        self.seen = {"sample": sample.dtype, "timestep": timestep.dtype}
+        self.seen |= {name: value.dtype for name, value in (added or {}).items()}
+        return (self.linear(sample),)
+
+    def decode(self, sample: torch.Tensor) -> torch.Tensor:
+        return self.linear(sample)
+
+
+def make_layer(name: str, calls: list[str]) -> Any:
+    def layer(call: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(name)
+        return call(*args, **kwargs)
+
+    return layer
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("abc")))
+def test_layers_come_off_in_any_order(order: tuple[str, ...]) -> None:
+    """Whichever goes first, the others stay, outermost first, and the last leaves nothing behind."""
+    component, calls = Component(), list[str]()
+    before = set(vars(component))
+    patches = {name: Patches() for name in "abc"}
+    for name in "abc":
+        put_layer(component, "forward", make_layer(name, calls), patches[name])
+    left = ["c", "b", "a"]
+    for name in order:
+        patches[name].undo()
+        left.remove(name)
+        calls.clear()
+        component(torch.ones(1, 2), torch.ones(1))
+        assert calls == left
+    assert set(vars(component)) == before
+
+
+def test_one_layer_twice_is_two_layers() -> None:
+    """The same function can stand there twice, and one undo takes both when both are its own."""
+    component, calls, patches = Component(), list[str](), Patches()
+    layer = make_layer("a", calls)
+    put_layer(component, "decode", layer, patches)
+    put_layer(component, "decode", layer, patches)
+    component.decode(torch.ones(1, 2))
+    assert calls == ["a", "a"]
+    patches.undo()
+    assert "decode" not in vars(component)
+
+
+def test_a_layer_above_a_foreign_wrapper_calls_it() -> None:
+    """What someone else put there before stays beneath, and is there again afterwards."""
+    component, calls, patches = Component(), list[str](), Patches()
+    original = component.forward
+    component.forward = lambda *args: calls.append("theirs") or original(*args)  # type: ignore
+    theirs = component.forward
+    put_layer(component, "forward", make_layer("ours", calls), patches)
+    component(torch.ones(1, 2), torch.ones(1))
+    patches.undo()
+    assert calls == ["ours", "theirs"]
+    assert component.forward is theirs
+
+
+def test_a_copied_wrapper_is_not_taken_for_the_stack() -> None:
+    """functools.wraps copies attributes; a layer put above such a wrapper stands above it."""
+    import functools
+
+    component, calls, patches, others = Component(), list[str](), Patches(), Patches()
+    put_layer(component, "forward", make_layer("inner", calls), patches)
+    inner = component.forward
+
+    @functools.wraps(inner)
+    def theirs(*args: Any) -> Any:
+        calls.append("theirs")
+        return inner(*args)
+
+    component.forward = theirs  # type: ignore[method-assign]
+    put_layer(component, "forward", make_layer("outer", calls), others)
+    component(torch.ones(1, 2), torch.ones(1))
+    assert calls == ["outer", "theirs", "inner"]
+
+
+def test_a_door_shows_whose_weights_serve() -> None:
+    """A method that belongs to another module is found beneath every layer."""
+    owner, other = Component(), Component()
+    callee = Callee("vae.decode", owner, "decode", "decode")
+    assert find_module(callee) is owner
+    owner.decode = other.decode  # type: ignore[method-assign]
+    with Patches() as patches:
+        put_door(callee, make_layer("a", []), patches)
+        assert find_module(callee) is other
+
+
+def cast_door(stage: str = "denoise", dtype: torch.dtype = torch.bfloat16) -> Any:
+    component = Component(dtype)
+    method = "decode" if stage == "decode" else "forward"
+    return component, Callee("unet", component, method, stage)
+
+
+@pytest.mark.parametrize("as_keywords", [False, True])
+def test_a_cast_keeps_times_and_positions(as_keywords: bool) -> None:
+    """A timestep of 999 stays fp32, also when it is positional as for a UNet: bf16 has no 999."""
+    component, callee = cast_door()
+    arguments = {
+        "sample": torch.ones(1, 2),
+        "timestep": torch.tensor([999.0]),
+        "added": {"text_embeds": torch.ones(1), "time_ids": torch.tensor([1080.0])},
+    }
+    with Patches() as patches:
+        put_cast(callee, torch.bfloat16, patches)
+        (output,) = component(**arguments) if as_keywords else component(*arguments.values())
+    assert component.seen == {
+        "sample": torch.bfloat16,
+        "timestep": torch.float32,
+        "text_embeds": torch.bfloat16,
+        "time_ids": torch.float32,
+    }
+    assert output.dtype == torch.float32
+    assert "forward" not in vars(component)
+
+
+def test_what_a_decoder_returns_stays_as_it_is() -> None:
+    """An fp32 decoder fed with bf16 latents gives fp32 pixels, which are not rounded again."""
+    component, callee = cast_door("decode", torch.float32)
+    with Patches() as patches:
+        put_cast(callee, torch.float32, patches)
+        assert component.decode(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+def test_a_cast_follows_a_component_that_was_cast() -> None:
+    """A pipeline that brings its autoencoder to fp32 for one call gets fp32 arguments."""
+    component, callee = cast_door("encode", torch.float16)
+    with Patches() as patches:
+        put_cast(callee, torch.float16, patches)
+        component.float()
+        component(torch.ones(1, 2, dtype=torch.float16), torch.ones(1))
+    assert component.seen["sample"] == torch.float32
+
+
+def test_floats_are_cast_wherever_they_are() -> None:
+    """Inside lists, tuples, dicts and outputs of models; integers, texts and None stay."""
+    value = [torch.ones(1), (torch.ones(1), 3, None), {"a": torch.ones(1), "b": "text"}]
+    cast = cast_floats(value, torch.float16)
+    assert [cast[0].dtype, cast[1][0].dtype, cast[2]["a"].dtype] == [torch.float16] * 3
+    assert (cast[1][1:], cast[2]["b"]) == ((3, None), "text")
+    assert cast_floats(torch.ones(1, dtype=torch.int64), torch.float16).dtype == torch.int64
+
+
+def test_a_distribution_is_cast() -> None:
+    """What an autoencoder encodes to is sampled later: its mean and spread are cast, on a copy."""
+    encoded = AutoencoderKLOutput(DiagonalGaussianDistribution(torch.ones(1, 4, 2, 2)))
+    cast = cast_floats(encoded, torch.bfloat16)
+    assert type(cast) is AutoencoderKLOutput
+    generator = torch.Generator().manual_seed(0)
+    assert cast.latent_dist.sample(generator).dtype == torch.bfloat16
+    assert cast.latent_dist.mode().dtype == torch.bfloat16
+    assert encoded.latent_dist.mode().dtype == torch.float32
+
+
+def test_the_dtype_that_came_in_is_that_of_the_values() -> None:
+    """Not that of a timestep that stands before them."""
+    arguments = {
+        "timestep": torch.ones(1),
+        "input_ids": torch.ones(1, dtype=torch.int64),
+        "hidden_states": [torch.ones(1, dtype=torch.bfloat16)],
+    }
+    assert find_float_dtype(arguments) == torch.bfloat16
+    assert find_float_dtype({"input_ids": torch.ones(1, dtype=torch.int64), "flag": True}) is None
+    assert cast_arguments(arguments, torch.float16)["timestep"].dtype == torch.float32

@@ -1,0 +1,217 @@
+"""Exponents from bounds: what is certified, what is not, and that it is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from rescaling_models import WAYS, make_example, run_calls, scale_weights
+from stopdown import cast_, rescale_
+from stopdown.errors import OptionError, ScalingError
+from stopdown.graph.ranges import Range
+from stopdown.numerics import relative_l2
+from stopdown.scaling import certificate, find_scaling, measure_call
+from stopdown.scaling.certificate import (
+    VANISHING_BITS,
+    Kind,
+    _find_most,
+    _find_visible,
+    describe_share,
+    find_uncertain,
+    mix_ranges,
+    scale_by_bounds,
+    scale_unmeasured,
+)
+from stopdown.scaling.folds import Scaling
+from stopdown.scaling.problem import Limit, Measured, Problem
+
+
+def test_a_model_that_overflows_is_certified() -> None:
+    """T5 made to overflow is exact in fp32 under exponents that no tokens can overflow."""
+    module, calls = make_example("T5")
+    scale_weights(module, WAYS["residual"], 9)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    assert rescaling.certified
+    assert not rescaling.islands
+    assert not rescaling.scaling.uncertain
+    count = rescaling.scaling.values
+    assert rescaling.scaling.range_note == f"100 % of {count} fp16 values certified."
+    assert rescaling.headroom_bits > 0
+    rescaling.undo()
+
+
+def test_measured_ranges_certify_nothing() -> None:
+    """Without bounds a rescaling is not certified, and counts every value as uncertain."""
+    module, calls = make_example("T5")
+    rescaling = rescale_(module, calls=calls)
+    assert not rescaling.certified
+    assert rescaling.scaling.uncertain
+    assert not rescaling.scaling.range_note
+    rescaling.undo()
+
+
+class Odd(nn.Module):
+    """A norm, an operation without a rule, and a norm again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.lgamma(self.first(hidden_states).abs() + 2)) * 2
+
+
+def test_what_has_no_bound_is_named() -> None:
+    """An operation without a rule is calibrated with four bits of headroom, and so it is said."""
+    module = Odd().eval().requires_grad_(False)
+    rescaling = rescale_(module, (torch.randn(2, 8),), ranges="bound")
+    assert not rescaling.certified
+    assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
+    assert rescaling.scaling.range_note.endswith(
+        "for hidden_states up to 64; the rest calibrated with 4 bits of headroom."
+    )
+
+
+def test_auto_takes_bounds_that_cost_nothing() -> None:
+    """`auto` certifies at least what costs nothing, and needs no more in fp32 than measuring does."""
+    module, calls = make_example("T5")
+    measured = rescale_(module, calls=calls)
+    measured.undo()
+    rescaling = rescale_(module, calls=calls, ranges="auto")
+    assert len(rescaling.islands) <= len(measured.islands)
+    assert len(rescaling.scaling.uncertain) < rescaling.scaling.values
+    rescaling.undo()
+
+
+def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
+    """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
+    module = nn.Linear(4, 4)
+    module.weight.data.fill_(2.0**-4)
+    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    plain = find_scaling(module, [measured])
+    found = [replace(plain, exponents={"weight": fold, "bias": fold}) for fold in folds]
+    answers = iter([replace(plain, exponents={}), *found])
+    mixes = [[measured] for _ in folds]
+    scaling, taken = _find_most(module, [measured], mixes, lambda *_: next(answers), free=free)
+    return scaling.exponents.get("weight", 0), taken
+
+
+def test_auto_passes_over_bounds_that_cost_bits() -> None:
+    """`auto` takes the first fold that costs a weight no bits, `bound` the first that costs few."""
+    assert choose_among([-12, -9, -8, -6], free=True) == (-8, True)
+    assert choose_among([-12, -10, -8, -6], free=False) == (-8, True)
+    assert choose_among([-12, -10], free=True) == choose_among([-12, -10], free=False) == (0, False)
+
+
+def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each bound would cost something, the result claims none and no headroom over measured."""
+    monkeypatch.setattr(certificate, "_is_free", lambda *_: False)
+    module, calls = make_example("T5")
+    rescaling = rescale_(module, calls=calls, ranges="auto")
+    assert not rescaling.certified
+    assert rescaling.scaling.values == 0
+    assert rescaling.scaling.range_note.startswith("No bound is taken")
+    rescaling.undo()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("CogVideoX rotary", "residual"), ("SD UNet", "residual"), ("SD UNet", "attention values"),
+     ("Wan", "residual"), ("T5", "gated product")],
+)  # fmt: skip
+def test_auto_is_no_worse_than_measured(name: str, way: str) -> None:
+    """The error in fp16 with the bounds that `auto` takes is that of measured ranges, or noise more."""
+    module, calls = make_example(name)
+    scale_weights(module, WAYS[way], 9)
+    reference = run_calls(calls, torch.float32)
+    errors = {}
+    for ranges in ("measured", "auto"):
+        rescaling = rescale_(module, calls=calls, ranges=ranges)
+        cast_(module, torch.float16, rescaling)
+        pairs = zip(run_calls(calls, torch.float16), reference, strict=True)
+        errors[ranges] = max(relative_l2(x.float(), y) for x, y in pairs)
+        rescaling.undo()
+    assert errors["auto"] < 1.15 * errors["measured"]
+
+
+def test_unknown_ranges_are_refused() -> None:
+    """A word that is none of the three is refused by name, before anything is run."""
+    with pytest.raises(OptionError) as caught:
+        rescale_(nn.Linear(2, 2), (torch.randn(1, 2),), ranges="certain")
+    assert caught.value.what == "Ranges were asked for as 'certain'."
+    assert "measured, bound, auto" in (caught.value.expected or "")
+
+
+def test_tiny_stored_values_are_not_certified() -> None:
+    """A bound has no room for subnormals where its value is tiny as stored.
+
+    A bias rounds as its sum, and what only moves values rounds none.
+    """
+    certain = Range(1.0, 0.5, 0.1, certain=True)
+    problem = Problem()
+    places = (("a (add)", 0.0), ("b.weight", 1.0), ("b.bias", 0.1), ("c (cat)", 0.0))
+    for name, weight in places:
+        unknown = problem.system.unknown(name)
+        problem.limits.append(Limit(unknown, certain, torch.float16, name, weight))
+    assert find_uncertain(problem, lambda unknown: 0, ()) == (4, ())
+    assert find_uncertain(problem, lambda unknown: -13, ()) == (4, ("a (add)",))
+    assert find_uncertain(problem, lambda unknown: -20, ()) == (4, ("a (add)", "b.weight"))
+
+
+def test_a_measurement_beyond_its_bound_wins() -> None:
+    """Where something measured exceeds a bound (an input beyond its limit), the bound is not used."""
+    seen, bound = Range(9.0, 1.0, 0.1), Range(8.0, 1.0, 0.0, certain=True)
+    (mixed,) = mix_ranges({"x": (seen,)}, {"x": (bound,)}, 40.0)["x"]
+    assert mixed == Range(9.0 * 16, 1.0, 0.1)
+
+
+def test_shares_are_rounded_down() -> None:
+    """A share is never said to be larger than it is."""
+    assert describe_share(1000, 999).startswith("99.9 % of 1000")
+    assert describe_share(10000, 9999).startswith("99.9 % of 10000")
+    assert describe_share(3, 3) == "100 % of 3 fp16 values certified."
+    assert describe_share(0, 0) == "No value is in fp16."
+
+
+@pytest.mark.slow
+def test_bounds_that_would_round_weights_away_are_not_taken() -> None:
+    """Group norms have loose bounds; no parameter of a UNet vanishes in fp16 for their sake."""
+    module, calls = make_example("SD UNet")
+    scale_weights(module, WAYS["residual"], 9)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    sizes = {name: x.abs().max() for name, x in module.named_parameters()}
+    assert all(size == 0 or size > 2.0**VANISHING_BITS for size in sizes.values())
+    rescaling.undo()
+
+
+def find_vanishing(module: nn.Module, calls: list[Measured]) -> Scaling:
+    """No folds from measured ranges; a fold that leaves nothing of a weight from bounds."""
+    bounded = any(part.certain for call in calls for x in call.ranges.values() for part in x)
+    return Scaling(exponents={"weight": -40} if bounded else {})
+
+
+def test_exponents_from_bounds_are_looked_at() -> None:
+    """With and without measurements, folds that would round a weight away are not given back."""
+    module, args = nn.Linear(4, 4), (torch.randn(2, 4),)
+    measured = measure_call(module, args, {}, dtype=torch.float16)
+    kinds = [Kind(measured, args, {})]
+    for ranges in ("bound", "auto"):
+        scaling = scale_by_bounds(module, kinds, ranges, find_vanishing)
+        assert not scaling.exponents
+        assert scaling.range_note.startswith("No bound is taken")
+    load = dict(module.named_parameters()).__getitem__
+    with pytest.raises(ScalingError, match="weight would vanish in fp16"):
+        scale_unmeasured(module, [(measured.capture, args, {})], load, find_vanishing)
+
+
+def test_a_parameter_that_vanishes_is_named() -> None:
+    """The refusal names the parameter, how large it is, and the exponent."""
+    module = nn.Linear(4, 4)
+    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    found = replace(find_scaling(module, [measured]), exponents={"weight": -40})
+    with pytest.raises(ScalingError, match=r"weight would vanish in fp16: .* times 2\*\*-40"):
+        _find_visible(lambda *_: found, module, [measured])

@@ -1,0 +1,154 @@
+"""A plan's entry and its exponents: every field survives the way there and back, and repairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stopdown.plans.calibrated import describe_scaling, read_scaling
+from stopdown.records import Accumulation, ComponentPlan, ResidualStream, Trial, from_json, to_json
+from stopdown.runtime.plan_updates import adjustments_of, update_entry
+from stopdown.runtime.repairs import Adjustment, merge_scalings
+from stopdown.scaling import Scaling
+
+NAMES = st.sampled_from(["encoder.a", "encoder.b.c", "decoder.a", "norm"])
+PATHS = st.lists(NAMES, max_size=3, unique=True).map(tuple)
+EXPONENTS = st.dictionaries(NAMES, st.integers(-9, 9), max_size=3)
+SHARES = st.integers(0, 1000).map(lambda x: x / 1000)
+TEXTS = st.sampled_from(["", "Ten values are bounded."])
+STREAMS = st.none() | st.builds(
+    ResidualStream, PATHS, PATHS, PATHS, PATHS, st.booleans(), closed=PATHS
+)
+SCALINGS = st.builds(
+    Scaling,
+    exponents=EXPONENTS,
+    eps=EXPONENTS,
+    multiplies=EXPONENTS,
+    islands=PATHS,
+    headroom_bits=SHARES | st.just(math.inf),
+    tightest=NAMES,
+    certified=st.booleans(),
+    pinned=st.dictionaries(NAMES, PATHS, max_size=2),
+    island_flops=SHARES,
+    kept_buffers=st.none() | PATHS,
+    outputs=st.dictionaries(st.integers(0, 3), st.integers(-9, 9), max_size=2),
+    stream=STREAMS,
+    values=st.integers(0, 99),
+    bounded=st.integers(0, 99),
+    uncertain=PATHS,
+    limits=st.dictionaries(NAMES, SHARES, max_size=2),
+    range_note=st.just("Ten values are bounded."),
+    note=TEXTS,
+    trial=st.none() | st.builds(Trial, st.integers(0, 9), SHARES, SHARES, TEXTS),
+)
+FIELDS = {x.name for x in dataclasses.fields(Scaling)}
+BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(bf16_reduced=False))
+
+
+def test_every_field_is_drawn() -> None:
+    """A field that is new in a scaling is in the entry of a plan too, and in these tests."""
+    assert {x.name for x in dataclasses.fields(ComponentPlan)} >= FIELDS
+    assert SCALINGS.wrapped_strategy.kwargs.keys() == FIELDS  # type: ignore[attr-defined]
+
+
+@settings(deadline=None)
+@given(SCALINGS)
+def test_every_field_survives_a_plan(scaling: Scaling) -> None:
+    """As an entry, as JSON and back it is the same scaling; and the entry the same entry."""
+    entry = describe_scaling(BARE, scaling, "fp16", 3)
+    kept = from_json(to_json(entry), ComponentPlan)
+    assert read_scaling(kept) == scaling
+    assert describe_scaling(kept, read_scaling(kept), "fp16", 3) == entry
+    assert entry.accumulation == BARE.accumulation
+
+
+def test_what_nobody_counted_is_not_in_a_plan() -> None:
+    """Without bounds every value would be uncertain: the file does not list them all."""
+    scaling = Scaling(values=9, bounded=2, uncertain=("a", "b"))
+    entry = describe_scaling(BARE, scaling, "fp16", 3)
+    assert (entry.values, entry.bounded, entry.uncertain) == (0, 0, ())
+
+
+def certify() -> ComponentPlan:
+    scaling = Scaling(
+        exponents={"a.weight": -3},
+        certified=True,
+        values=10,
+        bounded=10,
+        limits={"forward.hidden_states": 64.0},
+        range_note="100 % of 10 fp16 values certified.",
+        outputs={0: 2},
+        stream=ResidualStream(("a",), ("b",)),
+        trial=Trial(note="Not tried."),
+    )
+    return describe_scaling(BARE, scaling, "fp16", 0)
+
+
+def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
+    """An fp32 layer put on top of a certificate: its claim goes, everything else stays."""
+    entry = certify()
+    applied = (*adjustments_of(entry), Adjustment("island", "fp32", "a"))
+    amended = update_entry(entry, applied, 0, ["A run repaired it."])
+    assert entry.certified
+    assert not amended.certified
+    assert (amended.values, amended.bounded, amended.trial) == (0, 0, None)
+    assert amended.islands == ("a",)
+    changed = {"certified", "values", "bounded", "trial", "islands", "range_note", "reasons"}
+    for name in {x.name for x in dataclasses.fields(ComponentPlan)} - changed:
+        assert getattr(amended, name) == getattr(entry, name), name
+    assert "Its bounds did not hold in a run: it is not certified any more." in amended.reasons
+    assert not any("100 %" in reason for reason in amended.reasons)
+
+
+def test_a_cast_entry_keeps_its_switches() -> None:
+    """A component that a repair brought to bf16 is summed as its plan says."""
+    amended = update_entry(certify(), (Adjustment("cast", "bf16"),), 0, ["Why."])
+    assert (amended.precision, amended.accumulation) == ("bf16", BARE.accumulation)
+
+
+BEFORE = Scaling(
+    exponents={"encoder.a": -3},
+    islands=("encoder.c",),
+    island_flops=0.25,
+    headroom_bits=1.0,
+    tightest="VAE:encoder.a",
+    certified=True,
+    pinned={"odd": ("VAE:encoder",)},
+    outputs={0: 2},
+    stream=ResidualStream(("encoder.d", "decoder.d"), ("encoder.e",), norms=("",)),
+    limits={"encode.x": 1.0, "decode.z": 64.0},
+    note="Why not.",
+)
+FOUND = Scaling(exponents={"decoder.a": -1}, island_flops=0.5, headroom_bits=2.0, tightest="new")
+
+MERGED: dict[str, Any] = {
+    "island_flops": 0.75,
+    "tightest": "VAE:encoder.a",
+    "certified": False,
+    "pinned": {"odd": ("VAE:encoder",)},
+    "outputs": {0: 2},
+    "stream": ResidualStream(("encoder.d",), ("encoder.e",), norms=("",)),
+    "limits": {"encode.x": 1.0},
+    "note": "Why not.",
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_what_did_not_fail_keeps_everything(name: str) -> None:
+    """A decoder's new exponents leave stream, limits, outputs and pins of the encoder as they were."""
+    merged = merge_scalings(BEFORE, FOUND, ["decoder.a"], ["decode"])
+    assert getattr(merged, name) == MERGED[name]
+
+
+def test_what_failed_keeps_nothing() -> None:
+    """Calls of the component itself make its own casts, outputs and limits anew."""
+    before = dataclasses.replace(BEFORE, limits={"forward.x": 1.0})
+    merged = merge_scalings(before, FOUND, ["encoder.a", "decoder.a"], ["forward"])
+    assert (merged.outputs, merged.limits, merged.stream) == ({}, {}, None)
+    assert merged.exponents == {"decoder.a": -1}
+    assert merged.tightest == "new"
