@@ -162,7 +162,7 @@ def run_full(only: str | None) -> None:
 
 def certify_one(folder: str) -> dict[str, Any]:
     """Certify a folder in this process: seconds, peak memory, and what came out."""
-    import stopdown.pipelines.tiny  # noqa: F401 (the libraries, so that only the work is timed)
+    import stopdown.pipelines.tiny_pipelines  # noqa: F401 (the libraries, so that only the work is timed)
     from stopdown.plans.certified import certify_plan
 
     torch.set_num_threads(2)

@@ -53,10 +53,10 @@ from check_faults import (
 )
 from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
 from stopdown.dtype_rules.inspection import make_zeros
-from stopdown.dtype_rules.prices import price_remedies
+from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.environment import describe_machine
-from stopdown.formats import FORMATS
 from stopdown.graph.capture import find_mode
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.dry_run import dry_run
 from stopdown.pipelines.loader import load_pipeline

@@ -45,7 +45,7 @@ from stopdown.calibration import calibrating  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.pipelines.call_interception import find_module  # noqa: E402
 from stopdown.pipelines.components import find_callees  # noqa: E402
-from stopdown.pipelines.tiny import overflow_  # noqa: E402
+from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
 from stopdown.scaling import Scaling, cast_, fold_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from stopdown.graph.capture import build_fake
-from stopdown.pipelines.tiny import make_t5_tokenizer
+from stopdown.pipelines.tiny_pipelines import make_t5_tokenizer
 
 Parts = dict[str, Any]
 

@@ -30,10 +30,10 @@ from diffusers import AutoencoderKL, AutoencoderKLCogVideoX
 from full_folders import write_configs
 
 from stopdown.environment import describe_machine
-from stopdown.formats import FORMATS
 from stopdown.memory.forecast import Fit, predict_all
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Prediction
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request, build_arguments, read_frames

@@ -41,7 +41,8 @@ def put_processor() -> Iterator[UsesProcessor]:
 
     The fixture itself puts another one in its place: `this` is the machine's own.
     """
-    from stopdown import environment, profiles
+    from stopdown import device_profiles as profiles
+    from stopdown import environment
     from stopdown.environment import Device, Timing, Verdict
 
     judge, times = environment.judge_device, environment._time_formats
@@ -93,7 +94,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """The folder of a tiny pipeline, by name, stored format and overflowing component."""
     from stopdown import testing
-    from stopdown.formats import FORMATS
+    from stopdown.number_formats import FORMATS
 
     root = tmp_path_factory.mktemp("tiny")
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.call_interception import find_module
 from stopdown.pipelines.components import find_callees
 from stopdown.records import Repair

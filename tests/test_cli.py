@@ -410,7 +410,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plans that `auto` keeps are a convenience: a cache that cannot be written is told."""
-    from stopdown.app import commands
+    from stopdown.app import generate_command as commands
     from stopdown.records import Plan
 
     class Heard(commands.Silent):
@@ -442,7 +442,7 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
 def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's JSON stays, another plan goes, and without -o there is a number."""
     from stopdown.plans import calibrated
-    from stopdown.plans.files import read_plan, seal_plan
+    from stopdown.plans.plan_files import read_plan, seal_plan
     from stopdown.records import Plan
 
     made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
@@ -541,7 +541,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("stopdown.app.commands.generate", interrupt)
+    monkeypatch.setattr("stopdown.app.generate_command.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
     said = "stopdown: Stopped by Ctrl-C; no output was finished."
     with_journal = f"{said} With --journal DIR it could go on where it stopped.\n"
@@ -582,7 +582,7 @@ def test_a_signal_is_one_message(
             part.write_text("half")
             signal.raise_signal(number)
 
-    monkeypatch.setattr("stopdown.app.commands.generate", end)
+    monkeypatch.setattr("stopdown.app.generate_command.generate", end)
     found, out, err = run("generate", "shapes", "a", "--json")
     said = f"Stopped by {name}; no output was finished. With --journal DIR it could go on where it stopped."
     assert (found, err) == (code, f"stopdown: {said}\n")
@@ -722,7 +722,7 @@ def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     from stopdown.pipelines.components import find_components
     from stopdown.pipelines.sources import fingerprint, resolve_source
     from stopdown.plans.calibrated import sample_weights
-    from stopdown.plans.files import read_class_versions, seal_plan, write_plan
+    from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
     from stopdown.records import ComponentPlan, Plan
     from stopdown.testing import make_pipeline
 

@@ -16,17 +16,17 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files"),
-    ("formats", "outputs", "records"),
+    ("number_formats", "outputs", "records"),
     ("environment", "numerics", "patches", "media", "randomness"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
-    ("accumulation", "arguments", "backends", "diagnosis", "profiles"),
+    ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles"),
     ("graph",),
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
     ("calibration", "plans"),
-    ("checkpoints", "dtype_rules", "health"),  # they write, judge and foresee what plans make
+    ("checkpoints", "doctor", "dtype_rules"),  # they write, judge and foresee what plans make
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
@@ -39,14 +39,14 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LIGHT = (
     "errors",
     "json_files",
-    "formats",
+    "number_formats",
     "outputs",
     "records",
-    "backends",
+    "backend_rules",
     "environment",
     "media",
     "diagnosis",
-    "profiles",
+    "device_profiles",
     "report",
     "app",
 )
@@ -59,7 +59,7 @@ TENSORLESS = (
     "json_files",
     "records",
     "report",
-    "runtime.policy",
+    "runtime.repair_order",
     "comparison.records",
     "comparison.verdicts",
 )

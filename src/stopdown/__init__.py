@@ -46,10 +46,10 @@ _HOMES = {
     "guard": "runtime.guard",
     "load": "plans.load",
     "make_plan": "plans.calibrated",
-    "mend": "dtype_rules.fixes",
-    "read_plan": "plans.files",
+    "mend": "dtype_rules.mend",
+    "read_plan": "plans.plan_files",
     "rescale_": "scaling.rescale",
-    "write_plan": "plans.files",
+    "write_plan": "plans.plan_files",
 }
 
 __all__ = [
@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     from stopdown.comparison.records import Comparison, Thresholds
     from stopdown.diagnosis import explain
     from stopdown.dtype_rules.check import check
-    from stopdown.dtype_rules.fixes import mend
+    from stopdown.dtype_rules.mend import mend
     from stopdown.errors import (
         CaptureError,
         InputError,
@@ -118,8 +118,8 @@ if TYPE_CHECKING:
     )
     from stopdown.plans.applier import apply_plan
     from stopdown.plans.calibrated import make_plan
-    from stopdown.plans.files import read_plan, write_plan
     from stopdown.plans.load import load
+    from stopdown.plans.plan_files import read_plan, write_plan
     from stopdown.records import (
         CallSummary,
         CheckRecord,

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.overrides import TorchFunctionMode
 
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.records import Accumulation
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import OptionError, take_first_line
-from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stopdown.formats import find_format
+from stopdown.number_formats import find_format
 
 CACHED_VALUES = 1 << 16
 """How many values are widened to float64 at a time on a CPU: 0.5 MiB."""

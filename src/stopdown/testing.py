@@ -25,7 +25,7 @@ from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, find_module, put_door
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.library_messages import drop_empty_remarks
-from stopdown.pipelines.tiny import RECIPES, build_pipeline, overflow_
+from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
 from stopdown.runtime.output_parts import name_axes
 
 PIPELINE_NAMES = tuple(RECIPES)

@@ -22,7 +22,7 @@ from attacks.test_models import UNREADABLE, Damage, void, write
 from comparisons import RUN, make_comparison
 from stopdown.comparison.records import Heat
 from stopdown.media import write_media
-from stopdown.plans.files import seal_plan
+from stopdown.plans.plan_files import seal_plan
 from stopdown.records import CallSummary, ComponentPlan, Plan, to_json
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]x[/red]\u202e\x9b1m"

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attacks.runner import MIB, Attack, copy_tiny, run_attack
-from stopdown.plans.files import seal_plan, write_plan
+from stopdown.plans.plan_files import seal_plan, write_plan
 from stopdown.records import Plan
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {

@@ -11,7 +11,7 @@ import pytest
 
 from attacks.runner import Attack, copy_tiny, run_attack
 from stopdown.errors import PlanError
-from stopdown.plans.files import _compute_seal, read_class_versions, read_plan, seal_plan
+from stopdown.plans.plan_files import _compute_seal, read_class_versions, read_plan, seal_plan
 from stopdown.records import ComponentPlan, Plan, to_json
 
 Edit = Callable[[dict[str, Any]], object]

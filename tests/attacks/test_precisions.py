@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attacks.runner import Attack, copy_tiny, run_attack
-from stopdown.plans.files import read_class_versions, seal_plan, write_plan
+from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
 from stopdown.records import ComponentPlan, Plan
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {

@@ -43,9 +43,12 @@ def main() -> None:
 def _replace_work() -> None:
     """Results that are there already, for what would be computed."""
     from comparisons import make_comparison
-    from stopdown.app import commands, run_command
+    from stopdown.app import generate_command as commands
+    from stopdown.app import run_command
     from stopdown.comparison import matrix
-    from stopdown.dtype_rules import check, fixes, prices
+    from stopdown.dtype_rules import check
+    from stopdown.dtype_rules import mend as fixes
+    from stopdown.dtype_rules import remedy_costs as prices
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
 
@@ -74,7 +77,7 @@ def _replace_work() -> None:
 
 def make_plan(source: str = "shapes") -> Any:
     """A sealed plan for nothing."""
-    from stopdown.plans.files import seal_plan
+    from stopdown.plans.plan_files import seal_plan
     from stopdown.records import Plan
 
     return seal_plan(Plan(source, "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))

@@ -92,7 +92,7 @@ def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert code == 0
     from dataclasses import fields
 
-    from stopdown.app.commands import GenerateOptions
+    from stopdown.app.generate_command import GenerateOptions
 
     for entry in fields(GenerateOptions):
         flag = f"--{entry.name.replace('_', '-')}"

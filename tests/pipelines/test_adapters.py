@@ -19,12 +19,12 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.call_interception import cast_floats
 from stopdown.pipelines.components import Callee, find_components
 from stopdown.pipelines.headers import RESCALED_ENTRY
-from stopdown.pipelines.tiny import overflow_
+from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import describe_scaling, sample_weights
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
-from stopdown.plans.files import read_class_versions, seal_plan
+from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.records import ComponentPlan, Plan
 from stopdown.testing import assert_untouched, make_pipeline
 

@@ -39,10 +39,10 @@ from stopdown.pipelines.single_files import (
     write_single_file,
 )
 from stopdown.pipelines.sources import resolve_source
-from stopdown.pipelines.tiny import overflow_
+from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import RecordedCall
-from stopdown.plans.files import seal_plan
+from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, from_json
 from stopdown.scaling import Scaling, fold_scaling, rescale_
 from stopdown.testing import assert_untouched, make_pipeline
@@ -772,7 +772,7 @@ def test_force_spares_sources_and_plans_inside(
     made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A model that lies in OUT, reaches into it by a link, or whose plan lies there, is not deleted."""
-    from stopdown.plans.files import write_plan
+    from stopdown.plans.plan_files import write_plan
 
     folder, plan = made("sd")
     leave = ["unet", "vae", "text_encoder"]
@@ -868,7 +868,7 @@ def test_a_disk_that_refuses_weights_is_one_message(
 @pytest.mark.slow
 def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
     """A process that is killed between two components has renamed nothing."""
-    from stopdown.plans.files import write_plan
+    from stopdown.plans.plan_files import write_plan
 
     folder, plan = made("sd")
     write_plan(plan, tmp_path / "plan.json")

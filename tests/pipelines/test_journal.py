@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save
 
 from pipeline_calls import CALLS, call_pipeline
 from stopdown import testing
-from stopdown.app.commands import GenerateOptions, generate
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError
 from stopdown.records import JournalUse, RunRecord, read_record
 from stopdown.runtime.guard import guard

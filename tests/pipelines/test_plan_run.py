@@ -15,10 +15,10 @@ import torch
 from stopdown.errors import NonFiniteError, PlanError
 from stopdown.patches import Patches
 from stopdown.pipelines.requests import Request, build_arguments
-from stopdown.pipelines.tiny import overflow_
+from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import list_requests, make_plan
-from stopdown.plans.files import read_plan
+from stopdown.plans.plan_files import read_plan
 from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.watch import Watch
 from stopdown.testing import assert_untouched, make_pipeline
@@ -258,7 +258,7 @@ def test_the_command_line_plans_and_generates(
 ) -> None:
     """`plan` writes a file, `generate --precision plan.json` runs in fp16 by it and says so."""
     from stopdown.app.cli import main
-    from stopdown.app.commands import find_record_path
+    from stopdown.app.generate_command import find_record_path
     from stopdown.records import RunRecord, read_record
 
     source, file, clip = tmp_path / "model", tmp_path / "plan.json", tmp_path / "clip.png"
@@ -288,7 +288,7 @@ def test_the_command_line_plans_and_generates(
 
 
 def _generate(source: Path, clip: Path, precision: str) -> None:
-    from stopdown.app.commands import GenerateOptions, generate
+    from stopdown.app.generate_command import GenerateOptions, generate
 
     options = GenerateOptions(
         str(source), "a ball", output=str(clip), steps=2, precision=precision, on_fault="raise"

@@ -13,12 +13,12 @@ import torch
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.app.commands import GenerateOptions, Silent, generate
+from stopdown.app.generate_command import GenerateOptions, Silent, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import make_plan, sample_weights
-from stopdown.plans.files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings

@@ -18,7 +18,7 @@ from stopdown.errors import OptionError
 from stopdown.pipelines.components import find_components
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import sample_weights
-from stopdown.plans.files import read_class_versions
+from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import Accumulation, ComponentPlan, Plan, from_json, to_json
 from stopdown.runtime.guard import guard
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from stopdown import check, mend, profiles
+from stopdown import check, mend
+from stopdown import device_profiles as profiles
+from stopdown.device_profiles import find_profile
 from stopdown.dtype_rules.check import inspect_pipeline
-from stopdown.dtype_rules.prices import price_remedies
+from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
-from stopdown.profiles import find_profile
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))

@@ -42,7 +42,7 @@ from stopdown.environment import (
     weigh_support,
 )
 from stopdown.errors import OptionError
-from stopdown.formats import name_dtype
+from stopdown.number_formats import name_dtype
 
 pytestmark = pytest.mark.usefixtures("processor")
 

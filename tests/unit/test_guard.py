@@ -12,9 +12,9 @@ import torch
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.runtime.guard import guard
-from stopdown.runtime.policy import Remedy, Situation, list_remedies
+from stopdown.runtime.repair_order import Remedy, Situation, list_remedies
 from stopdown.runtime.repair_texts import name_action
 
 make_pipeline = functools.cache(testing.make_pipeline)

@@ -13,7 +13,7 @@ from pipeline_calls import call_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
 from stopdown.plans.calibrated import sample_weights
-from stopdown.plans.files import read_class_versions
+from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import ComponentPlan, Plan
 from stopdown.runtime.watch import Watch
 

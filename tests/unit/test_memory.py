@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stopdown.app.commands import GenerateOptions, generate
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.memory_command import list_worthwhile
 from stopdown.app.request_options import read_allowed
+from stopdown.device_profiles import find_profile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
-from stopdown.formats import format_bytes
 from stopdown.memory import allocation_tracker, convolution_workspaces, speed
 from stopdown.memory import placement as placement_module
 from stopdown.memory.allocation_tracker import StorageTracker
@@ -37,6 +37,7 @@ from stopdown.memory.strategies import (
     group_weights,
     predict,
 )
+from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import put_door
 from stopdown.pipelines.components import find_callees, find_components
@@ -45,7 +46,6 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import resolve_source
-from stopdown.profiles import find_profile
 from stopdown.records import MemoryRow, RunRecord
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stopdown.app.commands import GenerateOptions, generate
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.memory_command import plan_memory
 from stopdown.app.plan_command import PlanOptions
 from stopdown.errors import StopdownError
@@ -20,13 +20,13 @@ from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.pipelines.components import find_components
+from stopdown.pipelines.default_sizes import Grid
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sizes import Grid
 from stopdown.pipelines.sources import fingerprint, resolve_source
 from stopdown.plans.calibrated import sample_weights
-from stopdown.plans.files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.out_of_memory_history import MOST_LESSONS, add_lesson, find_failed
+from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.records import ComponentPlan, MemoryLesson, Plan, RunRecord
 from stopdown.testing import save_pipeline
 

@@ -19,8 +19,8 @@ from stopdown.bounds.propagation import InputLimits, bound_call
 from stopdown.graph import operations
 from stopdown.graph.nodes import is_float, is_kind, operation
 from stopdown.graph.operations import read_operations
-from stopdown.scaling.equations import ZERO, System
-from stopdown.scaling.rules import Site, state_equations
+from stopdown.scaling.exponent_rules import Site, state_equations
+from stopdown.scaling.linear_system import ZERO, System
 
 DRAWS = 6
 RANDOM = ("random", "bernoulli", "multinomial", "dropout", "feature_dropout", "normal")

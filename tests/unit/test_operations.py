@@ -7,7 +7,7 @@ import torch
 
 from stopdown.bounds.rule_table import find_rule
 from stopdown.graph.operations import Operation, find_operation, read_operations
-from stopdown.scaling.rules import read_rule
+from stopdown.scaling.exponent_rules import read_rule
 
 OPERATIONS = read_operations()
 

@@ -18,7 +18,8 @@ from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.sources import Source
-from stopdown.plans import applier, calibrated, choice, exponents, files
+from stopdown.plans import applier, calibrated, choice, exponents
+from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
 from stopdown.plans.precision import ComponentFacts, explain_plan
 from stopdown.records import ComponentPlan, Plan, ResidualStream, to_json

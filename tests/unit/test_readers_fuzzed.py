@@ -36,6 +36,7 @@ from comparisons import RUN, make_comparison
 from stopdown import testing
 from stopdown.app.report_command import report
 from stopdown.comparison.prompts import read_prompts
+from stopdown.device_profiles import find_profile
 from stopdown.diagnosis import explain_file
 from stopdown.errors import StopdownError
 from stopdown.json_files import UnreadableError
@@ -47,8 +48,7 @@ from stopdown.pipelines.headers import (
     read_shard_index,
 )
 from stopdown.pipelines.sources import resolve_source, verify_source
-from stopdown.plans.files import read_plan, seal_plan
-from stopdown.profiles import find_profile
+from stopdown.plans.plan_files import read_plan, seal_plan
 from stopdown.records import ComponentPlan, Plan, ResidualStream, RunRecord, read_record, to_json
 from stopdown.runtime import journal
 from stopdown.runtime.journal_values import PackingError, pack, unpack

@@ -14,7 +14,8 @@ from torch.nn import functional
 from rescaling_models import make_example, run_calls
 from stopdown.errors import ScalingError
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, rescale_, rules
+from stopdown.scaling import cast_, rescale_
+from stopdown.scaling import exponent_rules as rules
 from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
 
 WIDTH = 16

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stopdown import check, testing
 from stopdown.dtype_rules.check import inspect_pipeline
 from stopdown.dtype_rules.tracer import Step, Walk, find_known, set_known
-from stopdown.pipelines.tiny import _make_t5, make_t5_tokenizer
+from stopdown.pipelines.tiny_pipelines import _make_t5, make_t5_tokenizer
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 

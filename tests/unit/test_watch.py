@@ -12,7 +12,7 @@ import torch
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import Callee
 from stopdown.records import Decision
 from stopdown.runtime import watch as watch_module

@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from stopdown.formats import format_bytes
+from stopdown.number_formats import format_bytes
 from stopdown.records import JournalUse, RunRecord
 
 _STAGES = ("prepare", "load", "rehearse", "encode", "denoise", "decode", "other", "write")

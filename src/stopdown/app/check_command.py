@@ -49,7 +49,7 @@ def check(options: CheckOptions) -> CheckRecord:
         OutputError: the folder to write is not empty, or cannot be written.
     """
     from stopdown.dtype_rules.check import find_source, inspect_pipeline
-    from stopdown.dtype_rules.prices import price_remedies
+    from stopdown.dtype_rules.remedy_costs import price_remedies
 
     begun = time.perf_counter()
     _refuse(options)
@@ -117,7 +117,7 @@ def _refuse_unmendable(options: CheckOptions) -> None:
 
 def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[str, ...]]:
     """What remains of the findings, and what was done."""
-    from stopdown.dtype_rules.fixes import mend
+    from stopdown.dtype_rules.mend import mend
 
     pipe = _load(options, checked)
     mending = mend(pipe, device=options.device)
@@ -130,7 +130,7 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 
 
 def _load(options: CheckOptions, checked: Checked) -> Any:
-    from stopdown.formats import FORMATS
+    from stopdown.number_formats import FORMATS
     from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
 

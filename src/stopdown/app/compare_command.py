@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stopdown.app.commands import find_record_path
+from stopdown.app.generate_command import find_record_path
 from stopdown.app.request_options import read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
@@ -20,7 +20,7 @@ from stopdown.outputs import check_target, find_free, write_numbered, written_be
 from stopdown.records import describe_other
 
 if TYPE_CHECKING:
-    from stopdown.app.commands import Display
+    from stopdown.app.generate_command import Display
 
 
 DEFAULT_OUTPUT = Path("report.html")

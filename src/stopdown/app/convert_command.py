@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from stopdown.app.plan_command import PlanOptions
 from stopdown.app.request_options import read_request
-from stopdown.formats import list_some
+from stopdown.number_formats import list_some
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.commands import Display
+    from stopdown.app.generate_command import Display
     from stopdown.records import Conversion, ConvertedComponent
 
 

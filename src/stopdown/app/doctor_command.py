@@ -20,7 +20,7 @@ def diagnose(device: str | None) -> MachineHealth:
     Raises:
         OptionError: the device is neither here nor known.
     """
-    from stopdown.health import examine
+    from stopdown.doctor import examine
 
     return examine(device)
 
@@ -31,7 +31,7 @@ def write_profile(device: str | None) -> str:
     Raises:
         OptionError: no device was named, or it is unknown.
     """
-    from stopdown.profiles import find_target, format_profile
+    from stopdown.device_profiles import find_target, format_profile
 
     if device is None:
         raise OptionError(

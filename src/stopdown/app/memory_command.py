@@ -14,8 +14,9 @@ from stopdown.records import MemoryPlan, MemoryRow, Reduction
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.commands import Display
+    from stopdown.app.generate_command import Display
     from stopdown.app.plan_command import PlanOptions
+    from stopdown.device_profiles import Profile
     from stopdown.memory.dry_run import Seen
     from stopdown.memory.forecast import Fit
     from stopdown.memory.smaller_requests import Size
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Budgeted, Way
-    from stopdown.profiles import Profile
 
 _BY_HOW_MUCH = "the picture changes, by how much was not measured for this checkpoint."
 ROUNDED = {
@@ -46,12 +46,12 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     Raises:
         StopdownError: anything that went wrong, with what to type.
     """
+    from stopdown.device_profiles import find_target
     from stopdown.memory.dry_run import Seen
     from stopdown.pipelines import sources
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.pipelines.loader import complete_source
     from stopdown.plans.precision_and_memory import choose_way, list_rows
-    from stopdown.profiles import find_target
 
     begun = time.perf_counter()
     allowed = read_allowed(options.allow, options.memory)
@@ -108,10 +108,10 @@ def _read_limit(text: str, profile: Profile) -> int:
 
 
 def _list_ways(source: Source, asked: str, profile: Profile) -> list[Way]:
-    from stopdown.pipelines.sizes import read_configs
+    from stopdown.pipelines.default_sizes import read_configs
     from stopdown.plans.applier import check_source
-    from stopdown.plans.files import read_plan
     from stopdown.plans.loader import gather_facts
+    from stopdown.plans.plan_files import read_plan
     from stopdown.plans.precision import parse_request
     from stopdown.plans.precision_and_memory import list_ways
 
@@ -133,7 +133,7 @@ def _try_way(
     seen: Seen,
 ) -> Budgeted:
     """What every strategy takes in one precision, those that cost the least time first."""
-    from stopdown.health import has_fused_attention
+    from stopdown.doctor import has_fused_attention
     from stopdown.memory.forecast import list_storages, predict_all, sort_by_time
     from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.precision_and_memory import Budgeted, build_way, weigh_speed
@@ -158,8 +158,8 @@ def _try_way(
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:
     """Timed on a device of this machine, else what its profile says."""
+    from stopdown.device_profiles import find_target, is_profile
     from stopdown.memory.speed import find_speed, measure_speed
-    from stopdown.profiles import find_target, is_profile
 
     device, profile = find_target(name)
     return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
@@ -173,8 +173,8 @@ def _explain(
     allowed: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Why this one and not another, as whole sentences."""
-    from stopdown.formats import format_bytes
     from stopdown.memory.forecast import HEADROOM
+    from stopdown.number_formats import format_bytes
 
     usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
     reasons = [_explain_choice(tried, chosen, usable, allowed)]
@@ -197,8 +197,8 @@ def _explain_choice(
     usable: str,
     allowed: tuple[str, ...],
 ) -> str:
-    from stopdown.formats import format_bytes
     from stopdown.memory.forecast import find_smallest
+    from stopdown.number_formats import format_bytes
 
     if chosen is not None:
         way, prediction = chosen
@@ -220,8 +220,8 @@ def _explain_other(
     one: Budgeted, tried: Sequence[Budgeted], limit: int, allowed: tuple[str, ...]
 ) -> str:
     """What another way would have come to."""
-    from stopdown.formats import format_bytes
     from stopdown.memory.forecast import choose
+    from stopdown.number_formats import format_bytes
     from stopdown.plans.precision_and_memory import list_rows
 
     found = choose(one.fit, limit, allowed)
@@ -251,7 +251,7 @@ def _shrink(
     from stopdown.app.memory_limits import describe_reduction, find_size, shrink_request
     from stopdown.memory.dry_run import Seen
     from stopdown.memory.smaller_requests import find_largest, list_smaller
-    from stopdown.pipelines.sizes import find_grid, read_configs
+    from stopdown.pipelines.default_sizes import find_grid, read_configs
     from stopdown.plans.precision_and_memory import build_way
 
     size = find_size(build_way(source, first.way), _complete(request, options), first.fit)
@@ -367,7 +367,7 @@ def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]
 
 
 def _describe_row(row: MemoryRow) -> tuple[str, ...]:
-    from stopdown.formats import format_bytes
+    from stopdown.number_formats import format_bytes
 
     show: Callable[[int], str] = format_bytes
     return (

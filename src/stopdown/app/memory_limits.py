@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stopdown.records import MemoryLesson, Plan, Reduction
 
 if TYPE_CHECKING:
-    from stopdown.app.commands import Display, GenerateOptions
+    from stopdown.app.generate_command import Display, GenerateOptions
     from stopdown.environment import Device
     from stopdown.memory.forecast import Fit
     from stopdown.memory.offloader import Offloader
@@ -156,7 +156,7 @@ def _shrink(
     """The largest smaller size that fits; None when the one asked for does, or none."""
     from stopdown.memory.forecast import choose
     from stopdown.memory.smaller_requests import find_largest, list_smaller
-    from stopdown.pipelines.sizes import find_grid
+    from stopdown.pipelines.default_sizes import find_grid
 
     if choose(fit, limit, options.allow) is not None:
         return None
@@ -174,11 +174,11 @@ def _shrink(
 
 
 def _predict(loaded: Loaded, request: Request, device: Device) -> Fit:
-    from stopdown.health import has_fused_attention
+    from stopdown.device_profiles import describe_device
+    from stopdown.doctor import has_fused_attention
     from stopdown.memory.offloader import predict_run
     from stopdown.memory.speed import measure_speed
     from stopdown.pipelines.requests import build_arguments, find_steps
-    from stopdown.profiles import describe_device
 
     arguments = build_arguments(loaded.pipe, request)
     formats = {decision.precision for decision in loaded.decisions}

@@ -25,8 +25,8 @@ from stopdown.app.flags import (
 )
 
 if TYPE_CHECKING:
-    from stopdown.app.commands import GenerateOptions
     from stopdown.app.convert_command import ConvertOptions
+    from stopdown.app.generate_command import GenerateOptions
     from stopdown.app.plan_command import PlanOptions
     from stopdown.app.run_command import ScriptOptions
     from stopdown.records import RunRecord
@@ -110,7 +110,7 @@ def generate(
     ] = False,
 ) -> None:
     """Make a video or a picture from a prompt, an image or a video; never a black one in silence."""
-    from stopdown.app.commands import GenerateOptions
+    from stopdown.app.generate_command import GenerateOptions
 
     options = GenerateOptions(
         source=source,
@@ -372,7 +372,7 @@ def run(
 
 
 def _run_generate(options: GenerateOptions, as_json: bool) -> RunRecord:
-    from stopdown.app import commands
+    from stopdown.app import generate_command as commands
     from stopdown.app.cards import print_card
     from stopdown.app.progress import Bars, open_console
     from stopdown.records import to_json

@@ -13,7 +13,7 @@ from stopdown.records import ComponentPlan, Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.commands import Display
+    from stopdown.app.generate_command import Display
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
 
@@ -76,7 +76,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
     from stopdown.outputs import check_target, find_free
-    from stopdown.plans.files import describe_no_plan, write_plan
+    from stopdown.plans.plan_files import describe_no_plan, write_plan
     from stopdown.scaling import check_residual
     from stopdown.scaling.certificate import check_ranges
 

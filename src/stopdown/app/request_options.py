@@ -187,7 +187,7 @@ def refuse_profile(device: str | None) -> None:
     Raises:
         OptionError: it is one.
     """
-    from stopdown.profiles import find_profile, is_profile
+    from stopdown.device_profiles import find_profile, is_profile
 
     if device is None or not is_profile(device):
         return

@@ -70,7 +70,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     from stopdown.patches import Patches
     from stopdown.pipelines.library_messages import drop_empty_remarks
     from stopdown.pipelines.pipeline_interception import redirect_devices
-    from stopdown.plans.files import describe_no_plan
+    from stopdown.plans.plan_files import describe_no_plan
     from stopdown.runtime.scripts import ScriptGuard
 
     remarks: list[str] = []
@@ -175,7 +175,7 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
 
 
 def _read_plan(path: str | None) -> Plan | None:
-    from stopdown.plans.files import read_plan
+    from stopdown.plans.plan_files import read_plan
 
     return read_plan(path) if path is not None else None
 
@@ -188,7 +188,7 @@ def _keep_repairs(
     remark: Callable[[str], None],
 ) -> None:
     """Write a plan with its repairs for the next run, when that was asked for."""
-    from stopdown.plans.files import write_plan
+    from stopdown.plans.plan_files import write_plan
 
     if path is None or after is None or after is before:
         return

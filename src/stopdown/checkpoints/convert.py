@@ -34,8 +34,8 @@ from stopdown.errors import (
     OutputError,
     ScalingError,
 )
-from stopdown.formats import FORMATS, list_some
 from stopdown.json_files import UnreadableError, parse_json
+from stopdown.number_formats import FORMATS, list_some
 from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.folders import (
@@ -62,7 +62,7 @@ from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests, read_scaling
 from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls
 from stopdown.plans.exponents import describe_failure
-from stopdown.plans.files import read_plan
+from stopdown.plans.plan_files import read_plan
 from stopdown.records import (
     ComponentPlan,
     Conversion,

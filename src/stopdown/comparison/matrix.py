@@ -72,7 +72,7 @@ from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
-from stopdown.plans.files import read_class_versions
+from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import convert_record, from_json, to_json
 from stopdown.scaling.problem import CLAMPS_KEPT
 

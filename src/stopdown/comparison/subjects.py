@@ -21,17 +21,17 @@ import torch
 
 from stopdown.environment import Device, Support, choose_device, probe_formats
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
+from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.loader import complete_source, find_class
 from stopdown.pipelines.requests import Request, choose_class, name_arguments
-from stopdown.pipelines.sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.choice import choose_loader
-from stopdown.plans.files import read_plan, write_plan
 from stopdown.plans.loader import gather_facts
+from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.precision import ComponentFacts, parse_request
 from stopdown.records import Decision, Plan
 

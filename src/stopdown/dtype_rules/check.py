@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from stopdown.backends import Place
+from stopdown.backend_rules import Place
+from stopdown.device_profiles import Profile, find_target
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_observations
 from stopdown.dtype_rules.inspection import Examination, examine
 from stopdown.dtype_rules.sums import check_sums
 from stopdown.environment import read_version
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, find_format
+from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.components import find_components, list_calls
 from stopdown.pipelines.headers import read_rescaled
@@ -34,9 +35,8 @@ from stopdown.pipelines.loader import complete_source, find_class, load_pipeline
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source
-from stopdown.plans.files import read_plan
+from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import PrecisionRequest, parse_request, resolve_request
-from stopdown.profiles import Profile, find_target
 from stopdown.records import Finding, Plan
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from stopdown.device_profiles import Profile
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
-from stopdown.formats import name_dtype
-from stopdown.profiles import Profile
+from stopdown.number_formats import name_dtype
 from stopdown.records import Finding
 from stopdown.scaling.problem import CLAMPS_KEPT
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.backends import Place
+from stopdown.backend_rules import Place
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.tracer import (
     LARGEST_KNOWN,
@@ -34,8 +34,8 @@ from stopdown.dtype_rules.tracer import (
     set_known,
     set_origin,
 )
-from stopdown.formats import name_dtype
 from stopdown.graph.capture import find_mode
+from stopdown.number_formats import name_dtype
 from stopdown.pipelines.call_interception import (
     Call,
     find_argument_names,

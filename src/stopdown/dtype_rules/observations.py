@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from stopdown.backends import Operation, Place, find_operation, judge_format, judge_operands
+from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
 from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
-from stopdown.formats import name_dtype
+from stopdown.number_formats import name_dtype
 
 END_OF_FP16 = 60000.0
 """A bound of a clamp from here on stands for the end of fp16's range."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stopdown.dtype_rules.findings import generalise, make_finding
-from stopdown.formats import FORMATS, find_format, list_some, name_dtype
+from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.plans.adapters import read_structure

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from stopdown.accumulation import Sum, find_sums
+from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device
-from stopdown.formats import FORMATS
-from stopdown.memory.default_size import choose_size
+from stopdown.memory.affordable_size import choose_size
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, find_module, put_door
 from stopdown.pipelines.components import (
@@ -35,7 +36,6 @@ from stopdown.pipelines.components import (
 )
 from stopdown.pipelines.dry_run import make_arguments
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.profiles import DeviceFault, Profile
 from stopdown.records import Finding
 
 STEPS = 2

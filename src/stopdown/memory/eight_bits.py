@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.layerwise_casting import find_storable
 

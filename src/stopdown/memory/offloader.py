@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from stopdown.errors import StopdownError
-from stopdown.formats import format_bytes
 from stopdown.memory.forecast import (
     HEADROOM,
     Fit,
@@ -36,6 +35,7 @@ from stopdown.memory.placement import put_placement, put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.memory.weight_stores import WeightStore
+from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, put_door
 from stopdown.pipelines.components import Callee, find_callees

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from stopdown.device_profiles import Profile
 from stopdown.environment import Device
-from stopdown.formats import FORMATS
 from stopdown.memory.eight_bits import pack
-from stopdown.profiles import Profile
+from stopdown.number_formats import FORMATS
 
 LINK_BYTES_PER_S = 12e9
 """From host memory to a card: what PCIe 3.0 with 16 lanes reaches of its 15.75 GB/s. Newer links are

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stopdown.formats import name_dtype
+from stopdown.number_formats import name_dtype
 
 _ENCODERS = ("text_encoder", "image_encoder")
 _LAST = ("safety_checker",)

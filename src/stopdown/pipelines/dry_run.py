@@ -19,9 +19,9 @@ from PIL import Image
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, put_layer
 from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import list_needed
-from stopdown.pipelines.sizes import find_own_sides
 
 OnCall = Callable[[Callee, Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called at a component call: the component call, what it would call, positional and keyword arguments."""

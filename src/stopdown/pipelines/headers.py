@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stopdown.formats import find_format
 from stopdown.json_files import UnreadableError, open_regular_file, parse_json, read_json_table
+from stopdown.number_formats import find_format
 
 LARGEST_HEADER_BYTES = 32 * 2**20
 """The safetensors library reads up to 100 MB; the largest of a published model has 5 MB."""

@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from stopdown.errors import SourceError, StopdownError
-from stopdown.formats import find_format
+from stopdown.number_formats import find_format
 from stopdown.pipelines.headers import RESCALED_ENTRY, choose_weights
 
 Progress = Callable[[str, int, int], None]

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from stopdown.errors import SourceError, StopdownError, take_first_line
-from stopdown.formats import FORMATS, list_some
 from stopdown.graph.capture import name_parameters
+from stopdown.number_formats import FORMATS, list_some
 from stopdown.patches import Patches
 from stopdown.pipelines import hub
 from stopdown.pipelines.components import cast_component_

@@ -23,8 +23,8 @@ import torch
 from safetensors import safe_open
 
 from stopdown.errors import ScalingError
-from stopdown.formats import FORMATS
 from stopdown.graph.capture import name_parameters
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.headers import StoredTensor, encode_header, read_header, read_header_bytes

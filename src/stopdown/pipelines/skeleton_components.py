@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from stopdown.formats import name_dtype
 from stopdown.graph.capture import build_fake
+from stopdown.number_formats import name_dtype
 from stopdown.pipelines.components import find_kept_fp32
 from stopdown.pipelines.loader import describing_failures, find_class, limited_building
 from stopdown.pipelines.sources import Source

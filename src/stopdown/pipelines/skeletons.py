@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stopdown.formats import name_dtype
 from stopdown.graph.capture import find_mode, name_parameters, renew_fakes
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import bared, copy_layers
 from stopdown.pipelines.components import find_components, find_kept_fp32

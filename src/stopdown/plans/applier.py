@@ -18,8 +18,8 @@ import torch
 from stopdown.accumulation import accumulating
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
-from stopdown.formats import FORMATS
 from stopdown.graph.capture import name_parameters
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, put_cast, put_door
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
@@ -27,8 +27,8 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
 from stopdown.plans.calibrated import count_folds, read_scaling, sample_weights
-from stopdown.plans.files import read_class_versions
 from stopdown.plans.loader import Loaded, LoadedPlan
+from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
 from stopdown.scaling import Scaling, cast_, fold_scaling

@@ -26,8 +26,8 @@ import torch
 
 from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, name_dtype
-from stopdown.memory.default_size import choose_size
+from stopdown.memory.affordable_size import choose_size
+from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.pipelines.loader import complete_source, load_pipeline
@@ -46,7 +46,7 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.plans.call_recorder import PROMPTS, Progress, RecordedCall, record_calls
 from stopdown.plans.exponents import describe_failure, scale_component
-from stopdown.plans.files import read_class_versions, seal_plan
+from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision, parse_fp16
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import Scaling, cast_, check_residual

@@ -43,7 +43,7 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.plans.calibrated import describe_scaling, sample_tensors
 from stopdown.plans.call_recorder import Progress
-from stopdown.plans.files import read_class_versions, seal_plan
+from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling import find_scaling

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.environment import choose_device, probe_formats
+from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.sizes import read_configs
 from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.plans.choice import choose_loader
 from stopdown.plans.loader import gather_facts

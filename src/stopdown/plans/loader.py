@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.environment import Device, Support
-from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import put_cast
 from stopdown.pipelines.components import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from stopdown.plans.files import seal_plan
+from stopdown.plans.plan_files import seal_plan
 from stopdown.records import MemoryLesson, Plan
 
 MOST_LESSONS = 16

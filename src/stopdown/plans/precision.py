@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stopdown.environment import Support
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, parse_precision
+from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.records import Decision
 
 SLOW = 1.5

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stopdown.environment import Support
-from stopdown.formats import FORMATS
 from stopdown.memory.forecast import (
     HEADROOM,
     Fit,
@@ -28,6 +27,7 @@ from stopdown.memory.forecast import (
 )
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
+from stopdown.number_formats import FORMATS
 from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights

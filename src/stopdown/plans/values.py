@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from stopdown.formats import FORMATS
+from stopdown.number_formats import FORMATS
 from stopdown.records import ComponentPlan, Plan, ResidualStream
 
 LARGEST_EXPONENT = 252

@@ -10,8 +10,8 @@ from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
-from stopdown.formats import format_bytes
 from stopdown.json_files import UnreadableError, read_json_table
+from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
 from stopdown.report import figures
 

@@ -24,8 +24,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stopdown.formats import name_dtype
 from stopdown.graph.capture import name_parameters
+from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 

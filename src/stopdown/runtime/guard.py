@@ -54,8 +54,8 @@ from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.pipelines.step_caches import clear_caches, save_caches
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
-from stopdown.plans.files import seal_plan
 from stopdown.plans.loader import LoadedPlan
+from stopdown.plans.plan_files import seal_plan
 from stopdown.randomness import Restore, save_random
 from stopdown.records import ComponentPlan, Decision, Finding, GuardRecord, Plan, Repair
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
@@ -63,8 +63,8 @@ from stopdown.runtime.culprit import Culprit, find_culprit, name_site
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
-from stopdown.runtime.policy import ON_FAULT, OnFault, Remedy, Situation, list_remedies
 from stopdown.runtime.repair_cache import RepairCache
+from stopdown.runtime.repair_order import ON_FAULT, OnFault, Remedy, Situation, list_remedies
 from stopdown.runtime.repair_texts import describe_repair, name_action
 from stopdown.runtime.repairs import Adjustment, ComponentState
 from stopdown.runtime.results import collect_videos, count_bad, has_tensors

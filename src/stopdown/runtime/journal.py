@@ -37,8 +37,8 @@ import torch
 
 from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
-from stopdown.formats import name_dtype
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, find_module, put_door
 from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.formats import name_dtype
+from stopdown.number_formats import name_dtype
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stopdown.records import Repair
-from stopdown.runtime.policy import Remedy
+from stopdown.runtime.repair_order import Remedy
 
 
 def describe_repair(repair: Repair) -> str:

@@ -21,13 +21,13 @@ import torch
 
 from stopdown.calibration import Calibration
 from stopdown.errors import ScalingError
-from stopdown.formats import FORMATS, name_dtype
+from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
 from stopdown.pipelines.components import Callee, cast_component_, read_precisions
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.records import ResidualStream
-from stopdown.runtime.policy import Remedy
+from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import Scaling, cast_, fold_scaling
 
 

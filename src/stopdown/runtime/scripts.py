@@ -22,8 +22,8 @@ from stopdown.patches import Patches
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, guard
-from stopdown.runtime.policy import OnFault
 from stopdown.runtime.repair_cache import RepairCache
+from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.results import collect_videos
 
 

@@ -28,7 +28,7 @@ import torch
 
 from stopdown.bounds.input_limits import name_inputs
 from stopdown.errors import NonFiniteError
-from stopdown.formats import find_format, name_dtype
+from stopdown.number_formats import find_format, name_dtype
 from stopdown.numerics import bound_values, count_non_finite, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (

@@ -18,8 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.errors import ScalingError
-from stopdown.formats import name_dtype
 from stopdown.graph.capture import name_parameters
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 
 CHECK = "stopdown_cast_check"

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
 from stopdown.errors import ScalingError
-from stopdown.formats import FORMATS
 from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Trial

@@ -29,8 +29,8 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
-from stopdown.scaling.equations import ZERO, System
-from stopdown.scaling.rules import Site, state_equations
+from stopdown.scaling.exponent_rules import Site, state_equations
+from stopdown.scaling.linear_system import ZERO, System
 
 CLAMPS_KEPT = ("Sana",)
 """Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""

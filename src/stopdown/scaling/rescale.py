@@ -21,9 +21,9 @@ from stopdown.graph.ranges import measure_ranges, merge_ranges
 from stopdown.numerics import headroom_bits
 from stopdown.records import ResidualStream
 from stopdown.scaling.certificate import Kind, check_ranges, find_uncertain, scale_by_bounds
-from stopdown.scaling.equations import ZERO
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import Rescaling, Scaling, cast_, check_casts, fold_scaling
+from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import (
     Measured,
     Problem,

@@ -20,9 +20,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from stopdown.errors import ScalingError
-from stopdown.formats import find_format
 from stopdown.graph.ranges import log2_of
-from stopdown.scaling.equations import ZERO
+from stopdown.number_formats import find_format
+from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Limit, Problem
 
 WIDEST = 48

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from stopdown.scaling.equations import ZERO
+from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 
 

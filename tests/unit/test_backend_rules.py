@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stopdown.backends import (
+from stopdown.backend_rules import (
     AttentionKernel,
     Gap,
     Operation,
@@ -34,9 +34,9 @@ from stopdown.backends import (
     read_operations,
     read_version_faults,
 )
+from stopdown.device_profiles import read_profiles
 from stopdown.environment import read_onednn_formats
-from stopdown.formats import FORMATS
-from stopdown.profiles import read_profiles
+from stopdown.number_formats import FORMATS
 
 NAMES = ("fp16", "bf16", "fp32", "fp64")
 DTYPES = {name: FORMATS[name].torch_dtype for name in NAMES}
@@ -322,7 +322,7 @@ def test_mixed_operands_are_refused_with_the_reason() -> None:
         "layer_norm on cpu takes operands of one dtype (or input fp16, weight fp32, bias fp32; or "
         "input bf16, weight fp32, bias fp32), and got input fp16, weight bf16."
     )
-    assert ruling.source == "held against torch 2.13.0 by tests/unit/test_rules.py"
+    assert ruling.source == "held against torch 2.13.0 by tests/unit/test_backend_rules.py"
 
 
 def test_cuda_refuses_what_the_cpu_takes() -> None:

@@ -7,11 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps, judge_rocm
-from stopdown.errors import OptionError
-from stopdown.formats import PRECISIONS
-from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
-from stopdown.profiles import (
+from stopdown.device_profiles import (
     Profile,
     describe_device,
     find_profile,
@@ -22,6 +18,10 @@ from stopdown.profiles import (
     parse_profile,
     read_profiles,
 )
+from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps, judge_rocm
+from stopdown.errors import OptionError
+from stopdown.number_formats import PRECISIONS
+from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 
 PROFILES = list(read_profiles().values())
 BF16 = [ComponentFacts("transformer", ("transformer",), {"bf16": 100})]

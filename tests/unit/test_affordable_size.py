@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from stopdown import testing
+from stopdown.device_profiles import find_profile
 from stopdown.dtype_rules.sums import check_sums
-from stopdown.memory.default_size import choose_size
+from stopdown.memory.affordable_size import choose_size
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import calibrated
-from stopdown.profiles import find_profile
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 PLENTY = 2**40

@@ -272,7 +272,7 @@ def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     from stopdown.media import check_output
     from stopdown.outputs import check_target
-    from stopdown.plans.files import describe_no_plan
+    from stopdown.plans.plan_files import describe_no_plan
     from stopdown.plans.precision import parse_request
 
     plan = parse_request(options.precision).plan
@@ -291,9 +291,9 @@ def _choose_pipeline(
     source: Source, request: Request, options: GenerateOptions, display: Display
 ) -> tuple[Source, Path, dict[str, dict[str, Any]]]:
     """The source with the class that serves the request, the folder that describes it, its configs."""
+    from stopdown.pipelines.default_sizes import read_configs
     from stopdown.pipelines.loader import complete_source, find_class
     from stopdown.pipelines.requests import choose_class, name_arguments
-    from stopdown.pipelines.sizes import read_configs
 
     found, described = complete_source(
         source,
@@ -310,7 +310,7 @@ def _choose_pipeline(
 def _check_sizes(
     configs: dict[str, dict[str, Any]], options: GenerateOptions, request: Request
 ) -> None:
-    from stopdown.pipelines.sizes import check_sizes, find_grid
+    from stopdown.pipelines.default_sizes import check_sizes, find_grid
 
     frames = options.frames if request.video is None else len(request.video)
     check_sizes(find_grid(configs), frames=frames, height=options.height, width=options.width)
@@ -394,7 +394,7 @@ def _keep_amended(
     """Write a plan with what a run taught for the next one: where, or None when nothing was written."""
     if amended is None:
         return None
-    from stopdown.plans.files import write_cached_plan, write_plan
+    from stopdown.plans.plan_files import write_cached_plan, write_plan
     from stopdown.plans.precision import parse_request
 
     path = parse_request(options.precision).plan

@@ -19,7 +19,8 @@ from typing import Any
 
 import msgspec
 
-from stopdown.backends import list_attention, list_version_faults
+from stopdown.backend_rules import list_attention, list_version_faults
+from stopdown.device_profiles import Profile, describe_device, find_target, is_profile
 from stopdown.environment import (
     Device,
     Support,
@@ -29,9 +30,8 @@ from stopdown.environment import (
     read_settings,
     read_version,
 )
-from stopdown.formats import FORMATS, PRECISIONS
+from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
-from stopdown.profiles import Profile, describe_device, find_target, is_profile
 from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
 
 _SWITCHES = {

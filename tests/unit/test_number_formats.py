@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, PRECISIONS, Format, find_format, name_dtype, parse_precision
+from stopdown.number_formats import (
+    FORMATS,
+    PRECISIONS,
+    Format,
+    find_format,
+    name_dtype,
+    parse_precision,
+)
 
 
 @pytest.mark.parametrize("entry", FORMATS.values(), ids=list(FORMATS))
@@ -72,7 +79,7 @@ def test_an_unknown_precision_is_refused(text: str) -> None:
 def test_formats_are_known_without_torch() -> None:
     """Reading figures and names loads no torch."""
     code = (
-        "import sys; from stopdown.formats import FORMATS, find_format; "
+        "import sys; from stopdown.number_formats import FORMATS, find_format; "
         "print(FORMATS['fp16'].largest, find_format('BF16').name, 'torch' in sys.modules)"
     )
     result = subprocess.run(

@@ -23,7 +23,7 @@ from stopdown.arguments import hook_arguments
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_islands, find_widening
-from stopdown.formats import name_dtype
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, cast_floats, put_cast, put_layer
 from stopdown.pipelines.components import find_callees, find_components, read_precisions

@@ -12,8 +12,8 @@ import pytest
 
 from stopdown import testing
 from stopdown.errors import OptionError
+from stopdown.pipelines.default_sizes import Grid, check_sizes, find_grid, read_configs
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.pipelines.sizes import Grid, check_sizes, find_grid, read_configs
 
 make_pipeline = functools.cache(testing.make_pipeline)
 

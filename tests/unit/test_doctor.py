@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from stopdown import health as health_module
+from stopdown import doctor as health_module
 from stopdown.app import cli, doctor_command
-from stopdown.backends import list_attention
+from stopdown.backend_rules import list_attention
+from stopdown.device_profiles import find_profile, format_profile, parse_profile, read_profiles
+from stopdown.doctor import examine, foresee, read_models, read_switches, try_attention
 from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError
-from stopdown.health import examine, foresee, read_models, read_switches, try_attention
-from stopdown.profiles import find_profile, format_profile, parse_profile, read_profiles
 from stopdown.records import MachineHealth, from_json, to_json
 
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 import torch
 
+from stopdown.device_profiles import Profile
 from stopdown.dtype_rules.inspection import Examination, Seen
-from stopdown.formats import FORMATS, name_dtype
-from stopdown.profiles import Profile
+from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.records import Price
 
 BALANCE = 20.0

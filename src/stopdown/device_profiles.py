@@ -36,8 +36,8 @@ from stopdown.environment import (
     select_device,
 )
 from stopdown.errors import OptionError
-from stopdown.formats import FORMATS, PRECISIONS
 from stopdown.json_files import UnreadableError, read_small_file
+from stopdown.number_formats import FORMATS, PRECISIONS
 
 State = Literal["native", "emulated", "slow", "broken", "missing"]
 """`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from stopdown.graph.nodes import arguments, is_float, is_kind, is_range_clamp, is_split, operation
 from stopdown.graph.operations import find_operation
-from stopdown.scaling.equations import ZERO, System
+from stopdown.scaling.linear_system import ZERO, System
 
 
 class RuleContext(Protocol):
