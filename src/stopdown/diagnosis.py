@@ -1,6 +1,7 @@
 """`explain`: an error message, a traceback, a log or a finished picture, to its cause and its remedy.
 
-The knowledge is data in `knowledge/explain/`: *causes*, each with patterns of the messages that show it, and *signs*, which are facts around a message (a model, a device, a dtype, an option) that make one
+The knowledge is data in `knowledge/explain/`: *causes*, each with patterns of the messages that show
+it, and *signs*, which are facts around a message (a model, a device, a dtype, an option) that make one
 fault likelier than another. A cause is a candidate when one of its patterns is found, and what it needs
 beside it; its points are its own and those of the signs that favour its fault. The candidate with most
 points is the answer, the others are named as alternatives. Every line that counted is shown.

@@ -3,7 +3,7 @@
 A row gives operations that are alike in every column:
 
 - *kind*: what it does to values. Code asks for kinds, never for names.
-- *exponent*: the rule in `scaling.exponent_rules` for the exponents of inputs and result, with its arguments:
+- *exponent*: the rule in `scaling.exponent_rules` for inputs and result, with its arguments:
   `product self vec2` adds the exponents of two arguments, `+bias` is added to the result.
 - *bound*: the rule in `bounds.rules` for the largest magnitude of its result; `-` for none.
 - *traits*: `rearranges`: each element of the result is one of an input, up to its sign. `unrounded`: that,
