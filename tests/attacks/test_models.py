@@ -786,9 +786,9 @@ MISFITS = grow_rows(
 ) + grow_rows(
     [
         (
-            "a million heads",
-            fields(DENOISER, num_attention_heads=10**6),
-            "A configuration describes 256000000 values",
+            "a hundred thousand heads",
+            fields(DENOISER, num_attention_heads=10**5),
+            "A configuration describes 25600000 values",
         ),
         (
             "a vocabulary of 10**9",

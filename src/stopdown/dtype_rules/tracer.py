@@ -32,20 +32,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown import numerics
+from stopdown.graph import operations
+from stopdown.graph.operations import list_kinds
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
 
-_PRODUCTS_TEXT = (
-    "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d matmul bmm mm mv "
-    "dot addmm addmv baddbmm addbmm einsum bilinear scaled_dot_product_attention"
-)
-PRODUCTS = frozenset(_PRODUCTS_TEXT.split())
+PRODUCTS = list_kinds(*operations.PRODUCTS, "einsum", "bilinear")
 """Operations that do nearly all of the arithmetic."""
 
-SAME_DTYPE = PRODUCTS | {"layer_norm", "group_norm", "rms_norm", "batch_norm", "lerp", "prelu"}
+SAME_DTYPE = list_kinds(*operations.ONE_DTYPE)
 """Operations whose floating operands must have one dtype where no rule says otherwise."""
 
 _NAMES = {

@@ -39,6 +39,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, take_first_line
+from stopdown.graph.nodes import is_kind
+from stopdown.graph.operations import CONVOLUTIONS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 
@@ -61,8 +63,7 @@ _QUESTIONS = frozenset(
 
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-_ONE_DTYPE = ("linear.", "conv", "matmul.", "bmm.", "mm.", "addmm.", "baddbmm.")
-
+_ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
 Answers = tuple[tuple[str, Any], ...]
 """Questions that code asked of tensors, in order, each with the answer: `("item", 7)`."""
@@ -572,8 +573,7 @@ def find_mixed_operands(graph: GraphModule) -> list[Node]:
     return [
         node
         for node in graph.graph.nodes
-        if str(node.target).removeprefix("aten.").startswith(_ONE_DTYPE)
-        and len(set(_float_dtypes(node))) > 1
+        if is_kind(node, *_ONE_DTYPE) and len(set(_float_dtypes(node))) > 1
     ]
 
 

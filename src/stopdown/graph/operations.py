@@ -113,10 +113,12 @@ transposed_convolution | product input weight +bias | transposed | | conv_transp
 matrix      | product self other | matmul | | matmul
 matrix      | product self mat2 | matmul | | mm bmm
 matrix      | product mat1 mat2 +self | - | | addmm
-matrix      | product batch1 batch2 +self | - | | baddbmm
+matrix      | product batch1 batch2 +self | - | | baddbmm addbmm
+matrix      | product mat vec +self | - | | addmv
 matrix      | product self vec | - | | mv
 matrix      | product self tensor | - | | dot
 einsum      | multiply_all | einsum | | einsum
+bilinear    | product input1 input2 weight +bias | - | | bilinear
 outer       | product self vec2 | outer | | outer
 attention   | attention | attention | unmasks | scaled_dot_product_attention
 row_norm    | norm | normalise | | layer_norm rms_norm _fused_rms_norm
@@ -135,13 +137,14 @@ exponential | pinned | exponential | unmasks | exp
 pointwise   | pinned | - | | silu_ gelu_ log_softmax exp2 log log2 log10 log1p expm1 tan softplus
 pointwise   | pinned | - | | hardsigmoid hardtanh elu selu celu logsumexp floor ceil round trunc frac fmod
 pointwise   | pinned | - | | remainder sgn sinc atan2 asin acos atan sinh cosh asinh acosh atanh
-pointwise   | pinned | - | | floor_divide bucketize logit glu log_sigmoid prelu cumprod prod bernoulli
+pointwise   | pinned | - | | floor_divide bucketize logit glu log_sigmoid cumprod prod bernoulli
 pointwise   | pinned | - | | relu6 sign_ angle multinomial histc erfinv
+prelu       | pinned | - | | prelu
 nan_to_num  | pinned | - | | nan_to_num
 comparison  | compare | - | | gt lt ge le eq ne
 blank       | free | zeros | | empty new_empty
 blank       | free | zeros | unrounded | empty_like
-blank       | free | - | | empty_strided new_empty_strided
+blank       | free | - | | empty_strided new_empty_strided empty_permuted
 constant    | free | zeros | unrounded | zeros zeros_like new_zeros
 zero        | free | - | | zero
 constant    | source | ones | unrounded | ones ones_like new_ones
@@ -165,6 +168,8 @@ PRODUCTS = ("linear", *CONVOLUTIONS, "matrix", "attention")
 """Kinds of what does nearly all of the arithmetic."""
 
 NORMS = ("row_norm", "group_norm", "batch_norm")
+ONE_DTYPE = (*PRODUCTS, "einsum", "bilinear", *NORMS, "blend", "prelu")
+"""Kinds of what takes operands of one dtype, where no rule of a backend says otherwise."""
 
 
 @dataclass(frozen=True)

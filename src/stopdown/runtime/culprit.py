@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stopdown.graph.capture import name_parameters
+from stopdown.graph.operations import find_operation
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 
-_HIDING = ("clamp", "clip", "nan_to_num")
-_BLANK = ("empty", "new_empty")
+_HIDING = ("clamp", "nan_to_num")
 _SENTINEL = -65504.0
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_LINKS = 12
@@ -189,13 +189,14 @@ class _Tracer(TorchDispatchMode):
     def _look(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         name = func.overloadpacket.__name__ if hasattr(func, "overloadpacket") else str(func)
         outputs = _floats(result)
-        if name.startswith(_BLANK):
+        kind = getattr(find_operation(name), "kind", "")
+        if kind == "blank":
             for tensor in outputs:
                 self._blank[tensor] = True
             return
         bad = [x for x in outputs if not _is_finite(x)]
         changed = {id(x) for x in outputs}
-        if name.rstrip("_").startswith(_HIDING):
+        if kind in _HIDING:
             self._note_hidden(args, bad)
         for tensor in outputs:
             self._blank.pop(tensor, None)
