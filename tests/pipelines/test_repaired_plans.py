@@ -13,7 +13,8 @@ import torch
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
-from stopdown.app.generate_command import GenerateOptions, Silent, generate
+from stopdown.app.display import Silent
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request

@@ -178,7 +178,7 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "painting_module.py").write_text("import sys; sys.exit(len(sys.argv))")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    options = ScriptOptions("painting_module", ("a", "b"), is_module=True)
+    options = ScriptOptions(arguments=("a", "b"), module="painting_module")
     assert run_script(options, print).exit_code == 3
 
 
@@ -191,7 +191,7 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "There is no script nowhere.py. Name a Python file, or a module: stopdown run -m MODULE",
         ),
         (
-            {"script": "no.such.module", "is_module": True},
+            {"module": "no.such.module"},
             InputError,
             "There is no module no.such.module. Name a module that `python -m` finds, or a file: "
             "stopdown run SCRIPT",

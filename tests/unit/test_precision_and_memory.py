@@ -9,7 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stopdown.app.generate_command import Silent
+from stopdown.app.display import Silent
 from stopdown.app.memory_command import plan_memory, print_memory
 from stopdown.app.plan_command import PlanOptions
 from stopdown.environment import Support

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from stopdown.app.flags import ConfigOption, FramesOption, HeightOption, RevisionOption, WidthOption
 from stopdown.app.request_options import refuse_ignored
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, written_beside
-from stopdown.records import CheckRecord, Finding, Price
+from stopdown.records import CheckRecord, Finding, Price, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,19 +29,62 @@ NOT_WRITTEN = (
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What was asked for; names are those of the flags."""
+    """Say what will go wrong with dtypes, before loading and without owning the device."""
 
-    source: str
-    precision: str | None = None
-    device: str | None = None
-    config: str | None = None
-    fix: bool = False
-    output: Path | None = None
-    sums: bool = False
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    revision: str | None = None
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Hub id, Diffusers folder (its configs are enough), single .safetensors file, or "
+            "bundled model: shapes.",
+        ),
+    ]
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae.decode=fp32, or "
+            "by a plan: plan.json. Without it as it is stored."
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
+    ] = None
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    sums: Annotated[
+        bool,
+        typer.Option(
+            "--sums",
+            help="Load it too and run two steps in fp32: sums that kernels with fp16 accumulators do "
+            "not hold, products that do not fit into fp16.",
+        ),
+    ] = False
+    frames: FramesOption = None
+    height: HeightOption = None
+    width: WidthOption = None
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
+    ] = False
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="With --fix: new or empty folder to write it to."),
+    ] = None
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
+    ] = False
+
+
+def main(options: CheckOptions) -> int:
+    """Run the command and print its page; 1 with a finding of something wrong."""
+    from stopdown.app.progress import open_console
+
+    record = check(options)
+    if options.json:
+        sys.stdout.write(to_json(record))
+    else:
+        print_check(record, open_console(highlight=False))
+    return choose_code(record)
 
 
 def check(options: CheckOptions) -> CheckRecord:

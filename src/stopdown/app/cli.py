@@ -1,8 +1,8 @@
 """The command line. Exit 0 clean, 1 findings or a failed run, 2 usage, 130 after Ctrl-C, 143 after
 SIGTERM, 129 after SIGHUP, 141 when whoever read stdout has left.
 
-The commands stand in `making` and `looking`, what they share in `flags`; each is a thin function over one
-of this package's `*_command` modules (`commands` for `generate`).
+Each command is one module `*_command`: the dataclass of its options, from which `registration` makes what
+Typer needs, and `main`, which does the work and gives the exit code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,29 @@ from typing import Annotated, NoReturn
 import typer
 
 import stopdown
-from stopdown.app import inspection_cli, model_cli, signals, streams
+from stopdown.app import (
+    check_command,
+    compare_command,
+    convert_command,
+    doctor_command,
+    explain_command,
+    generate_command,
+    plan_command,
+    report_command,
+    run_command,
+    signals,
+    streams,
+)
+from stopdown.app.check_command import CheckOptions
+from stopdown.app.compare_command import CompareOptions
+from stopdown.app.convert_command import ConvertOptions
+from stopdown.app.doctor_command import DoctorOptions
+from stopdown.app.explain_command import ExplainOptions
+from stopdown.app.generate_command import GenerateOptions
+from stopdown.app.plan_command import PlanOptions
+from stopdown.app.registration import add_command
+from stopdown.app.report_command import ReportOptions
+from stopdown.app.run_command import ScriptOptions
 
 app = typer.Typer(
     name="stopdown",
@@ -45,17 +67,21 @@ def _root(
     """Half precision, whole picture: image and video diffusion models without black frames."""
 
 
-app.command()(model_cli.generate)
-app.command()(model_cli.plan)
-app.command()(model_cli.convert)
-app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    model_cli.run
+add_command(app, "generate", GenerateOptions, generate_command.main)
+add_command(app, "plan", PlanOptions, plan_command.main)
+add_command(app, "convert", ConvertOptions, convert_command.main)
+add_command(
+    app,
+    "run",
+    ScriptOptions,
+    run_command.main,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-app.command()(inspection_cli.check)
-app.command()(inspection_cli.explain)
-app.command()(inspection_cli.doctor)
-app.command()(inspection_cli.compare)
-app.command()(inspection_cli.report)
+add_command(app, "check", CheckOptions, check_command.main)
+add_command(app, "explain", ExplainOptions, explain_command.main)
+add_command(app, "doctor", DoctorOptions, doctor_command.main)
+add_command(app, "compare", CompareOptions, compare_command.main)
+add_command(app, "report", ReportOptions, report_command.main)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -6,21 +6,40 @@ import contextlib
 import dataclasses
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from stopdown.app.flags import (
+    ConfigOption,
+    ControlImageOption,
+    DeviceOption,
+    GuidanceOption,
+    HeightOption,
+    ImageOption,
+    MaskOption,
+    RecordJsonOption,
+    RevisionOption,
+    SourceArgument,
+    StepsOption,
+    StrengthOption,
+    VideoOption,
+    WidthOption,
+)
 from stopdown.app.generate_command import find_record_path
-from stopdown.app.request_options import read_request
+from stopdown.app.request_options import RequestOptions, read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import check_target, find_free, write_numbered, written_beside
-from stopdown.records import describe_other
+from stopdown.records import describe_other, to_json
 
 if TYPE_CHECKING:
-    from stopdown.app.generate_command import Display
+    from stopdown.app.display import Display
 
 
 DEFAULT_OUTPUT = Path("report.html")
@@ -32,49 +51,78 @@ _LARGEST_SEED = 2**62 - 1
 
 
 @dataclass(frozen=True)
-class CompareOptions:
-    """Options of `stopdown compare`; None leaves the model's own default.
+class CompareOptions(RequestOptions):
+    """Show what each precision does to the same prompts: one page to choose by."""
 
-    Attributes:
-        source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        prompts: file with a prompt on each line.
-        prompt: prompts besides, or instead; none at all for a model that takes none.
-        precisions: lists, such as `fp32,bf16,fp16,autocast,clamp,plan.json`, or one precision each.
-        output: page to write, ending in .html; the record stands beside it. None takes report.html,
-            numbered when that is taken.
-        negative, image, video, mask, control_image, strength: of every run.
-        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
-        steps, seed, frames, height, width, guidance: of the runs; each prompt has the next seed.
-        min_psnr, min_ssim, max_flip, max_flicker: what counts as the same picture; None keeps the
-            default.
-        revision: branch, tag or commit on the Hub.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
-    """
+    source: SourceArgument
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file with one prompt on each line.")
+    ] = None
+    prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt; give it again for more.")] = ()
+    precisions: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            "--precisions",
+            "--precision",
+            help="A list, or given again for each: fp32, bf16, fp16 (nothing repaired), autocast, clamp, "
+            "plan, a plan's file, auto, or by component: transformer=bf16,vae=fp32, in a list "
+            "transformer=bf16+vae=fp32.",
+            show_default="fp32,bf16,fp16,plan",
+        ),
+    ] = ("fp32,bf16,fp16,plan",)
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Page to write, ending in .html, also over another page of Stopdown. Without it "
+            "report.html, or the first free report-2.html.",
+        ),
+    ] = None
+    negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None
+    image: ImageOption = None
+    video: VideoOption = None
+    mask: MaskOption = None
+    control_image: ControlImageOption = None
+    strength: StrengthOption = None
+    device: DeviceOption = "auto"
+    steps: StepsOption = None
+    seed: Annotated[
+        int, typer.Option(help="Seed of the first prompt; each further one has the next.")
+    ] = 0
+    frames: Annotated[int | None, typer.Option(help="Frames of the videos.")] = None
+    height: HeightOption = None
+    width: WidthOption = None
+    guidance: GuidanceOption = None
+    min_psnr: Annotated[
+        float | None, typer.Option(help="Least PSNR of the same picture, in dB: 33.")
+    ] = None
+    min_ssim: Annotated[
+        float | None, typer.Option(help="Least SSIM of the same picture: 0.95.")
+    ] = None
+    max_flip: Annotated[
+        float | None, typer.Option(help="Largest mean FLIP error of the same picture.")
+    ] = None
+    max_flicker: Annotated[
+        float | None, typer.Option(help="Largest change of the error from frame to frame.")
+    ] = None
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    json: RecordJsonOption = False
 
-    source: str
-    prompts: Path | None = None
-    prompt: tuple[str, ...] = ()
-    precisions: tuple[str, ...] = ("fp32,bf16,fp16,plan",)
-    output: Path | None = None
-    negative: str | None = None
-    image: Path | None = None
-    video: Path | None = None
-    mask: Path | None = None
-    control_image: Path | None = None
-    strength: float | None = None
-    device: str = "auto"
-    steps: int | None = None
-    seed: int = 0
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance: float | None = None
-    min_psnr: float | None = None
-    min_ssim: float | None = None
-    max_flip: float | None = None
-    max_flicker: float | None = None
-    revision: str | None = None
-    config: str | None = None
+
+def main(options: CompareOptions) -> int:
+    """Run the command, with progress and the table; 1 when a cell failed or a prompt was bad."""
+    from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.app.progress import Bars, open_console
+
+    with Bars(open_console(stderr=True)) as display:
+        made, page = compare(options, display)
+    if options.json:
+        sys.stdout.write(to_json(strip_pictures(made)))
+    else:
+        print_record(made, page, open_console())
+    return choose_code(made)
 
 
 def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
@@ -99,7 +147,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     )
     numbered, bad = _read_prompts(options)
     from stopdown.comparison.matrix import compare as run_matrix
-    from stopdown.records import to_json
     from stopdown.report.pages import render_comparison
 
     with _held(folder):
@@ -244,7 +291,9 @@ def describe_command(options: CompareOptions) -> str:
     words = ["stopdown", "compare", options.source]
     for name, value in asdict(options).items():
         default = CompareOptions.__dataclass_fields__[name].default
-        if name != "source" and value is not None and (value != default or name == "precisions"):
+        if name in ("source", "json") or value is None:
+            continue
+        if value != default or name == "precisions":
             flag = "-o" if name == "output" else f"--{name.replace('_', '-')}"
             for item in value if isinstance(value, tuple) else (value,):
                 words += [flag, str(item)]

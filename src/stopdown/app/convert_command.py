@@ -2,40 +2,76 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from stopdown.app.plan_command import PlanOptions
-from stopdown.app.request_options import read_request
+import typer
+
+from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
+from stopdown.app.request_options import RequestOptions, read_request
 from stopdown.number_formats import list_some
+from stopdown.records import Conversion, ConvertedComponent, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.generate_command import Display
-    from stopdown.records import Conversion, ConvertedComponent
+    from stopdown.app.display import Display
 
 
 @dataclass(frozen=True)
-class ConvertOptions:
-    """Options of `stopdown convert`.
+class ConvertOptions(RequestOptions):
+    """Write a plan into the weights: an fp16 model that runs right without Stopdown."""
 
-    Attributes:
-        output: folder to write, or `.safetensors` file.
-        plan: path of the plan.
-        runs: the source, and how it is run where exponents are found anew.
-        leave: components that are written as they are stored.
-        allow_eps: write whatever unwritten eps change.
-        force: replace a converted model.
-    """
+    source: SourceArgument
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="New folder; from a single file also a .safetensors file."
+        ),
+    ]
+    plan: Annotated[Path, typer.Option(help="The plan that is written down: plan.json.")]
+    leave: Annotated[
+        tuple[str, ...],
+        typer.Option(help="Component to write as it is stored; give it again for more."),
+    ] = ()
+    allow_eps: Annotated[
+        bool,
+        typer.Option(
+            "--allow-eps", help="Write also where eps that no config sets change the output."
+        ),
+    ] = False
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace what convert wrote at OUT before.")
+    ] = False
+    device: Annotated[
+        str | None, typer.Option(help="Where exponents are found anew: cuda, cuda:1, mps or cpu.")
+    ] = None
+    image: Annotated[Path | None, typer.Option(help="Picture for those runs.")] = None
+    video: Annotated[Path | None, typer.Option(help="Video for those runs.")] = None
+    frames: Annotated[int | None, typer.Option(help="Frames of those runs.")] = None
+    height: Annotated[int | None, typer.Option(help="Height in pixels of those runs.")] = None
+    width: Annotated[int | None, typer.Option(help="Width in pixels of those runs.")] = None
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale of those runs.")] = None
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the summary.")
+    ] = False
 
-    output: Path
-    plan: Path
-    runs: PlanOptions
-    leave: tuple[str, ...] = ()
-    allow_eps: bool = False
-    force: bool = False
+
+def main(options: ConvertOptions) -> int:
+    """Run the command, with progress and the summary."""
+    from stopdown.app.progress import Bars, open_console
+
+    with Bars(open_console(stderr=True)) as display:
+        made = convert(options, display)
+    if options.json:
+        sys.stdout.write(to_json(made))
+    else:
+        print_conversion(made, open_console())
+    return 0
 
 
 def convert(options: ConvertOptions, display: Display) -> Conversion:
@@ -44,13 +80,13 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
-    request = read_request(options.runs)
+    request = read_request(options)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.pipelines.sources import resolve_source
 
     source = resolve_source(
-        options.runs.source,
-        revision=options.runs.revision,
+        options.source,
+        revision=options.revision,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     return convert_module.convert(
@@ -60,9 +96,9 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
         leave=options.leave,
         allow_eps=options.allow_eps,
         force=options.force,
-        device=options.runs.device or "cpu",
+        device=options.device or "cpu",
         request=request,
-        config=options.runs.config,
+        config=options.config,
         progress=display.progress,
     )
 

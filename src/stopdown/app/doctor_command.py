@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.text import Text
 
 from stopdown.app.progress import print_prose
 from stopdown.errors import OptionError
-from stopdown.records import DeviceHealth, MachineHealth
+from stopdown.records import DeviceHealth, MachineHealth, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Say what a machine computes in, natively or emulated, and what auto would choose on it."""
+
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cuda, cuda:1, mps or cpu; a profile such as v100, t4, a100 or mps-m1; or a profile "
+            "of your own: mine.toml. Without it, each device of this machine."
+        ),
+    ] = None
+    toml: Annotated[
+        bool, typer.Option("--toml", help="Print the device as a profile, to start your own from.")
+    ] = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as JSON instead of the page.")
+    ] = False
+
+
+def main(options: DoctorOptions) -> int:
+    """Run the command and print its page, or the profile."""
+    from stopdown.app.progress import open_console
+
+    if options.toml:
+        sys.stdout.write(write_profile(options.device))
+        return 0
+    health = diagnose(options.device)
+    if options.json:
+        sys.stdout.write(to_json(health))
+    else:
+        print_health(health, open_console(highlight=False))
+    return 0
 
 
 def diagnose(device: str | None) -> MachineHealth:

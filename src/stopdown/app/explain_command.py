@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
 
 from stopdown.diagnosis import (
     PICTURES,
@@ -15,12 +18,40 @@ from stopdown.diagnosis import (
     explain_text,
 )
 from stopdown.errors import InputError, OptionError
-from stopdown.records import Diagnosis
+from stopdown.records import Diagnosis, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _SUFFIXES = (".log", ".txt", *PICTURES, *VIDEOS)
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """Say why: an error message, a traceback, a log or a black picture, and what to type."""
+
+    subject: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FILE|-|TEXT]",
+            help="Log, picture, video or folder of frames; - for standard input; or the message.",
+        ),
+    ] = None
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the page.")
+    ] = False
+
+
+def main(options: ExplainOptions) -> int:
+    """Run the command and print its page; 1 when the text is unknown."""
+    from stopdown.app.progress import open_console
+
+    diagnosis = explain(options.subject)
+    if options.json:
+        sys.stdout.write(to_json(diagnosis))
+    else:
+        print_diagnosis(diagnosis, open_console(highlight=False))
+    return choose_code(diagnosis)
 
 
 def explain(subject: str | None) -> Diagnosis:

@@ -31,15 +31,27 @@ ControlImageOption = Annotated[
 StrengthOption = Annotated[
     float | None, typer.Option(help="How much of --image is made anew: above 0, up to 1.")
 ]
+DeviceOption = Annotated[str, typer.Option(help="auto, cuda, cuda:1, mps or cpu.")]
+StepsOption = Annotated[int | None, typer.Option(help="Denoising steps.")]
 FramesOption = Annotated[int | None, typer.Option(help="Frames of the video.")]
 HeightOption = Annotated[int | None, typer.Option(help="Height in pixels.")]
 WidthOption = Annotated[int | None, typer.Option(help="Width in pixels.")]
 GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
 AllowOption = Annotated[
-    list[str] | None,
+    tuple[str, ...],
     typer.Option(
         help="What may change the picture so that it stays within --memory: fp8 or int8, weights "
         "that wait in 8 bits; smaller, fewer frames or a smaller picture where nothing else fits. "
         "Give it again for more."
     ),
+]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
+]
+KeepRepairsOption = Annotated[
+    bool,
+    typer.Option("--keep-repairs", help="Write repairs into the plan that --precision names."),
+]
+RecordJsonOption = Annotated[
+    bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
 ]

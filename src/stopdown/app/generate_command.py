@@ -1,4 +1,4 @@
-"""What the command line can do, as plain functions: options in, record out.
+"""`stopdown generate`, as a plain function: options in, a file and its record out.
 
 Heavy imports stand inside functions, so that `stopdown --help` is quick.
 """
@@ -7,14 +7,38 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from stopdown.app.display import Display, Silent
+from stopdown.app.flags import (
+    AllowOption,
+    ConfigOption,
+    ControlImageOption,
+    DeviceOption,
+    FramesOption,
+    GuidanceOption,
+    HeightOption,
+    ImageOption,
+    KeepRepairsOption,
+    MaskOption,
+    RevisionOption,
+    SourceArgument,
+    StepsOption,
+    StrengthOption,
+    StrictOption,
+    VideoOption,
+    WidthOption,
+)
 from stopdown.app.memory_limits import fit_run
 from stopdown.app.request_options import (
+    RequestOptions,
     check_number,
     check_quantiser,
     read_allowed,
@@ -36,79 +60,93 @@ DEFAULT_OUTPUT = "stopdown.mp4"
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """Options of `stopdown generate`; None leaves the model's own default.
+class GenerateOptions(RequestOptions):
+    """Make a video or a picture from a prompt, an image or a video; never a black one in silence."""
 
-    Attributes:
-        source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        prompt, negative: texts.
-        output: file or folder to write; a folder may end in a slash. None takes `stopdown.mp4`,
-            numbered when that is taken.
-        image, video, mask, control_image: files to start from.
-        strength: how much of the picture is made anew.
-        precision: `auto`, a precision, a list by component, or a plan's path ending in `.json`.
-        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
-        steps, seed, frames, height, width, guidance: of the run.
-        fps: frames per second of the file.
-        revision: branch, tag or commit on the Hub.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
-        strict: treat findings in the finished frames as a failure.
-        on_fault: `repair` a component that gives NaN or Inf and run that call again, or `raise`.
-        maxima: note the largest magnitude of each block at each step in the record.
-        keep_repairs: write what was repaired into the plan that `precision` names.
-        journal: folder for the outputs of calls, from which a killed run goes on.
-        journal_limit: GiB at which it ends.
-        memory: a limit that the run stays within, `8GiB`, or `auto`; None takes what it takes.
-    """
+    source: SourceArgument
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="What the picture or video shows.")
+    ] = None
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File (.mp4, .gif, .png) to write, also over one that is there, or new folder of "
+            "frames. Without it stopdown.mp4, or the first free stopdown-2.mp4.",
+        ),
+    ] = None
+    negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None
+    image: ImageOption = None
+    video: VideoOption = None
+    mask: MaskOption = None
+    control_image: ControlImageOption = None
+    strength: StrengthOption = None
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
+            "plan: plan.json."
+        ),
+    ] = "auto"
+    device: DeviceOption = "auto"
+    steps: StepsOption = None
+    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0
+    frames: FramesOption = None
+    height: HeightOption = None
+    width: WidthOption = None
+    guidance: GuidanceOption = None
+    fps: Annotated[float, typer.Option(help="Frames per second of the file.")] = 8.0
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    strict: StrictOption = False
+    on_fault: Annotated[
+        str,
+        typer.Option(
+            help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
+            "raise: stop there."
+        ),
+    ] = "repair"
+    maxima: Annotated[
+        bool,
+        typer.Option("--maxima", help="Note how large each block's values get at each step."),
+    ] = False
+    keep_repairs: KeepRepairsOption = False
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for what each call gives: after a kill the same command goes on where it "
+            "stopped. It is emptied when the run is done."
+        ),
+    ] = None
+    journal_limit: Annotated[
+        float, typer.Option(help="GiB at which the journal ends; the run goes on without it.")
+    ] = 4.0
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Stay within this much memory, 8GiB, or within what the device has, auto: weights "
+            "that wait elsewhere, tiles, pieces; a call that runs out is run again with less."
+        ),
+    ] = None
+    allow: AllowOption = ()
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
+    ] = False
 
-    source: str
-    prompt: str | None = None
-    output: str | None = None
-    negative: str | None = None
-    image: Path | None = None
-    video: Path | None = None
-    mask: Path | None = None
-    control_image: Path | None = None
-    strength: float | None = None
-    precision: str = "auto"
-    device: str = "auto"
-    steps: int | None = None
-    seed: int = 0
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance: float | None = None
-    fps: float = 8.0
-    revision: str | None = None
-    config: str | None = None
-    strict: bool = False
-    on_fault: str = "repair"
-    maxima: bool = False
-    keep_repairs: bool = False
-    journal: Path | None = None
-    journal_limit: float = 4.0
-    memory: str | None = None
-    allow: tuple[str, ...] = ()
 
+def main(options: GenerateOptions) -> int:
+    """Run the command, with progress and the card; 1 when --strict refuses the frames."""
+    from stopdown.app.cards import print_card
+    from stopdown.app.progress import Bars, open_console
 
-class Display(Protocol):
-    """What a run tells a person while it goes on."""
-
-    def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage (`load`, `encode`, `denoise`, `decode`) has come this far."""
-
-    def announce(self, text: str) -> None:
-        """Something that a person must hear now: a repair."""
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """Nothing."""
-
-    def announce(self, text: str) -> None:
-        """Nothing."""
+    with Bars(open_console(stderr=True)) as display:
+        record = generate(options, display)
+    if options.json:
+        sys.stdout.write(to_json(record))
+    else:
+        print_card(record, open_console())
+    return int(bool(record.findings) and options.strict)
 
 
 def generate(options: GenerateOptions, display: Display | None = None) -> RunRecord:
@@ -454,7 +492,9 @@ def _write(
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
     """What was asked for, as JSON has it: paths as text, lists, and nothing that was left away."""
-    given = {name: x for name, x in asdict(options).items() if x is not None and x != ()}
+    given = {
+        name: x for name, x in asdict(options).items() if x not in (None, ()) and name != "json"
+    }
     return {name: _make_plain(x) for name, x in given.items()}
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stopdown.app.request_options import read_allowed
+from stopdown.app.request_options import RequestOptions, read_allowed
 from stopdown.errors import OptionError
 from stopdown.records import MemoryPlan, MemoryRow, Reduction
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.generate_command import Display
-    from stopdown.app.plan_command import PlanOptions
+    from stopdown.app.display import Display
     from stopdown.device_profiles import Profile
     from stopdown.memory.dry_run import Seen
     from stopdown.memory.forecast import Fit
@@ -39,7 +39,7 @@ _MARGIN = "; what changes the picture has to save a fifth of it, and no componen
 _PROMPT = "a red circle moving left on a grey background"
 
 
-def plan_memory(options: PlanOptions, request: Request, display: Display) -> MemoryPlan:
+def plan_memory(options: RequestOptions, request: Request, display: Display) -> MemoryPlan:
     """Predict what every strategy takes on a device in every precision, and choose; no weights are
     read.
 
@@ -54,6 +54,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
     from stopdown.plans.precision_and_memory import choose_way, list_rows
 
     begun = time.perf_counter()
+    request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
     allowed = read_allowed(options.allow, options.memory)
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(str(options.memory), profile)
@@ -77,7 +78,7 @@ def plan_memory(options: PlanOptions, request: Request, display: Display) -> Mem
         source=options.source,
         device=f"{profile.name} ({profile.title})",
         precisions=dict(way.precisions),
-        request=_describe(options, request),
+        request=_describe(request),
         limit_bytes=limit,
         rows=list_rows(tried),
         chosen=chosen[1].strategy.name if chosen is not None else "",
@@ -127,7 +128,7 @@ def _try_way(
     source: Source,
     way: Way,
     profile: Profile,
-    options: PlanOptions,
+    options: RequestOptions,
     request: Request,
     display: Display,
     seen: Seen,
@@ -142,8 +143,8 @@ def _try_way(
     pipe = build_way(source, way)
     fit = predict_all(
         pipe,
-        build_arguments(pipe, _complete(request, options)),
-        steps=options.steps,
+        build_arguments(pipe, request),
+        steps=request.steps or 1,
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         storages=list_storages(profile.kind),
@@ -242,7 +243,7 @@ def _shrink(
     first: Budgeted,
     source: Source,
     profile: Profile,
-    options: PlanOptions,
+    options: RequestOptions,
     request: Request,
     display: Display,
     limit: int,
@@ -254,7 +255,7 @@ def _shrink(
     from stopdown.pipelines.default_sizes import find_grid, read_configs
     from stopdown.plans.precision_and_memory import build_way
 
-    size = find_size(build_way(source, first.way), _complete(request, options), first.fit)
+    size = find_size(build_way(source, first.way), request, first.fit)
     if size is None:
         return None
     tried: dict[int, Budgeted] = {}
@@ -275,18 +276,11 @@ def _shrink(
     return reduced, shrink_request(request, found[0]), tried[id(found[1])]
 
 
-def _complete(request: Request, options: PlanOptions) -> Request:
-    """The request of a dry run: a prompt where none was given, and steps."""
-    import dataclasses
-
-    return dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
-
-
-def _describe(options: PlanOptions, request: Request) -> dict[str, Any]:
+def _describe(request: Request) -> dict[str, Any]:
     """Sizes and steps, with what was made smaller."""
     names = ("frames", "height", "width", "guidance")
     found = {name: v for name in names if (v := getattr(request, name)) is not None}
-    return {"steps": options.steps, **found}
+    return {"steps": request.steps, **found}
 
 
 def print_memory(plan: MemoryPlan, console: Console) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from stopdown.records import MemoryLesson, Plan, Reduction
 
 if TYPE_CHECKING:
-    from stopdown.app.generate_command import Display, GenerateOptions
+    from stopdown.app.display import Display
+    from stopdown.app.request_options import RequestOptions
     from stopdown.environment import Device
     from stopdown.memory.forecast import Fit
     from stopdown.memory.offloader import Offloader
@@ -72,7 +73,7 @@ def fit_run(
     loaded: Loaded,
     request: Request,
     device: Device,
-    options: GenerateOptions,
+    options: RequestOptions,
     display: Display,
     stages: dict[str, float],
     configs: Mapping[str, dict[str, Any]],
@@ -147,7 +148,7 @@ def _shrink(
     loaded: Loaded,
     request: Request,
     device: Device,
-    options: GenerateOptions,
+    options: RequestOptions,
     configs: Mapping[str, dict[str, Any]],
     fit: Fit,
     size: Size,

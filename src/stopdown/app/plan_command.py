@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from stopdown.app.request_options import read_request
+import typer
+
+from stopdown.app.flags import (
+    AllowOption,
+    ConfigOption,
+    ControlImageOption,
+    FramesOption,
+    GuidanceOption,
+    HeightOption,
+    ImageOption,
+    MaskOption,
+    RevisionOption,
+    SourceArgument,
+    StrengthOption,
+    VideoOption,
+    WidthOption,
+)
+from stopdown.app.request_options import RequestOptions, read_request
 from stopdown.errors import OptionError
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.generate_command import Display
+    from stopdown.app.display import Display
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
 
@@ -23,50 +41,106 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 
 @dataclass(frozen=True)
-class PlanOptions:
-    """Options of `stopdown plan`; None leaves the model's own default.
+class PlanOptions(RequestOptions):
+    """Find how a model that overflows in fp16 runs in it, for generate --precision plan.json."""
 
-    Attributes:
-        source: Hub id, Diffusers folder, single safetensors file or bundled model.
-        output: file to write; None takes plan.json, numbered when that is taken.
-        prompts: what to measure; empty for the prompts of Stopdown's own.
-        steps: denoising steps of each run.
-        precision: `fp16`, which `auto` is as well; with `memory` see `memory_command`.
-        residual: `native`, or `fp32` to keep residual streams in fp32.
-        ranges: `measured`, `bound` or `auto`.
-        certify: run nothing; bounds from the weights alone.
-        device: where to measure; None for the best that holds the pipeline in fp32.
-        image, video, mask, control_image: files to start from.
-        strength: how much of the picture is made anew.
-        frames, height, width, guidance: of the runs.
-        revision: branch, tag or commit on the Hub.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
-        memory: a limit, `8GiB`, or `auto`: predict memory instead, see `memory_command`.
-        allow: what may change the picture so that it fits, see `request_options`.
-    """
+    source: SourceArgument
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File to write, ending in .json, also over another plan. Without it plan.json, or "
+            "the first free plan-2.json.",
+        ),
+    ] = None
+    prompt: Annotated[
+        tuple[str, ...],
+        typer.Option(help="What to measure; give it again for more. Without it three of ours."),
+    ] = ()
+    steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="fp16 or auto, which is the same; with --memory auto compares precisions, and fp32, "
+            "bf16, fp16 or a plan, plan.json, is that one."
+        ),
+    ] = "auto"
+    residual: Annotated[
+        str,
+        typer.Option(
+            help="native, or fp32: sums and norms in fp32 beside fp16 matrix products, nearer to "
+            "fp32 still."
+        ),
+    ] = "native"
+    ranges: Annotated[
+        str,
+        typer.Option(
+            help="measured; bound: ranges that hold for every input, where there are some; auto: "
+            "those that cost nothing."
+        ),
+    ] = "measured"
+    certify: Annotated[
+        bool,
+        typer.Option(
+            "--certify",
+            help="Run nothing: bounds for every prompt from the weights alone, read tensor by tensor.",
+        ),
+    ] = False
+    device: Annotated[
+        str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
+    ] = None
+    image: ImageOption = None
+    video: VideoOption = None
+    mask: MaskOption = None
+    control_image: ControlImageOption = None
+    strength: StrengthOption = None
+    frames: FramesOption = None
+    height: HeightOption = None
+    width: WidthOption = None
+    guidance: GuidanceOption = None
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict memory instead, without weights: what each strategy takes on --device "
+            "(v100, t4… too), and which stays within 8GiB, or auto."
+        ),
+    ] = None
+    allow: AllowOption = ()
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")
+    ] = False
 
-    source: str
-    output: Path | None = None
-    prompts: tuple[str, ...] = ()
-    steps: int = 4
-    precision: str = "auto"
-    residual: str = "native"
-    ranges: str = "measured"
-    certify: bool = False
-    device: str | None = None
-    image: Path | None = None
-    video: Path | None = None
-    mask: Path | None = None
-    control_image: Path | None = None
-    strength: float | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    guidance: float | None = None
-    revision: str | None = None
-    config: str | None = None
-    memory: str | None = None
-    allow: tuple[str, ...] = ()
+
+def main(options: PlanOptions) -> int:
+    """Run the command, with progress and the table; 1 when nothing stays within --memory."""
+    from stopdown.app.progress import Bars, open_console
+
+    if options.memory is not None:
+        return _predict_memory(options)
+    with Bars(open_console(stderr=True)) as display:
+        made, written = plan(options, display)
+    if options.json:
+        sys.stdout.write(to_json(made))
+    else:
+        print_plan(made, written, open_console())
+    return 0
+
+
+def _predict_memory(options: PlanOptions) -> int:
+    from stopdown.app.memory_command import plan_memory, print_memory
+    from stopdown.app.progress import Bars, open_console
+
+    request = read_request(options, takes_profile=True)
+    with Bars(open_console(stderr=True)) as display:
+        made = plan_memory(options, request, display)
+    if options.json:
+        sys.stdout.write(to_json(made))
+    else:
+        print_memory(made, open_console(highlight=False))
+    return 0 if made.chosen else 1
 
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
@@ -110,7 +184,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             source,
             precision=options.precision,
             device=options.device,
-            prompts=options.prompts,
+            prompts=options.prompt,
             steps=options.steps,
             residual=options.residual,
             ranges=options.ranges,
@@ -129,7 +203,7 @@ def _check_certify(options: PlanOptions) -> None:
     """
     sizes = (options.frames, options.height, options.width, options.guidance)
     given = {
-        "--prompt": options.prompts,
+        "--prompt": options.prompt,
         "--residual": options.residual != "native",
         "--ranges": options.ranges != "measured",
         "--device": options.device,

@@ -3,15 +3,56 @@
 from __future__ import annotations
 
 import base64
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from stopdown.app.compare_command import check_page, write_page
+from stopdown.app.flags import RecordJsonOption
 from stopdown.comparison.records import Comparison
 from stopdown.outputs import find_free
-from stopdown.records import RunRecord
+from stopdown.records import RunRecord, to_json
 
 _MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png"}
 _MOST_BYTES = 22_000_000
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Make the page of a record again: of a comparison, or of one run of generate."""
+
+    record: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RECORD.json", help="What compare or generate wrote beside its output."
+        ),
+    ]
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Page to write, ending in .html, also over another page of Stopdown. Without it the "
+            "record's name, numbered when that is taken.",
+        ),
+    ] = None
+    json: RecordJsonOption = False
+
+
+def main(options: ReportOptions) -> int:
+    """Run the command and print the record."""
+    from stopdown.app.comparison_cards import print_record, strip_pictures
+    from stopdown.app.progress import open_console
+
+    found, page = report(options.record, options.output)
+    if options.json:
+        sys.stdout.write(to_json(strip_pictures(found)))
+    else:
+        print_record(found, page, open_console())
+    return 0
 
 
 def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, Path]:

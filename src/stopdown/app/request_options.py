@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from stopdown.errors import OptionError
 
@@ -15,41 +15,34 @@ if TYPE_CHECKING:
 LARGEST_SEED = 2**63 - 1
 
 
-class RunOptions(Protocol):
-    """The options that every command has that runs a pipeline; None leaves the model's own default."""
+class RequestOptions:
+    """What options of several commands ask of a pipeline; None leaves the model's own default.
 
-    @property
-    def source(self) -> str: ...
-    @property
-    def device(self) -> str | None: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def config(self) -> str | None: ...
-    @property
-    def image(self) -> Path | None: ...
-    @property
-    def video(self) -> Path | None: ...
-    @property
-    def mask(self) -> Path | None: ...
-    @property
-    def control_image(self) -> Path | None: ...
-    @property
-    def strength(self) -> float | None: ...
-    @property
-    def steps(self) -> int | None: ...
-    @property
-    def frames(self) -> int | None: ...
-    @property
-    def height(self) -> int | None: ...
-    @property
-    def width(self) -> int | None: ...
-    @property
-    def guidance(self) -> float | None: ...
+    The dataclass of a command is a subclass, and has those that it takes as fields, in the order of its
+    help. What it does not take stays as it is here.
+    """
+
+    source: str
+    device: str | None
+    image: Path | None = None
+    video: Path | None = None
+    mask: Path | None = None
+    control_image: Path | None = None
+    strength: float | None = None
+    steps: int | None = None
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    guidance: float | None = None
+    revision: str | None = None
+    config: str | None = None
+    precision: str = "auto"
+    memory: str | None = None
+    allow: tuple[str, ...] = ()
 
 
 def read_request(
-    options: RunOptions,
+    options: RequestOptions,
     *,
     prompt: str | None = None,
     negative: str | None = None,
@@ -219,7 +212,7 @@ def _check_strength(value: float | None) -> None:
         )
 
 
-def _check_counts(options: RunOptions) -> None:
+def _check_counts(options: RequestOptions) -> None:
     for name in ("steps", "frames", "height", "width"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -13,12 +13,16 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from stopdown.app.flags import KeepRepairsOption, StrictOption
 from stopdown.app.request_options import refuse_profile
 from stopdown.app.signals import Stopped
+from stopdown.app.streams import CheckedStdout
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
-from stopdown.records import Plan, ScriptRecord
+from stopdown.records import Plan, ScriptRecord, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,27 +30,77 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """Options of `stopdown run`.
+    """Run a script unedited: its Diffusers pipelines are guarded, its exit code is kept."""
 
-    Attributes:
-        script: path of a Python file, or the name of a module.
-        arguments: of the script.
-        is_module: `script` names a module, as after `python -m`.
-        on_fault: `repair`, `raise` or `warn`.
-        device: where to send what the script sends to CUDA; None leaves its choice alone.
-        strict: findings in what the pipelines return are a failure.
-        precision: `auto`, or the path of a plan for the pipelines that it belongs to.
-        keep_repairs: write what was repaired into that plan.
-    """
+    script: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="SCRIPT",
+            help="Python file to run, after the options of Stopdown; with -m its first argument.",
+        ),
+    ] = None
+    arguments: Annotated[
+        tuple[str, ...],
+        typer.Argument(metavar="[ARGS]...", help="Whatever stands after SCRIPT is the script's."),
+    ] = ()
+    module: Annotated[
+        str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="cpu, mps or cuda:1: where to send what the script sends to CUDA. Without it the "
+            "script's choice stands."
+        ),
+    ] = None
+    on_fault: Annotated[
+        str, typer.Option(help="repair: mend it, run that call again, go on. raise: stop. warn.")
+    ] = "repair"
+    strict: StrictOption = False
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            "--plan",
+            help="auto leaves the script's choice alone; plan.json is a plan for the pipelines that "
+            "it belongs to.",
+        ),
+    ] = "auto"
+    keep_repairs: KeepRepairsOption = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
+    ] = False
 
-    script: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    on_fault: str = "repair"
-    device: str | None = None
-    strict: bool = False
-    precision: str = "auto"
-    keep_repairs: bool = False
+    @property
+    def target(self) -> str:
+        """What is run: the module where one was named, else the file."""
+        return self.module or self.script or ""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Arguments of what is run; those of a module begin where the file would stand."""
+        before = (self.script,) if self.module is not None and self.script is not None else ()
+        return (*before, *self.arguments)
+
+
+def main(options: ScriptOptions) -> int:
+    """Run the command: what Stopdown has to say on stderr, and the exit code of the script."""
+    from stopdown.app.progress import open_console
+
+    if options.script is None and options.module is None:
+        raise typer.BadParameter("Name a SCRIPT, or a module with -m.")
+    console = open_console(stderr=True)
+
+    def announce(text: str) -> None:
+        wraps = not console.is_terminal
+        console.print(f"stopdown: {text}", style="yellow", soft_wrap=wraps, highlight=False)
+
+    record = run_script(options, announce)
+    if options.json:
+        CheckedStdout(sys.stdout).write(to_json(record))
+    else:
+        print_script(record, console)
+    return choose_code(record, strict=options.strict)
 
 
 def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> ScriptRecord:
@@ -95,8 +149,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
             _keep_repairs(options, path, plan, watching.plan, remark)
         _hint_at_options(options, code, remark)
     return ScriptRecord(
-        script=options.script,
-        arguments=options.arguments,
+        script=options.target,
+        arguments=options.words,
         exit_code=code,
         runs=tuple(watching.runs),
         findings=tuple(watching.findings),
@@ -111,23 +165,23 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
     import importlib.util
     import runpy
 
-    if not options.is_module:
-        if not Path(options.script).is_file():
+    if options.module is None:
+        if not Path(options.target).is_file():
             raise InputError(
-                f"There is no script {options.script}.",
+                f"There is no script {options.target}.",
                 remedy="Name a Python file, or a module: stopdown run -m MODULE",
             )
-        return lambda: runpy.run_path(options.script, run_name="__main__")
+        return lambda: runpy.run_path(options.target, run_name="__main__")
     try:
-        found = importlib.util.find_spec(options.script)
+        found = importlib.util.find_spec(options.module)
     except (ImportError, ValueError):
         found = None
     if found is None:
         raise InputError(
-            f"There is no module {options.script}.",
+            f"There is no module {options.module}.",
             remedy="Name a module that `python -m` finds, or a file: stopdown run SCRIPT",
         )
-    return lambda: runpy.run_module(options.script, run_name="__main__", alter_sys=True)
+    return lambda: runpy.run_module(options.target, run_name="__main__", alter_sys=True)
 
 
 def _check_options(options: ScriptOptions) -> str | None:
@@ -165,12 +219,12 @@ _REFUSED = 2
 
 def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], None]) -> None:
     """Say so when a script got an option that looks like ours and did not take it."""
-    words = [word.partition("=")[0] for word in options.arguments]
+    words = [word.partition("=")[0] for word in options.words]
     ours = [word for word in words if word in _OWN]
     if ours and (code == _REFUSED or "--on-fault" in ours or "--keep-repairs" in ours):
         remark(
             f"{', '.join(ours)} went to the script, because it stands behind it. Options of Stopdown stand "
-            f"before the script: stopdown run {ours[0]} … {options.script}"
+            f"before the script: stopdown run {ours[0]} … {options.target}"
         )
 
 
@@ -202,8 +256,8 @@ def _keep_repairs(
 @contextlib.contextmanager
 def _as_main(options: ScriptOptions, patches: Any) -> Iterator[None]:
     """With the arguments and the search path that Python would give the script."""
-    patches.set_attribute(sys, "argv", [options.script, *options.arguments])
-    first = "" if options.is_module else str(Path(options.script).resolve().parent)
+    patches.set_attribute(sys, "argv", [options.target, *options.words])
+    first = "" if options.module is not None else str(Path(options.target).resolve().parent)
     patches.set_attribute(sys, "path", [first, *sys.path])
     main = sys.modules["__main__"]
     try:

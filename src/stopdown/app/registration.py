@@ -1,0 +1,61 @@
+"""A command from its record: the fields are its arguments and options, the docstring is its help.
+
+A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`. A
+field of several values is a tuple; Typer hears of a list, and a list that nobody gave is the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+Options = TypeVar("Options")
+
+
+def add_command(
+    app: typer.Typer,
+    name: str,
+    record: type[Options],
+    main: Callable[[Options], int],
+    **settings: Any,
+) -> None:
+    """Add a command to the command line.
+
+    Args:
+        app: the command line.
+        name: of the command.
+        record: dataclass of its options.
+        main: does the work, and gives the exit code.
+        settings: further arguments of `typer.Typer.command`.
+    """
+    hints = get_type_hints(record, include_extras=True)
+    entries = dataclasses.fields(record)  # type: ignore[arg-type]  # a dataclass, which `type` cannot say
+
+    def call(**given: Any) -> None:
+        for entry in entries:
+            if _is_tuple(hints[entry.name]):
+                given[entry.name] = tuple(given[entry.name] or getattr(record, entry.name))
+        raise typer.Exit(main(record(**given)))
+
+    parameters = [_make_parameter(entry, hints[entry.name]) for entry in entries]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by Typer
+    app.command(name, help=inspect.getdoc(record), **settings)(call)
+
+
+def _is_tuple(hint: Any) -> bool:
+    return get_origin(get_args(hint)[0]) is tuple
+
+
+def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    """A field as Typer reads it."""
+    default = inspect.Parameter.empty if entry.default is dataclasses.MISSING else entry.default
+    if _is_tuple(hint):
+        values, *described = get_args(hint)
+        hint = Annotated[(list[get_args(values)[0]] | None, *described)]  # type: ignore[misc]
+        default = None
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(entry.name, kind, default=default, annotation=hint)

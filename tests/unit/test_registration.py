@@ -1,0 +1,88 @@
+"""A command is made from the dataclass of its options: names, order, defaults, help and exit code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from stopdown.app import cli
+from stopdown.app.registration import add_command
+
+
+@dataclass(frozen=True)
+class PaintOptions:
+    """Paint a wall."""
+
+    wall: Annotated[str, typer.Argument(metavar="WALL", help="What to paint.")]
+    coats: Annotated[int, typer.Option(help="How often.")] = 2
+    colours: Annotated[tuple[str, ...], typer.Option("--colour", help="In what.")] = ("white",)
+    rooms: Annotated[tuple[int, ...], typer.Option(help="Where.")] = ()
+
+
+def run_paint(*words: str, code: int = 0) -> tuple[Any, list[PaintOptions]]:
+    """The result of a small command line, and the options that reached the command."""
+    heard: list[PaintOptions] = []
+
+    def main(options: PaintOptions) -> int:
+        heard.append(options)
+        return code
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.callback()(lambda: None)
+    add_command(app, "paint", PaintOptions, main)
+    return CliRunner().invoke(app, ["paint", *words]), heard
+
+
+def test_defaults_are_those_of_the_fields() -> None:
+    """What nobody gave is what the dataclass says, tuples too."""
+    result, heard = run_paint("north")
+    assert result.exit_code == 0
+    assert heard == [PaintOptions("north")]
+
+
+def test_what_was_given_arrives() -> None:
+    """Values are converted; one that is given again is a tuple."""
+    _, heard = run_paint(
+        *("north", "--coats", "3", "--colour", "red", "--colour", "blue", "--rooms", "1")
+    )
+    assert heard == [PaintOptions("north", 3, ("red", "blue"), (1,))]
+
+
+@pytest.mark.parametrize("code", [0, 1, 3])
+def test_the_exit_code_is_what_main_gives(code: int) -> None:
+    """`main` decides it."""
+    assert run_paint("north", code=code)[0].exit_code == code
+
+
+def test_a_field_without_default_is_required() -> None:
+    """Typer refuses the command, and nothing is done."""
+    result, heard = run_paint()
+    assert (result.exit_code, heard) == (2, [])
+    assert "Missing argument 'WALL'" in result.output
+
+
+def test_help_is_that_of_the_dataclass() -> None:
+    """The docstring, and each field in its order with its text and default."""
+    shown = " ".join(run_paint("--help")[0].output.split())
+    assert re.search(
+        r"Paint a wall\. .*What to paint.*--coats.*How often.*2\].*--colour.*In what.*--rooms.*Where",
+        shown,
+    )
+
+
+def test_every_command_takes_the_fields_of_its_record() -> None:
+    """No command has a parameter that its dataclass lacks, nor in another order."""
+    found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    records = [kind for name, kind in vars(cli).items() if name.endswith("Options")]
+    taken = {tuple(entry.name for entry in fields(record)) for record in records}
+    shown = {
+        tuple(parameter.name for parameter in command.params if parameter.name != "help")
+        for command in found.values()
+    }
+    assert len(found) == len(records) == 9
+    assert shown == taken
