@@ -36,7 +36,9 @@ from stopdown.dtype_rules.check import check
 from stopdown.errors import StopdownError
 from stopdown.memory.forecast import predict_all
 from stopdown.pipelines.skeletons import copy_skeleton
-from stopdown.scaling import Scaling, find_scaling, scale_calls
+from stopdown.records import Scaling
+from stopdown.scaling import find_scaling, scale_calls
+from stopdown.scaling.folds import read_headroom
 from stopdown.testing import PIPELINE_NAMES, make_pipeline
 
 Answers = Iterator[tuple[str, Any]]
@@ -89,7 +91,7 @@ def describe_scaling(scaling: Scaling) -> dict[str, Any]:
         "fp32": sorted(scaling.islands),
         "outputs": {str(key): value for key, value in sorted(scaling.outputs.items())},
         "pinned": sorted(scaling.pinned),
-        "headroom_bits": round(scaling.headroom_bits, STORED_DIGITS),
+        "headroom_bits": round(read_headroom(scaling), STORED_DIGITS),
         "certified": scaling.certified,
         "values": scaling.values,
         "uncertain": len(scaling.uncertain),

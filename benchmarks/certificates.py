@@ -113,7 +113,7 @@ def run_ranges(
     return {
         "exact": exact, "values": scaling.values,
         "certified": scaling.values - len(scaling.uncertain), "islands": list(scaling.islands),
-        "multiplies": len(scaling.multiplies), "headroom_bits": scaling.headroom_bits,
+        "multiplies": len(scaling.multiplies), "headroom_bits": rescaling.headroom_bits,
         "fp16": fp16["l2"], "uncertain": scaling.uncertain, "note": scaling.range_note,
     }  # fmt: skip
 
@@ -176,8 +176,10 @@ def certify_one(folder: str) -> dict[str, Any]:
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "components": [
             {"component": x.component, "class": x.class_name, "precision": x.precision,
-             "certified": x.certified, "values": x.values, "bounded": x.bounded,
-             "islands": list(x.islands), "headroom_bits": x.headroom_bits, "reasons": x.reasons}
+             "certified": x.scaling.certified, "values": x.scaling.values,
+             "bounded": x.scaling.bounded,
+             "islands": list(x.scaling.islands), "headroom_bits": x.scaling.headroom_bits,
+             "reasons": x.reasons}
             for x in plan.components
         ],
     }  # fmt: skip

@@ -46,7 +46,8 @@ from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.pipelines.call_interception import find_module  # noqa: E402
 from stopdown.pipelines.components import find_callees  # noqa: E402
 from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
-from stopdown.scaling import Scaling, cast_, fold_scaling  # noqa: E402
+from stopdown.records import Scaling  # noqa: E402
+from stopdown.scaling import cast_, fold_scaling  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 JSON_FILE, TABLE_FILE = RESULTS / "fault_matrix.json", RESULTS / "fault_matrix.md"

@@ -30,6 +30,7 @@ from stopdown.environment import describe_machine
 from stopdown.graph.capture import Capture, build_fake, capture_call
 from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.graph.ranges import Range
+from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.problem import Measured, split_values
 from stopdown.scaling.rescale import find_scaling
 
@@ -239,7 +240,7 @@ def measure(name: str) -> dict[str, Any]:
         "folds": len(scaling.exponents),
         "multiplies": len(scaling.multiplies),
         "islands": list(scaling.islands),
-        "headroom_bits": scaling.headroom_bits,
+        "headroom_bits": read_headroom(scaling),
         "pinned": sorted(scaling.pinned),
     }
 

@@ -40,10 +40,9 @@ from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
 from stopdown.graph.ranges import run_capture  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
-from stopdown.records import ResidualStream  # noqa: E402
+from stopdown.records import ResidualStream, Scaling  # noqa: E402
 from stopdown.scaling import (  # noqa: E402
     Measured,
-    Scaling,
     cast_,
     find_scaling,
     fold_scaling,
@@ -51,6 +50,7 @@ from stopdown.scaling import (  # noqa: E402
     measure_call,
     scale_calls,
 )
+from stopdown.scaling.folds import read_headroom  # noqa: E402
 from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
 from stopdown.scaling.rescale import plan_stream  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
@@ -125,7 +125,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
         "island_flops": scaling.island_flops,
         "island_bytes": share_bytes(module, scaling.islands),
         "wide_flops": max(measure_wide_flops(x.capture) for x in measured),
-        "headroom_bits": scaling.headroom_bits,
+        "headroom_bits": read_headroom(scaling),
         "pinned": sorted(scaling.pinned),
     }
     return row | measure_streamed(prepared, reference)

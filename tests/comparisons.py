@@ -30,6 +30,7 @@ from stopdown.records import (
     Finding,
     Plan,
     RunRecord,
+    Scaling,
 )
 
 NAMES = ("fp32", "bf16", "fp16", "plan")
@@ -141,6 +142,6 @@ def _make_variant(name: str) -> Variant:
     variant = Variant(name, f"Drawn as {name}.", weights_bytes=1 << 20, heats=(heat,))
     if name != "plan":
         return variant
-    entry = ComponentPlan("transformer", "Drawn", "", "fp16", exponents={"block.0.weight": -3})
+    entry = ComponentPlan("transformer", "Drawn", "", "fp16", Scaling({"block.0.weight": -3}))
     plan = Plan("drawn", "", "DrawnPipeline", "fp16", {}, (entry,), (), 1, "cpu", 0.1)
     return dataclasses.replace(variant, plan=plan)

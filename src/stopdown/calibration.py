@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from stopdown.graph.capture import owner_of
 from stopdown.patches import Patches
-from stopdown.scaling import Measured, Scaling, find_scaling, measure_again, measure_call
+from stopdown.records import Scaling
+from stopdown.scaling import Measured, find_scaling, measure_again, measure_call
 
 
 class Calibration:

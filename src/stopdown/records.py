@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 
 SCHEMA = 1
+
+PLAN_SCHEMA = 2
+"""Of plans; in those of schema 1 the fields of `Scaling` stood among the component's own."""
 
 Record = TypeVar("Record")
 
@@ -494,6 +498,56 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
+
+    Attributes:
+        exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
+        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
+        multiplies: module path to the exponent that its output is multiplied with.
+        islands: paths of the modules that stay in fp32; "" is the component itself.
+        headroom_bits: bits between the largest 16-bit value seen and the end of the range; None
+            where nothing was measured.
+        tightest: the value with the least headroom.
+        certified: True when the ranges are bounds; False when they were measured.
+        pinned: operation without a rule to the places where it stands.
+        island_flops: share of the matmul FLOPs that is done in islands.
+        kept_buffers: buffers that keep their dtype when the component is cast; None for those
+            that `find_kept_buffers` names.
+        outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
+            the exponent that is taken off there.
+        stream: where the residual stream is fp32 when the component is cast; None for nowhere.
+        values: how many fp16 values and weights there are; 0 where bounds were not asked for.
+        bounded: how many of them rest on bounds.
+        uncertain: places of those whose ranges were measured and not bounded.
+        limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
+        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
+        note: why it is not fp32 although it was asked for; "" when there is nothing to say.
+        trial: what the module gave when it was run once with all that; None where nobody tried.
+    """
+
+    exponents: Mapping[str, int] = field(default_factory=dict)
+    eps: Mapping[str, int] = field(default_factory=dict)
+    multiplies: Mapping[str, int] = field(default_factory=dict)
+    islands: tuple[str, ...] = ()
+    headroom_bits: float | None = None
+    tightest: str = ""
+    certified: bool = False
+    pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    island_flops: float = 0.0
+    kept_buffers: tuple[str, ...] | None = None
+    outputs: Mapping[int, int] = field(default_factory=dict)
+    stream: ResidualStream | None = None
+    values: int = 0
+    bounded: int = 0
+    uncertain: tuple[str, ...] = ()
+    limits: Mapping[str, float] = field(default_factory=dict)
+    range_note: str = ""
+    note: str = ""
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
 class ComponentPlan:
     """How one component of a checkpoint is to run, and why.
 
@@ -502,60 +556,21 @@ class ComponentPlan:
         class_name: class of its module.
         weights: sha256 over names, shapes and samples of its values, equal in fp32 and as stored.
         precision: `fp16`, `bf16`, `fp32`, or `as loaded` for what is left alone.
-        exponents: parameter or buffer name to exponent; `name[0:64]` for a block of rows.
-        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
-        multiplies: module path to the exponent that its output is multiplied with.
-        islands: paths of the modules that stay in fp32.
-        island_flops: share of the matmul FLOPs that is done in islands.
-        headroom_bits: bits between the largest 16-bit value seen and the end of the range; None
-            where nothing was measured.
-        tightest: the value with the least headroom.
-        certified: True when the ranges are bounds that no input exceeds; False when measured.
-        values: how many fp16 values and weights there are, where bounds were asked for.
-        bounded: how many of them rest on bounds.
-        uncertain: places of the others, which rest on measurements or guesses.
-        limits: `method.argument` to the magnitude up to which the bounds hold; empty without bounds.
+        scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16.
         calls, prompts: how many calls and prompts were measured.
-        pinned: operation without a rule to the places where it stands.
-        kept_buffers: buffers that keep their dtype when the component is cast; None for those that
-            are outside the checkpoint.
-        outputs: number of an output that it returns in fp32, because fp16 cannot hold it, to the
-            exponent that is taken off there.
-        stream: how its residual stream is kept in fp32; None when it is as the model has it.
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
-        trial: what it gave when it was run once as planned; None where nobody tried.
-        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
-        note: why it runs otherwise than it was asked for; "" when there is nothing to say.
     """
 
     component: str
     class_name: str
     weights: str
     precision: str
-    exponents: dict[str, int] = field(default_factory=dict)
-    eps: dict[str, int] = field(default_factory=dict)
-    multiplies: dict[str, int] = field(default_factory=dict)
-    islands: tuple[str, ...] = ()
-    island_flops: float = 0.0
-    headroom_bits: float | None = None
-    tightest: str = ""
-    certified: bool = False
-    values: int = 0
-    bounded: int = 0
-    uncertain: tuple[str, ...] = ()
-    limits: dict[str, float] = field(default_factory=dict)
+    scaling: Scaling = field(default_factory=Scaling)
     calls: int = 0
     prompts: int = 0
-    pinned: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    kept_buffers: tuple[str, ...] | None = None
-    outputs: dict[str, int] = field(default_factory=dict)
-    stream: ResidualStream | None = None
     accumulation: Accumulation | None = None
     reasons: tuple[str, ...] = ()
-    trial: Trial | None = None
-    range_note: str = ""
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -590,7 +605,7 @@ class Plan:
     seal: str = ""
     lessons: tuple[MemoryLesson, ...] = ()
     kind: str = "plan"
-    schema: int = field(default=SCHEMA)
+    schema: int = field(default=PLAN_SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -856,11 +871,33 @@ def convert_record(raw: Any, kind: type[Record]) -> Record:
     Raises:
         InputError: it is not such a record, or has another schema number.
     """
+    raw = _lift_plans(raw)
     _check_header(raw, kind)
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refuse(kind, error) from error
+
+
+def _lift_plans(raw: Any) -> Any:
+    """What JSON says, each plan of schema 1 in it as `PLAN_SCHEMA` has it: plans, comparisons of plans."""
+    if isinstance(raw, list):
+        return [_lift_plans(item) for item in raw]
+    if not isinstance(raw, dict):
+        return raw
+    if raw.get("kind") == "plan" and raw.get("schema") == 1:
+        entries = raw.get("components")
+        lifted = [_lift_entry(x) for x in entries] if isinstance(entries, list) else entries
+        return {**raw, "components": lifted, "schema": PLAN_SCHEMA}
+    return {name: _lift_plans(item) for name, item in raw.items()}
+
+
+def _lift_entry(raw: Any) -> Any:
+    if not isinstance(raw, dict):
+        return raw  # refused by its type
+    names = {entry.name for entry in dataclasses.fields(Scaling)}
+    own = {name: value for name, value in raw.items() if name not in names}
+    return {**own, "scaling": {name: value for name, value in raw.items() if name in names}}
 
 
 def _refuse(kind: type, error: Exception) -> InputError:
@@ -876,7 +913,7 @@ def _check_header(raw: Any, kind: type) -> None:
     if not isinstance(raw, dict):
         return  # refused by its type
     fields = {entry.name: entry.default for entry in dataclasses.fields(kind)}
-    fixed = {name: fields[name] for name in ("schema", "kind") if "schema" in fields}
+    fixed = {name: fields[name] for name in ("kind", "schema") if "schema" in fields}
     for name, value in fixed.items():
         if raw.get(name, value) != value:
             raise InputError(

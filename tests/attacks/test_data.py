@@ -23,7 +23,7 @@ from comparisons import RUN, make_comparison
 from stopdown.comparison.records import Heat
 from stopdown.media import write_media
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import CallSummary, ComponentPlan, Plan, to_json
+from stopdown.records import CallSummary, ComponentPlan, Plan, Scaling, to_json
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]x[/red]\u202e\x9b1m"
 """Control sequences, markup and reversed text, as a name may hold them."""
@@ -354,7 +354,9 @@ def is_plain(text: str) -> bool:
 
 
 def make_plan(**changes: Any) -> str:
-    entry = ComponentPlan("transformer", "CogVideoXTransformer3DModel", "aa", "fp16", {"a": -6})
+    entry = ComponentPlan(
+        "transformer", "CogVideoXTransformer3DModel", "aa", "fp16", Scaling({"a": -6})
+    )
     plan = Plan("m", "", "CogVideoXPipeline", "fp16", {}, (entry,), ("a",), 1, "cpu", 0.0)
     return json.dumps({**json.loads(to_json(seal_plan(plan))), **changes})
 
@@ -418,8 +420,8 @@ PLANS = [
     ),
     take_plan(
         "a newer schema",
-        put_plan(schema=2),
-        "{folder}/plan.json is not a plan. The Plan has schema 2.",
+        put_plan(schema=3),
+        "{folder}/plan.json is not a plan. The Plan has schema 3.",
     ),
     take_plan(
         "a field more",

@@ -18,8 +18,15 @@ Edit = Callable[[dict[str, Any]], object]
 
 
 def put(name: str, value: Any) -> Edit:
-    """Another value for a field of the transformer's entry."""
-    return lambda plan: plan["components"][0].update({name: value})
+    """Another value for a field of the transformer's entry, or of its scaling."""
+
+    def edit(plan: dict[str, Any]) -> None:
+        (entry,) = plan["components"]
+        place = entry["scaling"] if name in entry["scaling"] else entry
+        assert name in place
+        place[name] = value
+
+    return edit
 
 
 def put_outside(name: str, value: Any) -> Edit:
@@ -43,7 +50,8 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "eps 1000": (put("eps", {"norm.eps": 1000}), TRANSFORMER + "the exponent 1000 of 'norm.eps'"),
     "multiply 1000": (put("multiplies", {"a": 1000}), TRANSFORMER + "the exponent 1000 of 'a'"),
     "output 1000": (put("outputs", {"0": 1000}), TRANSFORMER + "the exponent 1000 of '0'"),
-    "output by name": (put("outputs", {"first": 1}), TRANSFORMER + "the output 'first'"),
+    "output -1": (put("outputs", {"-1": 1}), TRANSFORMER + "the output -1"),
+    "output 10000": (put("outputs", {"10000": 1}), TRANSFORMER + "the output 10000"),
     "precision": (put("precision", "fp12"), TRANSFORMER + "the precision 'fp12'"),
     "no precision": (put("precision", ""), TRANSFORMER + "the precision ''"),
     "wanted precision": (put_outside("precision", "int8"), "the precision 'int8'"),

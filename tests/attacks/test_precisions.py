@@ -10,7 +10,7 @@ import pytest
 
 from attacks.runner import Attack, copy_tiny, run_attack
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Scaling
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a", "--steps", "1", "-o", "OUT.mp4", "--precision"),
@@ -96,7 +96,7 @@ ENTRIES = {
 def write_bare(path: Path, *islands: str, **classes: str) -> None:
     """A sealed plan without exponents, with other classes and islands than the model's."""
     entries = tuple(
-        ComponentPlan(name, kind, "0" * 64, "fp16", islands=islands)
+        ComponentPlan(name, kind, "0" * 64, "fp16", Scaling(islands=islands))
         for name, kind in {**ENTRIES, **classes}.items()
         if kind
     )

@@ -33,16 +33,16 @@ def test_a_transformer_is_certified_without_a_run(
     """Every fp16 value of the transformer and the text encoder rests on a bound, with no island."""
     entries = {x.component: x for x in certified[1].components}
     for name in ("transformer", "text_encoder"):
-        assert entries[name].certified
-        assert entries[name].bounded == entries[name].values > 0
-        assert not entries[name].islands
+        assert entries[name].scaling.certified
+        assert entries[name].scaling.bounded == entries[name].scaling.values > 0
+        assert not entries[name].scaling.islands
         assert entries[name].calls == 0
         assert any("100 % of" in reason for reason in entries[name].reasons)
         assert "Not run in fp16." in entries[name].reasons
         assert any("no inputs: its calls were not tried" in x for x in entries[name].reasons)
-    assert entries["transformer"].limits["forward.hidden_states"] == 64
-    assert entries["transformer"].limits["forward.encoder_hidden_states"] == 128
-    assert not entries["text_encoder"].limits  # token ids: every row of the table
+    assert entries["transformer"].scaling.limits["forward.hidden_states"] == 64
+    assert entries["transformer"].scaling.limits["forward.encoder_hidden_states"] == 128
+    assert not entries["text_encoder"].scaling.limits  # token ids: every row of the table
     assert not certified[1].prompts
 
 

@@ -43,8 +43,8 @@ from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import ComponentPlan, Conversion, Plan, from_json
-from stopdown.scaling import Scaling, fold_scaling, rescale_
+from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
+from stopdown.scaling import fold_scaling, rescale_
 from stopdown.testing import assert_untouched, make_pipeline
 
 SMALLEST = 2.0**-9
@@ -538,18 +538,15 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(scope="module")
-def encoder() -> tuple[Any, ComponentPlan, Scaling, RecordedCall]:
+def encoder() -> tuple[Any, ComponentPlan, RecordedCall]:
     """A T5 beyond fp16, its exponents, and a call of it."""
     module = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
     tokens = torch.arange(8)[None]
     rescaling = rescale_(module, (tokens,))
     rescaling.undo()
-    entry = ComponentPlan("text_encoder", "T5EncoderModel", "", "fp16")
-    entry = dataclasses.replace(
-        entry, exponents=dict(rescaling.exponents), eps=dict(rescaling.scaling.eps)
-    )
+    entry = ComponentPlan("text_encoder", "T5EncoderModel", "", "fp16", rescaling.scaling)
     call = RecordedCall(Callee("text_encoder", module, "forward", "encode"), (tokens,), {})
-    return module, entry, rescaling.scaling, call
+    return module, entry, call
 
 
 def test_fields_are_found_by_doubling_them() -> None:
@@ -565,16 +562,16 @@ def test_fields_are_found_by_doubling_them() -> None:
 
 
 def test_a_field_makes_a_component_exact(
-    encoder: tuple[Any, ComponentPlan, Scaling, RecordedCall],
+    encoder: tuple[Any, ComponentPlan, RecordedCall],
 ) -> None:
     """Built from the changed configuration, with the folded weights, a T5 is bit for bit the same."""
-    module, entry, scaling, call = encoder
+    module, entry, call = encoder
     with assert_untouched(module):
-        found = express_component(module, entry, scaling, lambda: [])
+        found = express_component(module, entry, lambda: [])
     assert (found.left, found.effect, found.anew) == ({}, 0.0, False)
     config = type(module.config)(**{**module.config.to_dict(), **found.fields})
     built = type(module)(config).eval()
-    rescaling = fold_scaling(module, scaling)
+    rescaling = fold_scaling(module, entry.scaling)
     built.load_state_dict(module.state_dict())
     rescaling.undo()
     assert list_eps(built) != list_eps(module)
@@ -583,20 +580,22 @@ def test_a_field_makes_a_component_exact(
 
 
 def test_what_a_file_cannot_hold_is_found_anew(
-    encoder: tuple[Any, ComponentPlan, Scaling, RecordedCall],
+    encoder: tuple[Any, ComponentPlan, RecordedCall],
 ) -> None:
     """A plan with a multiply is solved again by folds alone; without a configuration eps stay."""
-    module, entry, scaling, call = encoder
-    with_multiply = dataclasses.replace(entry, multiplies={"encoder.block.0": -2})
-    wide = dataclasses.replace(entry, outputs={"0": 3}, islands=("encoder",))
+    module, entry, call = encoder
+    multiplied = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
+    with_multiply = dataclasses.replace(entry, scaling=multiplied)
+    partly = dataclasses.replace(entry.scaling, outputs={0: 3}, islands=("encoder",))
+    wide = dataclasses.replace(entry, scaling=partly)
     assert export.describe_rest(with_multiply) == "1 multiply"
     assert export.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
     assert not export._is_folds_alone(module, wide)
     with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
-        express_component(module, with_multiply, scaling, lambda: [])
+        express_component(module, with_multiply, lambda: [])
     with assert_untouched(module):
-        found = express_component(module, with_multiply, scaling, lambda: [call])
-        bare = express_component(module, entry, scaling, lambda: [call], has_config=False)
+        found = express_component(module, with_multiply, lambda: [call])
+        bare = express_component(module, entry, lambda: [call], has_config=False)
     assert (found.anew, found.left, found.scaling.multiplies) == (True, {}, {})
     assert list(found.fields) == ["layer_norm_epsilon"]
     assert bare.left
@@ -651,7 +650,7 @@ def test_an_effect_beyond_the_limit_is_refused(
 
 
 def count_left(plan: Plan) -> int:
-    return len(next(entry.eps for entry in plan.components if entry.component == "unet"))
+    return len(next(entry.scaling.eps for entry in plan.components if entry.component == "unet"))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -664,7 +663,7 @@ def test_what_folds_cannot_do_is_refused(
 ) -> None:
     """CogView3-Plus adds a table that is in no file to its stream: its plan needs Stopdown."""
     folder, plan = made("cogview3plus")
-    assert next(e for e in plan.components if e.component == "transformer").multiplies
+    assert next(e for e in plan.components if e.component == "transformer").scaling.multiplies
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, tmp_path / "out", plan)
     assert str(caught.value) == (

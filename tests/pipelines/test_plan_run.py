@@ -149,7 +149,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
     wanted = Request(height=height, width=32, **frames)
     plan = make_plan(pipe, prompts=["a red train"], steps=2, request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
-    assert (entry.precision, entry.islands) == ("fp16", ())
+    assert (entry.precision, entry.scaling.islands) == ("fp16", ())
 
     def run_at(frames: int, height: int, width: int) -> torch.Tensor:
         asked = Request(
@@ -180,7 +180,7 @@ def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
     with apply_plan(pipe, plan):
         for entry in plan.components:
             module = getattr(pipe, entry.component)
-            assert entry.islands == ()
+            assert entry.scaling.islands == ()
             assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
@@ -242,7 +242,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
     reasons = " ".join(planned["transformer"].reasons)
     assert "Leaving cannot be captured as a graph" in reasons
     assert "matrices run in fp16 between casts" in reasons
-    assert planned["transformer"].exponents == {}
+    assert planned["transformer"].scaling.exponents == {}
     assert planned["vae"].reasons == (
         "1 of its tensors hold NaN or Inf: encoder.conv_in.bias (1 of 8).",
         "fp32 is always right.",
@@ -282,7 +282,7 @@ def test_the_command_line_plans_and_generates(
     record = read_record(find_record_path(clip), RunRecord)
     assert {d.precision for d in record.decisions} == {"fp16"}
     assert {call.precisions[0] for call in record.calls} == {"fp16"}
-    islands = {path for entry in plan.components for path in entry.islands}
+    islands = {path for entry in plan.components for path in entry.scaling.islands}
     assert {path for d in record.decisions for path in d.kept_fp32} == islands
     assert "tensors by exponents" in " ".join(d.reason for d in record.decisions)
 
@@ -302,7 +302,7 @@ def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     plan = make_plan(pipe, prompts=["a red train"], steps=1, residual="fp32")
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
-    assert entry.stream is not None
+    assert entry.scaling.stream is not None
     assert any("residual stream is fp32" in reason for reason in entry.reasons)
     reference = run(pipe, "cogview3plus")
     with assert_untouched(pipe):

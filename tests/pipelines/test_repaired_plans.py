@@ -20,10 +20,9 @@ from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
 from stopdown.plans.calibrated import make_plan, sample_weights
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings
-from stopdown.scaling import Scaling
 
 NAME = "flux"
 
@@ -79,11 +78,11 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
 
 def give_island(plan: Plan, path: str) -> Plan:
     """The plan with an island in its transformer."""
-    entries = [
-        dataclasses.replace(entry, islands=(path,)) if entry.component == "transformer" else entry
-        for entry in plan.components
-    ]
-    return seal_plan(dataclasses.replace(plan, components=tuple(entries)))
+    entries = {entry.component: entry for entry in plan.components}
+    entry = entries["transformer"]
+    scaling = dataclasses.replace(entry.scaling, islands=(path,))
+    entries["transformer"] = dataclasses.replace(entry, scaling=scaling)
+    return seal_plan(dataclasses.replace(plan, components=tuple(entries.values())))
 
 
 def test_a_repair_on_top_of_a_plan_with_islands(tmp_path: Any) -> None:
@@ -135,7 +134,10 @@ def test_islands_and_casts_are_kept_as_well(
     assert amended is not None
     (entry,) = (entry for entry in amended.components if entry.component == "transformer")
     (before,) = (entry for entry in plan.components if entry.component == "transformer")
-    assert (entry.precision, entry.islands) == (precision, (*before.islands, *islands))
+    assert (entry.precision, entry.scaling.islands) == (
+        precision,
+        (*before.scaling.islands, *islands),
+    )
     assert entry.weights == before.weights
     assert amended.seal != plan.seal
 

@@ -15,7 +15,8 @@ from stopdown.arguments import hook_arguments, put_back, replace_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import put_cast
 from stopdown.pipelines.components import Callee
-from stopdown.scaling import Scaling, cast_
+from stopdown.records import Scaling
+from stopdown.scaling import cast_
 
 WIDE, NARROW = torch.float32, torch.float16
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from stopdown.errors import OptionError, ScalingError
 from stopdown.numerics import relative_l2
-from stopdown.records import ResidualStream
-from stopdown.scaling import Scaling, cast_, fold_scaling, rescale_
+from stopdown.records import ResidualStream, Scaling
+from stopdown.scaling import cast_, fold_scaling, rescale_
 from stopdown.scaling.folds import Rescaling, check_casts
 from stopdown.testing import compare_snapshot, take_snapshot
 

@@ -13,6 +13,7 @@ from stopdown import cast_, rescale_
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.ranges import Range
 from stopdown.numerics import relative_l2
+from stopdown.records import Scaling
 from stopdown.scaling import certificate, find_scaling, measure_call
 from stopdown.scaling.certificate import (
     VANISHING_BITS,
@@ -25,7 +26,6 @@ from stopdown.scaling.certificate import (
     scale_by_bounds,
     scale_unmeasured,
 )
-from stopdown.scaling.folds import Scaling
 from stopdown.scaling.problem import Limit, Measured, Problem
 
 

@@ -14,7 +14,7 @@ from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
 from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.plan_files import read_class_versions
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.watch import Watch
 
 make_pipeline = functools.cache(testing.make_pipeline)
@@ -68,7 +68,9 @@ def test_a_guard_takes_the_limits_of_its_plan() -> None:
         for module in [getattr(pipe, name)]
     }
     limits = {"forward.hidden_states": 0.5}
-    entries["transformer"] = dataclasses.replace(entries["transformer"], limits=limits)
+    entries["transformer"] = dataclasses.replace(
+        entries["transformer"], scaling=Scaling(limits=limits)
+    )
     plan = Plan("x", "", type(pipe).__name__, "fp16", read_class_versions(), tuple(entries.values()),
                 (), 0, "cpu", 0.0)  # fmt: skip
     with guard(pipe, plan, announce=told.append) as handle:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stopdown.plans.calibrated import describe_scaling, read_scaling
-from stopdown.records import Accumulation, ComponentPlan, ResidualStream, Trial, from_json, to_json
+from stopdown.plans.calibrated import describe_scaling
+from stopdown.records import (
+    Accumulation,
+    ComponentPlan,
+    ResidualStream,
+    Scaling,
+    Trial,
+    from_json,
+    to_json,
+)
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
 from stopdown.runtime.repairs import Adjustment, merge_scalings
-from stopdown.scaling import Scaling
 
 NAMES = st.sampled_from(["encoder.a", "encoder.b.c", "decoder.a", "norm"])
 PATHS = st.lists(NAMES, max_size=3, unique=True).map(tuple)
@@ -30,7 +36,7 @@ SCALINGS = st.builds(
     eps=EXPONENTS,
     multiplies=EXPONENTS,
     islands=PATHS,
-    headroom_bits=SHARES | st.just(math.inf),
+    headroom_bits=SHARES | st.none(),
     tightest=NAMES,
     certified=st.booleans(),
     pinned=st.dictionaries(NAMES, PATHS, max_size=2),
@@ -51,8 +57,7 @@ BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(b
 
 
 def test_every_field_is_drawn() -> None:
-    """A field that is new in a scaling is in the entry of a plan too, and in these tests."""
-    assert {x.name for x in dataclasses.fields(ComponentPlan)} >= FIELDS
+    """A field that is new in a scaling is in these tests."""
     assert SCALINGS.wrapped_strategy.kwargs.keys() == FIELDS  # type: ignore[attr-defined]
 
 
@@ -62,8 +67,9 @@ def test_every_field_survives_a_plan(scaling: Scaling) -> None:
     """As an entry, as JSON and back it is the same scaling; and the entry the same entry."""
     entry = describe_scaling(BARE, scaling, "fp16", 3)
     kept = from_json(to_json(entry), ComponentPlan)
-    assert read_scaling(kept) == scaling
-    assert describe_scaling(kept, read_scaling(kept), "fp16", 3) == entry
+    assert kept == entry
+    assert kept.scaling == scaling
+    assert describe_scaling(kept, kept.scaling, "fp16", 3) == entry
     assert entry.accumulation == BARE.accumulation
 
 
@@ -71,7 +77,8 @@ def test_what_nobody_counted_is_not_in_a_plan() -> None:
     """Without bounds every value would be uncertain: the file does not list them all."""
     scaling = Scaling(values=9, bounded=2, uncertain=("a", "b"))
     entry = describe_scaling(BARE, scaling, "fp16", 3)
-    assert (entry.values, entry.bounded, entry.uncertain) == (0, 0, ())
+    found = entry.scaling
+    assert (found.values, found.bounded, found.uncertain) == (0, 0, ())
 
 
 def certify() -> ComponentPlan:
@@ -94,12 +101,15 @@ def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
     entry = certify()
     applied = (*adjustments_of(entry), Adjustment("island", "fp32", "a"))
     amended = update_entry(entry, applied, 0, ["A run repaired it."])
-    assert entry.certified
-    assert not amended.certified
-    assert (amended.values, amended.bounded, amended.trial) == (0, 0, None)
-    assert amended.islands == ("a",)
-    changed = {"certified", "values", "bounded", "trial", "islands", "range_note", "reasons"}
-    for name in {x.name for x in dataclasses.fields(ComponentPlan)} - changed:
+    before, now = entry.scaling, amended.scaling
+    assert before.certified
+    assert not now.certified
+    assert (now.values, now.bounded, now.trial) == (0, 0, None)
+    assert now.islands == ("a",)
+    changed = {"certified", "values", "bounded", "trial", "islands", "range_note"}
+    for name in FIELDS - changed:
+        assert getattr(now, name) == getattr(before, name), name
+    for name in {x.name for x in dataclasses.fields(ComponentPlan)} - {"scaling", "reasons"}:
         assert getattr(amended, name) == getattr(entry, name), name
     assert "Its bounds did not hold in a run: it is not certified any more." in amended.reasons
     assert not any("100 %" in reason for reason in amended.reasons)

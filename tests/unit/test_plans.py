@@ -14,6 +14,7 @@ from torch import nn
 
 from stopdown import environment
 from stopdown.checkpoints import export
+from stopdown.comparison.records import Variant
 from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Callee
@@ -22,8 +23,15 @@ from stopdown.plans import applier, calibrated, choice, exponents
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
 from stopdown.plans.precision import ComponentFacts, explain_plan
-from stopdown.records import ComponentPlan, Plan, ResidualStream, to_json
-from stopdown.scaling import Scaling
+from stopdown.records import (
+    ComponentPlan,
+    Plan,
+    ResidualStream,
+    Scaling,
+    Trial,
+    convert_record,
+    to_json,
+)
 from stopdown.scaling.folds import list_misfits
 
 ENTRY = ComponentPlan(
@@ -31,12 +39,14 @@ ENTRY = ComponentPlan(
     class_name="Linear",
     weights="aa",
     precision="fp16",
-    exponents={"weight": -6, "bias[0:2]": 3, "bias[2:4]": 2},
-    headroom_bits=3.25,
-    tightest="Linear: (linear)",
+    scaling=Scaling(
+        exponents={"weight": -6, "bias[0:2]": 3, "bias[2:4]": 2},
+        headroom_bits=3.25,
+        tightest="Linear: (linear)",
+        pinned={"special_bessel_j0": ("Linear:",)},
+    ),
     calls=4,
     prompts=2,
-    pinned={"special_bessel_j0": ("Linear:",)},
     reasons=("A reason.",),
 )
 PLAN = files.seal_plan(
@@ -60,7 +70,8 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     """What is read is what was written, exponents, tuples and all."""
     path = tmp_path / "plan.json"
     for island_flops in (0.5, 0):
-        entry = dataclasses.replace(ENTRY, island_flops=island_flops, headroom_bits=3)
+        scaling = dataclasses.replace(ENTRY.scaling, island_flops=island_flops, headroom_bits=3)
+        entry = dataclasses.replace(ENTRY, scaling=scaling)
         plan = files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
         files.write_plan(plan, path)
         assert files.read_plan(path) == plan
@@ -70,11 +81,54 @@ def test_a_plan_of_before_is_read(tmp_path: Path) -> None:
     """A file that lacks the fields that came later is a plan still, with their defaults."""
     content = json.loads(to_json(PLAN))
     for name in ("trial", "note", "range_note"):
-        del content["components"][0][name]
+        del content["components"][0]["scaling"][name]
     content["seal"] = files._compute_seal(json.dumps(content))
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(content))
     assert files.read_plan(path).components == PLAN.components
+
+
+def flatten(content: dict[str, Any]) -> dict[str, Any]:
+    """A plan's JSON as schema 1 had it: the fields of the scaling among the entry's own."""
+    entries = [dict(entry) for entry in content["components"]]
+    flat = [{**entry, **entry.pop("scaling")} for entry in entries]
+    return {**content, "components": flat, "schema": 1}
+
+
+def test_a_plan_of_schema_1_is_read_and_written_as_today(tmp_path: Path) -> None:
+    """Exponents, streams and outputs among the entry's own fields: the same plan, by its seal too."""
+    scaling = dataclasses.replace(
+        ENTRY.scaling, outputs={0: 3}, stream=ResidualStream(("a",), ("b",)), trial=Trial(1, 0.5)
+    )
+    entry = dataclasses.replace(ENTRY, scaling=scaling)
+    plan = files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
+    content = flatten(json.loads(to_json(plan)))
+    content["seal"] = files._compute_seal(json.dumps(content))
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    assert files.read_plan(path) == plan
+    files.write_plan(files.read_plan(path), path)
+    assert json.loads(path.read_text())["schema"] == 2
+    assert files.read_plan(path) == plan
+
+
+def test_an_edited_plan_of_schema_1_is_refused(tmp_path: Path) -> None:
+    """Its seal is over what its file says."""
+    content = flatten(json.loads(to_json(PLAN)))
+    content["seal"] = files._compute_seal(json.dumps(content))
+    content["components"][0]["exponents"]["weight"] = -5
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
+        files.read_plan(path)
+
+
+def test_a_plan_of_schema_1_in_another_record_is_read() -> None:
+    """A precision of an earlier comparison keeps the exponents of its plan."""
+    variant = json.loads(to_json(Variant("fp16", "Rescaled.", plan=PLAN)))
+    variant["plan"] = flatten(variant["plan"])
+    found = convert_record(variant, Variant).plan
+    assert found == PLAN
 
 
 def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
@@ -100,9 +154,9 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     files.write_plan(PLAN, path)
     content = json.loads(path.read_text())
     if change == "exponent":
-        content["components"][0]["exponents"]["weight"] = -5
+        content["components"][0]["scaling"]["exponents"]["weight"] = -5
     elif change == "nested field":
-        content["components"][0]["islands"] = ["norm"]
+        content["components"][0]["scaling"]["islands"] = ["norm"]
     else:
         content["seal"] = "0" * 64
     path.write_text(json.dumps(content))
@@ -256,7 +310,7 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Kept as they are for want of a rule: bessel.",
     )
-    assert calibrated.read_scaling(entry) == scaling
+    assert entry.scaling == scaling
 
 
 @pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", but for 1.2 % of that work.")])
@@ -275,7 +329,7 @@ def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_p
     assert export.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
     plan = dataclasses.replace(PLAN, components=(entry,))
     files.write_plan(files.seal_plan(plan), tmp_path / "plan.json")
-    assert files.read_plan(tmp_path / "plan.json").components[0].stream == stream
+    assert files.read_plan(tmp_path / "plan.json").components[0].scaling.stream == stream
 
 
 def test_samples_of_weights_are_the_same_in_every_format_that_holds_them() -> None:
@@ -338,7 +392,7 @@ def test_a_quantised_component_is_left_alone_and_named() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int8), requires_grad=False)
     entry = _plan_linear(module)
-    assert (entry.precision, entry.exponents) == ("as loaded", {})
+    assert (entry.precision, entry.scaling.exponents) == ("as loaded", {})
     assert entry.reasons == ("Its weights are quantised (int8: weight); they are left alone.",)
 
 
@@ -347,7 +401,7 @@ def test_a_component_with_nan_on_disk_is_named_tensor_by_tensor() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     module.weight[0, 1], module.bias[:] = float("nan"), float("inf")
     entry = _plan_linear(module)
-    assert (entry.precision, entry.exponents) == ("fp32", {})
+    assert (entry.precision, entry.scaling.exponents) == ("fp32", {})
     assert entry.reasons[0] == ("2 of its tensors hold NaN or Inf: weight (1 of 4), bias (2 of 2).")
 
 
@@ -438,9 +492,8 @@ def test_exponents_are_compared_with_the_weights(name: str) -> None:
     values, said = MISFITS[name]
     module = Normed()
     pipe = SimpleNamespace(components={"transformer": module}, transformer=module)
-    entry = dataclasses.replace(
-        ComponentPlan("transformer", "Normed", calibrated.sample_weights(module), "fp16"), **values
-    )
+    weights = calibrated.sample_weights(module)
+    entry = ComponentPlan("transformer", "Normed", weights, "fp16", Scaling(**values))
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(PlanError) as caught:
         applier.apply_plan(pipe, dataclasses.replace(PLAN, components=(entry,)))

@@ -29,7 +29,7 @@ from stopdown.plans.precision_and_memory import (
     list_ways,
     weigh_speed,
 )
-from stopdown.records import ComponentPlan, MemoryPlan, Plan
+from stopdown.records import ComponentPlan, MemoryPlan, Plan, Scaling
 from stopdown.testing import save_pipeline
 
 NATIVE, MISSING = Support(True, True, 0.2, "Native."), Support(False, False, None, "Missing.")
@@ -84,7 +84,7 @@ def test_a_precision_that_is_named_is_alone() -> None:
     """fp16 and fp32 are predicted by themselves, a plan beside fp32."""
     assert [way.name for way in list_ways(FACTS, TURING, "fp16")] == ["fp16 rescaled"]
     assert [way.name for way in list_ways(FACTS, TURING, "fp32")] == ["fp32"]
-    plan = make_plan(make_entry(islands=("mid_block",), island_flops=0.25))
+    plan = make_plan(make_entry(scaling=Scaling(islands=("mid_block",), island_flops=0.25)))
     named = list_ways(FACTS, TURING, "p.json", plan)
     assert [way.name for way in named] == ["by p.json", "fp32"]
     assert named[0].remark == "1 island in fp32, 25.0% of the matmul work."
@@ -129,7 +129,9 @@ def test_times_are_ratios_to_the_first_way() -> None:
 
 def test_islands_run_at_their_own_speed() -> None:
     """A quarter of the work in fp32, at an eighth of the speed, takes 2.75 times as long."""
-    way = Way("by p.json", {}, "p.json", plan=make_plan(make_entry(island_flops=0.25)))
+    way = Way(
+        "by p.json", {}, "p.json", plan=make_plan(make_entry(scaling=Scaling(island_flops=0.25)))
+    )
     mixed = weigh_speed(way, Speed(8e9, 1e9, ""), Speed(1e9, 1e9, ""))
     assert mixed is not None
     assert 8e9 / mixed.flops_per_s == pytest.approx(2.75)
@@ -139,7 +141,7 @@ def test_islands_run_at_their_own_speed() -> None:
 def test_a_plans_islands_are_fp32_in_its_stand_in(tmp_path: Path) -> None:
     """A skeleton by a plan has fp16 weights, and fp32 ones in its islands."""
     source = resolve_source(save_pipeline("sd", tmp_path / "m", dtype=torch.float32))
-    plan = make_plan(make_entry(islands=("mid_block",)))
+    plan = make_plan(make_entry(scaling=Scaling(islands=("mid_block",))))
     way = Way("by p.json", {"unet": "fp16"}, "p.json", keeps_fp32=False, plan=plan)
     unet = find_components(build_way(source, way))["unet"]
     kinds = {name.startswith("mid_block."): x.dtype for name, x in unet.named_parameters()}

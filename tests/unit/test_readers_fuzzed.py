@@ -49,7 +49,15 @@ from stopdown.pipelines.headers import (
 )
 from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.plans.plan_files import read_plan, seal_plan
-from stopdown.records import ComponentPlan, Plan, ResidualStream, RunRecord, read_record, to_json
+from stopdown.records import (
+    ComponentPlan,
+    Plan,
+    ResidualStream,
+    RunRecord,
+    Scaling,
+    read_record,
+    to_json,
+)
 from stopdown.runtime import journal
 from stopdown.runtime.journal_values import PackingError, pack, unpack
 
@@ -125,11 +133,13 @@ PLAN = Plan(
             class_name="Linear",
             weights="aa",
             precision="fp16",
-            exponents={"weight": -6, "bias[0:2]": 3},
-            multiplies={"norm": 2},
-            islands=("proj",),
-            limits={"forward.x": 4.0},
-            stream=ResidualStream(("a",), ("b",)),
+            scaling=Scaling(
+                exponents={"weight": -6, "bias[0:2]": 3},
+                multiplies={"norm": 2},
+                islands=("proj",),
+                limits={"forward.x": 4.0},
+                stream=ResidualStream(("a",), ("b",)),
+            ),
             reasons=("A reason.",),
         ),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -53,8 +54,8 @@ def draw_value(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is tuple:
         return st.lists(draw_value(arguments[0]), max_size=2).map(tuple)
-    if origin is dict:
-        return st.dictionaries(st.text(), draw_value(arguments[1]), max_size=2)
+    if origin in (dict, Mapping):
+        return st.dictionaries(*map(draw_value, arguments), max_size=2)
     if origin in (Union, type(int | None)):
         return st.one_of([draw_value(part) for part in arguments])
     return st.none() if hint is type(None) else SIMPLE[hint]

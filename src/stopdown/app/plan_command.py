@@ -261,12 +261,13 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
 
 
 def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:
-    exponents = entry.exponents.values()
+    scaling = entry.scaling
+    exponents = scaling.exponents.values()
     return (
         entry.component,
         entry.precision,
-        str(len({name.partition("[")[0] for name in entry.exponents})),
+        str(len({name.partition("[")[0] for name in scaling.exponents})),
         f"{min(exponents)}..{max(exponents)}" if exponents else "",
-        str(len(entry.islands)),
-        "" if entry.headroom_bits is None else f"{entry.headroom_bits:.1f} bits",
+        str(len(scaling.islands)),
+        "" if scaling.headroom_bits is None else f"{scaling.headroom_bits:.1f} bits",
     )

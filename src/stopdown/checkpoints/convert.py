@@ -59,7 +59,7 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.applier import apply_plan, check_source
-from stopdown.plans.calibrated import list_requests, read_scaling
+from stopdown.plans.calibrated import list_requests
 from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import read_plan
@@ -68,11 +68,12 @@ from stopdown.records import (
     Conversion,
     ConvertedComponent,
     Plan,
+    Scaling,
     read_record,
     to_json,
 )
-from stopdown.scaling import Scaling, cast_, fold_scaling
-from stopdown.scaling.folds import split_name
+from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.folds import read_headroom, split_name
 
 RECORD_NAME = "stopdown.json"
 """The record inside a converted folder, with the names and sizes of all that was written there."""
@@ -331,7 +332,6 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
             found = express_component(
                 getattr(work.pipe, name),
                 entry,
-                read_scaling(entry),
                 lambda name=name: record().get(name, ()),  # type: ignore[misc]
                 has_config=not work.is_file,
             )
@@ -541,9 +541,9 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
         )
     else:
         yield "But for rounding its weights to fp16 it is bit for bit the original."
-    if math.isfinite(found.scaling.headroom_bits) and not found.scaling.certified:
+    if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
-            f"In the measured calls its values stay {found.scaling.headroom_bits:.1f} bits below the end "
+            f"In the measured calls its values stay {read_headroom(found.scaling):.1f} bits below the end "
             "of fp16; nothing watches them without Stopdown."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):

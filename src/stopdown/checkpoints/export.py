@@ -35,8 +35,8 @@ from stopdown.plans.exponents import (
     measure_kind,
     place_arguments,
 )
-from stopdown.records import ComponentPlan
-from stopdown.scaling import Measured, Scaling, find_folds, fold_scaling
+from stopdown.records import ComponentPlan, Scaling
+from stopdown.scaling import Measured, find_folds, fold_scaling
 from stopdown.scaling.folds import split_name
 from stopdown.scaling.trial import run_call
 
@@ -71,7 +71,6 @@ class Expressed:
 def express_component(
     module: torch.nn.Module,
     entry: ComponentPlan,
-    scaling: Scaling,
     record: Callable[[], Sequence[RecordedCall]],
     *,
     has_config: bool = True,
@@ -81,7 +80,6 @@ def express_component(
     Args:
         module: in fp32; left as it was.
         entry: what the plan says of it.
-        scaling: the exponents of that entry.
         record: gives the calls that a pipeline makes of it; called when they are needed.
         has_config: there will be a configuration beside the weights.
 
@@ -95,7 +93,7 @@ def express_component(
     fields = find_eps_fields(module) if has_config else {}
     planned = None
     if _is_folds_alone(module, entry):
-        planned = _write_eps(module, scaling, fields)
+        planned = _write_eps(module, entry.scaling, fields)
         if not planned.left:
             return planned
     calls = leave_out_failing(module, record())
@@ -121,23 +119,26 @@ def express_component(
 
 def describe_rest(entry: ComponentPlan) -> str:
     """What a plan has besides folds: `2 multiplies and the islands patch_embed`."""
-    parts = []
-    if count := len(entry.multiplies):
+    parts, scaling = [], entry.scaling
+    if count := len(scaling.multiplies):
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
-    if entry.islands:
-        parts.append(f"the fp32 island{'s' * (len(entry.islands) > 1)} {', '.join(entry.islands)}")
-    if entry.outputs:
+    if scaling.islands:
+        parts.append(
+            f"the fp32 island{'s' * (len(scaling.islands) > 1)} {', '.join(scaling.islands)}"
+        )
+    if scaling.outputs:
         parts.append("an output in fp32")
-    if entry.stream is not None:
-        inside = ", ".join(entry.stream.closed)
+    if scaling.stream is not None:
+        inside = ", ".join(scaling.stream.closed)
         parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
     return " and ".join(parts) or "eps that no configuration sets"
 
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
-    beyond = entry.multiplies or entry.islands or entry.outputs or entry.stream is not None
-    return not beyond and _are_stored(module, entry.exponents)
+    scaling = entry.scaling
+    beyond = scaling.multiplies or scaling.islands or scaling.outputs or scaling.stream is not None
+    return not beyond and _are_stored(module, scaling.exponents)
 
 
 def _are_stored(module: torch.nn.Module, exponents: Mapping[str, int]) -> bool:

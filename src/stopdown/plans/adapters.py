@@ -153,7 +153,8 @@ class _Post:
         if now == self.known:
             return
         name, added = self.entry.component, list(list_new(self.known, now))
-        scaled = self.entry.exponents or self.entry.multiplies
+        scaling = self.entry.scaling
+        scaled = scaling.exponents or scaling.multiplies
         if added and scaled:
             raise PlanError(
                 f"{name} is not what its plan was put on: {'; '.join(added)}.",

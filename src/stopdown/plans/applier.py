@@ -26,12 +26,12 @@ from stopdown.pipelines.components import cast_component_, find_callees, find_co
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
-from stopdown.plans.calibrated import count_folds, read_scaling, sample_weights
+from stopdown.plans.calibrated import count_folds, sample_weights
 from stopdown.plans.loader import Loaded, LoadedPlan
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.precision import ComponentFacts
-from stopdown.records import Accumulation, ComponentPlan, Decision, Plan
-from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
+from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.certificate import describe_share
 from stopdown.scaling.folds import RESCALED, list_misfits
 
@@ -122,7 +122,7 @@ def apply_component(
         return
     dtype = FORMATS[entry.precision].torch_dtype
     if entry.precision == "fp16":
-        rescaling = fold_scaling(module, read_scaling(entry))
+        rescaling = fold_scaling(module, entry.scaling)
         patches.defer(rescaling.undo)
         if cast:
             cast_(module, dtype, rescaling)
@@ -149,7 +149,7 @@ def _apply_without_weights(skeleton: Any, plan: Plan) -> None:
     patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
     for entry in plan.components:
         if entry.component in modules and entry.precision in FORMATS:
-            scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+            scaling = entry.scaling if entry.precision == "fp16" else Scaling()
             cast_(
                 modules[entry.component], FORMATS[entry.precision].torch_dtype, scaling, keep=False
             )
@@ -167,7 +167,7 @@ def put_for_good(module: torch.nn.Module, entry: ComponentPlan) -> Patches:
     off = Patches()
     if entry.precision == "as loaded":
         return off
-    scaling = read_scaling(entry) if entry.precision == "fp16" else Scaling()
+    scaling = entry.scaling if entry.precision == "fp16" else Scaling()
     off.defer(fold_scaling(module, scaling).undo)
     off.defer(functools.partial(_widen, module))
     if entry.precision == "fp16":
@@ -256,7 +256,7 @@ def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
         elif sample_weights(modules[name]) != entry.weights:
             yield f"{name} has other weights than those that were measured, or adapters besides"
         elif entry.precision == "fp16":
-            misfits = list_misfits(modules[name], read_scaling(entry))
+            misfits = list_misfits(modules[name], entry.scaling)
             yield from (f"{name} does not fit its exponents: {x}" for x in misfits)
 
 
@@ -346,7 +346,7 @@ def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[
             planned[fact.name].precision,
             describe_entry(planned[fact.name], name),
             fact.stored_mostly,
-            planned[fact.name].islands,
+            planned[fact.name].scaling.islands,
         )
         for fact in facts
         if fact.name in planned
@@ -356,27 +356,29 @@ def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[
 
 def _describe_basis(entry: ComponentPlan) -> str:
     """What the ranges rest on: bounds, measured calls, or some of each."""
-    if entry.certified:
+    scaling = entry.scaling
+    if scaling.certified:
         return "certified"
-    if not entry.values:
+    if not scaling.values:
         return f"calibrated on {entry.calls} calls" if entry.calls else "not certified"
-    return describe_share(entry.values, entry.bounded).removesuffix(".")
+    return describe_share(scaling.values, scaling.bounded).removesuffix(".")
 
 
 def describe_entry(entry: ComponentPlan, name: str) -> str:
     """A component's entry in one sentence, or the reasons why it is not in fp16."""
     if entry.precision != "fp16":
         return f"{entry.precision} by {name}. {' '.join(entry.reasons)}"
-    folds = count_folds(entry).replace(" is scaled", "").replace(" are scaled", "")
-    parts = [folds, f"{len(entry.islands)} island{'s' * (len(entry.islands) != 1)}"]
-    if count := len(entry.multiplies):
+    scaling = entry.scaling
+    folds = count_folds(scaling).replace(" is scaled", "").replace(" are scaled", "")
+    parts = [folds, f"{len(scaling.islands)} island{'s' * (len(scaling.islands) != 1)}"]
+    if count := len(scaling.multiplies):
         parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
-    if entry.stream is not None:
-        inside = ", ".join(entry.stream.closed)
+    if scaling.stream is not None:
+        inside = ", ".join(scaling.stream.closed)
         parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
-    if entry.headroom_bits is not None:
-        parts.append(f"{entry.headroom_bits:.1f} bits of headroom")
-    if entry.trial is not None and entry.trial.rel_err is not None:
-        parts.append(f"{100 * entry.trial.rel_err:.2g} % off fp32 when it was tried")
+    if scaling.headroom_bits is not None:
+        parts.append(f"{scaling.headroom_bits:.1f} bits of headroom")
+    if scaling.trial is not None and scaling.trial.rel_err is not None:
+        parts.append(f"{100 * scaling.trial.rel_err:.2g} % off fp32 when it was tried")
     basis = _describe_basis(entry)
     return f"fp16 rescaled by {name}: {', '.join(parts)} ({basis})."

@@ -48,10 +48,10 @@ from stopdown.plans.call_recorder import PROMPTS, Progress, RecordedCall, record
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision, parse_fp16
-from stopdown.records import ComponentPlan, Plan
-from stopdown.scaling import Scaling, cast_, check_residual
+from stopdown.records import ComponentPlan, Plan, Scaling
+from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import describe_trial
+from stopdown.scaling.folds import describe_trial, read_headroom
 from stopdown.scaling.weights import find_quantised
 
 SAMPLES = 16
@@ -342,80 +342,71 @@ def describe_scaling(
     calls: int,
     notes: tuple[str, ...] = (),
 ) -> ComponentPlan:
-    """A component's entry from its exponents; `read_scaling` is the way back.
+    """A component's entry with its exponents, and what they mean in sentences.
 
     Args:
         bare: what is kept besides: names, digest of the weights, prompts, accumulation.
         calls: how many were measured.
         notes: what else is to be said, in whole sentences.
     """
-    held = {x.name: getattr(scaling, x.name) for x in dataclasses.fields(Scaling)}
     if not scaling.range_note:  # nobody asked for bounds: what is uncertain would be everything
-        held |= {"values": 0, "bounded": 0, "uncertain": ()}
-    finite = math.isfinite(scaling.headroom_bits)
-    held |= {
-        "headroom_bits": round(scaling.headroom_bits, 3) if finite else None,
-        "uncertain": tuple(dict.fromkeys(held["uncertain"])),
-        "outputs": {str(number): exponent for number, exponent in scaling.outputs.items()},
-    }
-    entry = dataclasses.replace(bare, precision=precision, calls=calls, **held)
+        scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=())
+    headroom = read_headroom(scaling)
+    scaling = dataclasses.replace(
+        scaling,
+        headroom_bits=round(headroom, 3) if math.isfinite(headroom) else None,
+        uncertain=tuple(dict.fromkeys(scaling.uncertain)),
+    )
     said = [x for x in (scaling.range_note, scaling.note, *notes) if x]
-    return dataclasses.replace(entry, reasons=(*_list_reasons(entry), *said))
+    reasons = (*_list_reasons(scaling, calls), *said)
+    return dataclasses.replace(
+        bare, precision=precision, scaling=scaling, calls=calls, reasons=reasons
+    )
 
 
-def read_scaling(entry: ComponentPlan) -> Scaling:
-    """A component's exponents as `fold_scaling` takes them."""
-    held = {x.name: getattr(entry, x.name) for x in dataclasses.fields(Scaling)}
-    held |= {
-        "headroom_bits": math.inf if entry.headroom_bits is None else entry.headroom_bits,
-        "outputs": {int(number): exponent for number, exponent in entry.outputs.items()},
-    }
-    return Scaling(**held)
-
-
-def _list_reasons(entry: ComponentPlan) -> list[str]:
+def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
     reasons = []
-    if entry.headroom_bits is not None:
-        where = f"In {entry.calls} measured calls" if entry.calls else "By bounds from its weights"
+    if scaling.headroom_bits is not None:
+        where = f"In {calls} measured calls" if calls else "By bounds from its weights"
         reasons.append(
-            f"{where} every 16-bit value stays {entry.headroom_bits:.1f} bits "
-            f"below the end of fp16; the tightest is {entry.tightest}."
+            f"{where} every 16-bit value stays {scaling.headroom_bits:.1f} bits "
+            f"below the end of fp16; the tightest is {scaling.tightest}."
         )
-    if entry.exponents:
-        reasons.append(f"For that {count_folds(entry)}.")
+    if scaling.exponents:
+        reasons.append(f"For that {count_folds(scaling)}.")
     else:
         reasons.append("No weight had to be scaled.")
-    if entry.islands:
-        share = f"{100 * entry.island_flops:.1f} % of the matmul work"
-        reasons.append(f"{', '.join(entry.islands)} cannot be scaled and stay in fp32: {share}.")
-    if entry.outputs:
-        numbers = ", ".join(entry.outputs)
+    if scaling.islands:
+        share = f"{100 * scaling.island_flops:.1f} % of the matmul work"
+        reasons.append(f"{', '.join(scaling.islands)} cannot be scaled and stay in fp32: {share}.")
+    if scaling.outputs:
+        numbers = ", ".join(map(str, scaling.outputs))
         reasons.append(f"What it returns as number {numbers} is beyond fp16, and is fp32.")
-    if entry.stream is not None and entry.stream.closed:
-        share = f", but for {100 * entry.island_flops:.1f} % of that work"
+    if scaling.stream is not None and scaling.stream.closed:
+        share = f", but for {100 * scaling.island_flops:.1f} % of that work"
         reasons.append(
-            f"Inside {', '.join(entry.stream.closed)} sums are fp32, because nothing there can be "
-            f"scaled; what multiplies matrices runs in fp16{share if entry.island_flops else ''}."
+            f"Inside {', '.join(scaling.stream.closed)} sums are fp32, because nothing there can be "
+            f"scaled; what multiplies matrices runs in fp16{share if scaling.island_flops else ''}."
         )
-    elif entry.stream is not None:
-        count = len(entry.stream.widened)
+    elif scaling.stream is not None:
+        count = len(scaling.stream.widened)
         reasons.append(
             f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
             "multiplies many rows by matrices runs in fp16."
         )
-    if entry.trial is not None:
-        reasons += [f"{describe_trial(entry.trial).capitalize()}.", entry.trial.note]
-    if entry.pinned:
-        reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(entry.pinned))}.")
+    if scaling.trial is not None:
+        reasons += [f"{describe_trial(scaling.trial).capitalize()}.", scaling.trial.note]
+    if scaling.pinned:
+        reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(scaling.pinned))}.")
     return [reason for reason in reasons if reason]
 
 
-def count_folds(entry: ComponentPlan) -> str:
+def count_folds(scaling: Scaling) -> str:
     """`41 tensors are scaled by exponents -6..3`."""
-    if not entry.exponents:
+    if not scaling.exponents:
         return "no tensor is scaled"
-    tensors = {name.partition("[")[0] for name in entry.exponents}
-    low, high = min(entry.exponents.values()), max(entry.exponents.values())
+    tensors = {name.partition("[")[0] for name in scaling.exponents}
+    low, high = min(scaling.exponents.values()), max(scaling.exponents.values())
     noun = "tensor is" if len(tensors) == 1 else "tensors are"
     return f"{len(tensors)} {noun} scaled by exponents {low}..{high}"
 

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.plans.call_recorder import RecordedCall, sign_call
+from stopdown.records import Scaling
 from stopdown.scaling import (
     Measured,
-    Scaling,
     measure_again,
     measure_call,
     scale_anyhow,

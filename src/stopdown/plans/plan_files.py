@@ -70,7 +70,7 @@ def describe_no_plan(path: Path) -> str:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """A plan from a JSON file.
+    """A plan from a JSON file, of this schema or an older one; its seal is that of what comes back.
 
     Raises:
         PlanError: there is no such file, or it is not a plan as it was written.
@@ -104,7 +104,7 @@ def read_plan(path: str | Path) -> Plan:
             expected="Its seal fits, so it was not Stopdown that wrote these values.",
             remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         )
-    return plan
+    return seal_plan(plan)
 
 
 def find_cached_path(fingerprint: str) -> Path:

@@ -65,7 +65,7 @@ class Way:
     def island_share(self) -> float:
         """Share of the matmul work that a plan does in fp32, the largest of its components."""
         entries = self.plan.components if self.plan is not None else ()
-        return max((entry.island_flops for entry in entries), default=0.0)
+        return max((entry.scaling.island_flops for entry in entries), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ def list_ways(
 
 def _describe_plan(plan: Plan, path: str) -> Way:
     entries = plan.components
-    count = sum(len(entry.islands) for entry in entries)
-    share = max((entry.island_flops for entry in entries), default=0.0)
-    streams = sum(entry.stream is not None for entry in entries)
+    count = sum(len(entry.scaling.islands) for entry in entries)
+    share = max((entry.scaling.island_flops for entry in entries), default=0.0)
+    streams = sum(entry.scaling.stream is not None for entry in entries)
     remark = f"{count} island{'s' * (count != 1)} in fp32, {share:.1%} of the matmul work."
     if streams:
         remark += f" {streams} fp32 residual stream{'s' * (streams != 1)}."

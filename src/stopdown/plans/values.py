@@ -14,10 +14,13 @@ import re
 from collections.abc import Iterator
 
 from stopdown.number_formats import FORMATS
-from stopdown.records import ComponentPlan, Plan, ResidualStream
+from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling
 
 LARGEST_EXPONENT = 252
 """From fp32's smallest normal number, 2^-126, to beyond its largest, 2^127."""
+
+MOST_OUTPUTS = 10**4
+"""More than a component returns."""
 
 ATTENTION = ("math", "flash", "efficient", "cudnn")
 """Kernels of attention that a plan can ask for."""
@@ -46,16 +49,17 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
         yield "a name that is no component's"
     if entry.precision not in (*FORMATS, "as loaded"):
         yield f"the precision {entry.precision[:40]!r}"
-    yield from _list_exponents(entry)
-    yield from _list_names(entry)
-    if not 0 <= entry.island_flops <= 1:
-        yield f"{entry.island_flops:g} of its work in fp32"
-    if entry.headroom_bits is not None and not abs(entry.headroom_bits) <= 512:
-        yield f"{entry.headroom_bits:g} bits of headroom"
-    counts = (entry.values, entry.bounded, entry.calls, entry.prompts)
-    if min(counts) < 0 or max(counts) > 2**53 or entry.bounded > entry.values:
+    scaling = entry.scaling
+    yield from _list_exponents(scaling)
+    yield from _list_names(scaling)
+    if not 0 <= scaling.island_flops <= 1:
+        yield f"{scaling.island_flops:g} of its work in fp32"
+    if scaling.headroom_bits is not None and not abs(scaling.headroom_bits) <= 512:
+        yield f"{scaling.headroom_bits:g} bits of headroom"
+    counts = (scaling.values, scaling.bounded, entry.calls, entry.prompts)
+    if min(counts) < 0 or max(counts) > 2**53 or scaling.bounded > scaling.values:
         yield f"the counts {', '.join(str(count)[:20] for count in counts)}"
-    for name, limit in entry.limits.items():
+    for name, limit in scaling.limits.items():
         if not (math.isfinite(limit) and limit >= 0):
             yield f"the limit {limit} of {name[:40]!r}"
     for kernel in entry.accumulation.attention if entry.accumulation is not None else ():
@@ -63,25 +67,26 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
             yield f"the attention {kernel[:40]!r}"
 
 
-def _list_exponents(entry: ComponentPlan) -> Iterator[str]:
-    for table in (entry.exponents, entry.eps, entry.multiplies, entry.outputs):
+def _list_exponents(scaling: Scaling) -> Iterator[str]:
+    outputs = {str(number): exponent for number, exponent in scaling.outputs.items()}
+    for table in (scaling.exponents, scaling.eps, scaling.multiplies, outputs):
         for name, exponent in table.items():
             if abs(exponent) > LARGEST_EXPONENT:
                 yield f"the exponent {str(exponent)[:20]} of {name[:40]!r}"
-    for number in entry.outputs:
-        if not re.fullmatch(r"\d{1,4}", number, re.ASCII):
-            yield f"the output {number[:40]!r}"
+    for number in scaling.outputs:
+        if not 0 <= number < MOST_OUTPUTS:
+            yield f"the output {str(number)[:20]}"
 
 
-def _list_names(entry: ComponentPlan) -> Iterator[str]:
+def _list_names(scaling: Scaling) -> Iterator[str]:
     """Names that are no paths; the component itself is "" where a module is meant."""
-    for name in entry.exponents:
+    for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"
-    for name in (*entry.eps, *(entry.kept_buffers or ())):
+    for name in (*scaling.eps, *(scaling.kept_buffers or ())):
         if not _PATH.fullmatch(name):
             yield f"the attribute {name[:40]!r}"
-    for name in (*entry.multiplies, *entry.islands, *_list_stream(entry.stream)):
+    for name in (*scaling.multiplies, *scaling.islands, *_list_stream(scaling.stream)):
         if name and not _PATH.fullmatch(name):
             yield f"the module {name[:40]!r}"
 

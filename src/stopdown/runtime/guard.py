@@ -183,7 +183,7 @@ class Guard:
             self._patches.defer(self.watch.__exit__)
             put_run_layer(self.pipe, self.run, self._patches)
             for entry in self._plan.components if self._plan is not None else ():
-                self.watch.limit_inputs(entry.component, entry.limits)
+                self.watch.limit_inputs(entry.component, entry.scaling.limits)
             if journal is not None:
                 journal.put_on(self.pipe, self._patches, lambda: len(self._repairs))
                 self._journal = journal

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from stopdown.plans.calibrated import describe_scaling, read_scaling
-from stopdown.records import ComponentPlan
+from stopdown.plans.calibrated import describe_scaling
+from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime.repairs import Adjustment
-from stopdown.scaling import Scaling
 
 _NOT_BOUNDED = "Its bounds did not hold in a run: it is not certified any more."
 
@@ -23,7 +22,7 @@ def adjustments_of(entry: ComponentPlan) -> tuple[Adjustment, ...]:
     if entry.precision == "as loaded":
         return ()
     if entry.precision == "fp16":
-        return (Adjustment("rescaled", "fp16", scaling=read_scaling(entry)),)
+        return (Adjustment("rescaled", "fp16", scaling=entry.scaling),)
     return (Adjustment("cast", entry.precision),)
 
 
@@ -49,8 +48,9 @@ def update_entry(
         elif one.action == "cast":
             found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
         else:
-            islands = tuple(dict.fromkeys((*found.islands, one.path)))
-            found = dataclasses.replace(found, islands=islands, reasons=(*found.reasons, *notes))
+            islands = tuple(dict.fromkeys((*found.scaling.islands, one.path)))
+            scaling = dataclasses.replace(found.scaling, islands=islands)
+            found = dataclasses.replace(found, scaling=scaling, reasons=(*found.reasons, *notes))
     return found
 
 

@@ -26,9 +26,10 @@ from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
 from stopdown.pipelines.components import Callee, cast_component_, read_precisions
 from stopdown.pipelines.step_caches import without_caches
-from stopdown.records import ResidualStream
+from stopdown.records import ResidualStream, Scaling
 from stopdown.runtime.repair_order import Remedy
-from stopdown.scaling import Scaling, cast_, fold_scaling
+from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.folds import read_headroom
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ def merge_scalings(
         return {name: x for name, x in entries.items() if keeps(name)}
 
     kept = replace(before, exponents=keep(before.exponents), multiplies=keep(before.multiplies))
-    tightest = min(found, kept if kept.exponents else found, key=lambda x: x.headroom_bits)
+    tightest = min(found, kept if kept.exponents else found, key=read_headroom)
     islands = tuple(filter(keeps, before.islands))
     known = before.kept_buffers is not None and found.kept_buffers is not None
     buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}

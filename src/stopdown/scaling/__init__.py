@@ -1,6 +1,6 @@
 """Rescaling: exponents that bring a bf16-trained module into fp16's range without changing it."""
 
-from stopdown.scaling.folds import Rescaling, Scaling, cast_, fold_scaling
+from stopdown.scaling.folds import Rescaling, cast_, fold_scaling
 from stopdown.scaling.problem import Measured
 from stopdown.scaling.rescale import (
     check_residual,
@@ -16,7 +16,6 @@ from stopdown.scaling.rescale import (
 __all__ = [
     "Measured",
     "Rescaling",
-    "Scaling",
     "cast_",
     "check_residual",
     "find_folds",

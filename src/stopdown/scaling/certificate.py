@@ -35,7 +35,8 @@ from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
-from stopdown.scaling.folds import Scaling
+from stopdown.records import Scaling
+from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.problem import Measured, Problem, split_values
 
 RANGES = ("measured", "bound", "auto")
@@ -268,7 +269,7 @@ def _is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
     return (
         _is_as_narrow(found, best)
         and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
-        and found.headroom_bits >= min(1.0, best.headroom_bits)
+        and read_headroom(found) >= min(1.0, read_headroom(best))
         and more <= MORE_STRAIN_BITS
     )
 

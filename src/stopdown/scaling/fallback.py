@@ -32,8 +32,7 @@ from stopdown.numerics import (
     measure_amax,
 )
 from stopdown.patches import Patches
-from stopdown.records import ResidualStream
-from stopdown.scaling.folds import Scaling
+from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.trial import Call, Reference, run_call, try_scaling
 
 Failure = CaptureError | ScalingError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,58 +20,8 @@ from stopdown.graph.capture import find_kept_buffers, name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.records import ResidualStream, Trial
+from stopdown.records import ResidualStream, Scaling, Trial
 from stopdown.scaling.cast_check import CHECK, CastCheck
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
-
-    Attributes:
-        exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
-        eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
-        multiplies: module path to the exponent that its output is multiplied with.
-        islands: paths of the modules that stay in fp32; "" is the component itself.
-        headroom_bits: bits between the largest 16-bit value seen and the end of the range.
-        tightest: the value with the least headroom.
-        certified: True when the ranges are bounds; False when they were measured.
-        pinned: operation without a rule to the places where it stands.
-        island_flops: share of the matmul FLOPs that is done in islands.
-        kept_buffers: buffers that keep their dtype when the component is cast; None for those
-            that `find_kept_buffers` names.
-        outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
-            the exponent that is taken off there.
-        stream: where the residual stream is fp32 when the component is cast; None for nowhere.
-        values: how many fp16 values there are; 0 where nobody counted.
-        bounded: how many of them rest on bounds.
-        uncertain: places of those whose ranges were measured and not bounded.
-        limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
-        range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
-        note: why it is not fp32 although it was asked for; "" when there is nothing to say.
-        trial: what the module gave when it was run once with all that; None where nobody tried.
-    """
-
-    exponents: Mapping[str, int] = field(default_factory=dict)
-    eps: Mapping[str, int] = field(default_factory=dict)
-    multiplies: Mapping[str, int] = field(default_factory=dict)
-    islands: tuple[str, ...] = ()
-    headroom_bits: float = float("inf")
-    tightest: str = ""
-    certified: bool = False
-    pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    island_flops: float = 0.0
-    kept_buffers: tuple[str, ...] | None = None
-    outputs: Mapping[int, int] = field(default_factory=dict)
-    stream: ResidualStream | None = None
-    values: int = 0
-    bounded: int = 0
-    uncertain: tuple[str, ...] = ()
-    limits: Mapping[str, float] = field(default_factory=dict)
-    range_note: str = ""
-    note: str = ""
-    trial: Trial | None = None
-
 
 RESCALED = "stopdown_rescaled"
 """Attribute of a module while exponents are folded into it: it was made to fit fp16."""
@@ -104,7 +54,7 @@ class Rescaling:
     @property
     def headroom_bits(self) -> float:
         """Bits between the largest 16-bit value seen and the end of the range."""
-        return self.scaling.headroom_bits
+        return read_headroom(self.scaling)
 
     @property
     def certified(self) -> bool:
@@ -141,6 +91,11 @@ class Rescaling:
             f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom, "
             f"{describe_trial(self.trial)})"
         )
+
+
+def read_headroom(scaling: Scaling) -> float:
+    """Its bits of headroom, infinite where nothing was measured."""
+    return math.inf if scaling.headroom_bits is None else scaling.headroom_bits
 
 
 def describe_trial(trial: Trial | None) -> str:

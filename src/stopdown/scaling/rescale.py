@@ -19,10 +19,10 @@ from stopdown.errors import CaptureError, OptionError, ScalingError, TrialError
 from stopdown.graph.capture import Answers, Capture, capture_call, note_answers, owner_of
 from stopdown.graph.ranges import measure_ranges, merge_ranges
 from stopdown.numerics import headroom_bits
-from stopdown.records import ResidualStream
+from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import Kind, check_ranges, find_uncertain, scale_by_bounds
 from stopdown.scaling.fallback import scale_by_hooks
-from stopdown.scaling.folds import Rescaling, Scaling, cast_, check_casts, fold_scaling
+from stopdown.scaling.folds import Rescaling, cast_, check_casts, fold_scaling
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import (
     Measured,
@@ -474,14 +474,14 @@ class _Reader:
         return 0 if root == ZERO else self._exponents[root]
 
 
-def _find_tightest(problem: Problem, solution: Solution) -> tuple[float, str]:
+def _find_tightest(problem: Problem, solution: Solution) -> tuple[float | None, str]:
     at = _Reader(problem, solution).exponent
     rooms = [
         (headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place)
         for x in problem.limits
         if x.dtype == torch.float16 and not set(x.islands) & set(solution.islands)
     ]
-    return min(rooms, default=(float("inf"), ""))
+    return min(rooms, default=(None, ""))
 
 
 def _row_name(name: str, start: int, stop: int) -> str:

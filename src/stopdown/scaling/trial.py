@@ -28,8 +28,8 @@ from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
 from stopdown.patches import Patches
 from stopdown.randomness import find_random
-from stopdown.records import Trial
-from stopdown.scaling.folds import Scaling, cast_, fold_scaling
+from stopdown.records import Scaling, Trial
+from stopdown.scaling.folds import cast_, fold_scaling
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
