@@ -16,9 +16,11 @@ from stopdown.environment import Support
 from stopdown.memory.forecast import Fit
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
+from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import resolve_source
+from stopdown.plans.applier import apply_entry
 from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.precision_and_memory import (
     Budgeted,
@@ -30,7 +32,7 @@ from stopdown.plans.precision_and_memory import (
     weigh_speed,
 )
 from stopdown.records import ComponentPlan, MemoryPlan, Plan, Scaling
-from stopdown.testing import save_pipeline
+from stopdown.testing import make_pipeline, save_pipeline
 
 NATIVE, MISSING = Support(True, True, 0.2, "Native."), Support(False, False, None, "Missing.")
 TURING = {"fp32": NATIVE, "fp16": NATIVE, "bf16": MISSING}
@@ -146,6 +148,22 @@ def test_a_plans_islands_are_fp32_in_its_stand_in(tmp_path: Path) -> None:
     unet = find_components(build_way(source, way))["unet"]
     kinds = {name.startswith("mid_block."): x.dtype for name, x in unet.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.float16}
+
+
+def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None:
+    """A component that a plan runs in bf16 is cast by `apply_entry` here as it is on loading."""
+    source = resolve_source(save_pipeline("wan", tmp_path / "m", dtype=torch.float32))
+    entry = ComponentPlan("transformer", "WanTransformer3DModel", "", "bf16")
+    way = Way("by p.json", {"transformer": "bf16"}, "p.json", plan=make_plan(entry))
+    transformer = find_components(build_way(source, way))["transformer"]
+    loaded, off = make_pipeline("wan").transformer.float(), Patches()
+    before = {name: x.dtype for name, x in loaded.named_parameters()}
+    apply_entry(loaded, entry, off)
+    kinds = {name: x.dtype for name, x in loaded.named_parameters()}
+    assert kinds == {name: x.dtype for name, x in transformer.named_parameters()}
+    assert set(kinds.values()) == {torch.bfloat16, torch.float32}
+    off.undo()
+    assert before == {name: x.dtype for name, x in loaded.named_parameters()}
 
 
 @pytest.fixture(scope="module")

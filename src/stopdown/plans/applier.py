@@ -80,7 +80,7 @@ def apply_plan(
     own = Patches()
     try:
         for entry in plan.components:
-            apply_component(getattr(pipe, entry.component), entry, own, cast=cast)
+            apply_entry(getattr(pipe, entry.component), entry, own, cast=cast)
         if cast:
             put_boundaries(pipe, plan, own)
         watch_adapters(pipe, plan, own)
@@ -110,24 +110,69 @@ def check_plan(pipe: Any, plan: Plan) -> None:
     _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
 
 
-def apply_component(
-    module: torch.nn.Module, entry: ComponentPlan, patches: Patches, *, cast: bool = True
+def apply_entry(
+    module: torch.nn.Module,
+    entry: ComponentPlan,
+    patches: Patches,
+    *,
+    cast: bool = True,
+    keep: bool = True,
+    fold: bool = True,
 ) -> None:
-    """Fold one component's exponents and cast it.
+    """Put one component's entry on it, as `apply_precision` does; what is left as loaded stays so."""
+    if entry.precision != "as loaded":
+        scaling = entry.scaling if entry.precision == "fp16" else None
+        apply_precision(module, entry.precision, scaling, patches, cast=cast, keep=keep, fold=fold)
+
+
+def apply_precision(
+    module: torch.nn.Module,
+    precision: str,
+    scaling: Scaling | None,
+    patches: Patches,
+    *,
+    cast: bool = True,
+    keep: bool = True,
+    fold: bool = True,
+) -> None:
+    """Fold one component's exponents and cast it; the only way in which a plan or a repair does so.
+
+    Args:
+        precision: name of the format that it is cast to.
+        scaling: its exponents, fp32 layers and streams; None casts it as if it had been loaded so, and
+            what its authors keep in fp32 stays.
+        patches: take it off.
+        cast: False folds alone.
+        keep: False lets the old weights go: once it is off, they are in fp32, as near to the old ones as
+            the precision holds them.
+        fold: False where there are no weights: exponents are left out.
 
     Raises:
-        ScalingError: a name of the entry is not in the module.
+        ScalingError: a name of the scaling is not in the module.
     """
-    if entry.precision == "as loaded":
+    if scaling is not None and fold:
+        patches.defer(fold_scaling(module, scaling).undo)
+    elif scaling is not None:
+        patches.set_attribute(module, RESCALED, True)
+    if not cast:
         return
-    dtype = FORMATS[entry.precision].torch_dtype
-    if entry.precision == "fp16":
-        rescaling = fold_scaling(module, entry.scaling)
-        patches.defer(rescaling.undo)
-        if cast:
-            cast_(module, dtype, rescaling)
-    elif cast:
-        _cast_plainly(module, dtype, patches)
+    dtype = FORMATS[precision].torch_dtype
+    if not keep:
+        patches.defer(functools.partial(_widen, module))
+    if scaling is not None:
+        patches.defer(cast_(module, dtype, scaling, keep=keep).undo)
+        return
+    for tensor in module.state_dict(keep_vars=True).values() if keep else ():
+        if tensor.is_floating_point():
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, dtype)
+
+
+def _widen(module: torch.nn.Module) -> None:
+    """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:
@@ -148,48 +193,9 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
 def _apply_without_weights(skeleton: Any, plan: Plan) -> None:
     patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
     for entry in plan.components:
-        if entry.component in modules and entry.precision in FORMATS:
-            scaling = entry.scaling if entry.precision == "fp16" else Scaling()
-            cast_(
-                modules[entry.component], FORMATS[entry.precision].torch_dtype, scaling, keep=False
-            )
-            patches.set_attribute(modules[entry.component], RESCALED, entry.precision == "fp16")
+        if entry.component in modules:
+            apply_entry(modules[entry.component], entry, patches, keep=False, fold=False)
     put_boundaries(skeleton, plan, patches)
-
-
-def put_for_good(module: torch.nn.Module, entry: ComponentPlan) -> Patches:
-    """Fold one component's exponents and cast it; its old weights are let go.
-
-    Returns:
-        What takes the entry off: the weights are then in fp32, as near to the old ones as the
-        format of the entry holds them.
-    """
-    off = Patches()
-    if entry.precision == "as loaded":
-        return off
-    scaling = entry.scaling if entry.precision == "fp16" else Scaling()
-    off.defer(fold_scaling(module, scaling).undo)
-    off.defer(functools.partial(_widen, module))
-    if entry.precision == "fp16":
-        off.defer(cast_(module, torch.float16, scaling, keep=False).undo)
-    else:
-        cast_component_(module, FORMATS[entry.precision].torch_dtype)
-    return off
-
-
-def _widen(module: torch.nn.Module) -> None:
-    """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
-    for tensor in name_parameters(module).values():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.float()
-
-
-def _cast_plainly(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
-    """As if the component had been loaded in a format; what its authors keep in fp32 stays."""
-    for tensor in module.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point():
-            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    cast_component_(module, dtype)
 
 
 def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
@@ -328,13 +334,15 @@ def load_planned(
     check_source(plan, source)
     pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress, config=config)
     _refuse(plan, list(_compare_components(pipe, plan)))
-    put = {x.component: put_for_good(getattr(pipe, x.component), x) for x in plan.components}
+    off = {entry.component: Patches() for entry in plan.components}
+    for entry in plan.components:
+        apply_entry(getattr(pipe, entry.component), entry, off[entry.component], keep=False)
     patches = Patches()
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
     if device.type != "cpu" and move:
         pipe.to(device.torch_name)
-    return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, put))
+    return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, off))
 
 
 def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:

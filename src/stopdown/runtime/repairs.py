@@ -12,7 +12,6 @@ encoder, when decoding failed) keeps the plan's exponents.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -24,11 +23,12 @@ from stopdown.errors import ScalingError
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
-from stopdown.pipelines.components import Callee, cast_component_, read_precisions
+from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.step_caches import without_caches
+from stopdown.plans.applier import apply_precision
 from stopdown.records import ResidualStream, Scaling
 from stopdown.runtime.repair_order import Remedy
-from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom
 
 
@@ -204,25 +204,14 @@ class ComponentState:
             torch.compiler.reset()
 
     def _put(self, repair: Adjustment) -> None:
-        wanted = FORMATS[repair.precision].torch_dtype
-        if repair.scaling is not None:
-            rescaling = fold_scaling(self.module, repair.scaling)
-            self._patches.defer(rescaling.undo)
-            cast_(self.module, wanted, rescaling)
-        elif repair.action == "island":
+        if repair.action == "island":
             module = self.module.get_submodule(repair.path)
             around = read_precisions(self.module)[0]
             self._patches.defer(cast_(module, around, Scaling(islands=("",))).undo)
-        else:
-            self._cast(wanted)
-
-    def _cast(self, dtype: torch.dtype) -> None:
-        """As if it had been loaded in a format; what its authors keep in fp32 stays."""
-        for tensor in self.module.state_dict(keep_vars=True).values():
-            if tensor.is_floating_point():
-                self._patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-        cast_component_(self.module, dtype)
-        self.dtype = dtype
+            return
+        apply_precision(self.module, repair.precision, repair.scaling, self._patches)
+        if repair.scaling is None:
+            self.dtype = FORMATS[repair.precision].torch_dtype
 
     def _find_scaling(
         self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
