@@ -77,7 +77,7 @@ def test_help_and_version_load_nothing_heavy(arguments: list[str]) -> None:
         "import sys; from stopdown.app import cli\n"
         "try: cli.main(sys.argv[1:])\n"
         "except SystemExit as left: assert not left.code\n"
-        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'av'} & set(sys.modules)\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'av', 'rich'} & set(sys.modules)\n"
         "sys.exit(f'loaded: {heavy}' if heavy else 0)"
     )
     command = [sys.executable, "-c", script, *arguments]

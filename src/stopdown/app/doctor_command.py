@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
-from stopdown.app.progress import print_prose
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth, to_json
 
@@ -92,6 +90,10 @@ def print_health(health: MachineHealth, console: Console) -> None:
 
 
 def _print_device(device: DeviceHealth, console: Console) -> None:
+    from rich.text import Text
+
+    from stopdown.app.progress import print_prose
+
     memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
     origin = "" if device.tried else " (from its profile; nothing was tried)"
@@ -109,6 +111,8 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
 
 def _print_outlook(device: DeviceHealth, console: Console) -> None:
     """What `auto` would choose, components with one reason together."""
+    from stopdown.app.progress import print_prose
+
     console.print("\n  What --precision auto would choose", style="bold")
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for outlook in device.outlooks:
@@ -124,6 +128,8 @@ def _print_outlook(device: DeviceHealth, console: Console) -> None:
 
 
 def _print_switches(health: MachineHealth, console: Console) -> None:
+    from stopdown.app.progress import print_prose
+
     console.print("\nSwitches of accumulation", style="bold")
     for switch in health.switches:
         print_prose(console, f"  {switch.name} = {switch.value}: {switch.meaning}")
@@ -132,6 +138,8 @@ def _print_switches(health: MachineHealth, console: Console) -> None:
 
 
 def _print_list(title: str, entries: tuple[str, ...], console: Console) -> None:
+    from stopdown.app.progress import print_prose
+
     if entries:
         console.print(f"\n{title}", style="bold")
     for entry in entries:
