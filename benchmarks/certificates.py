@@ -40,7 +40,7 @@ from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E4
 from stopdown import rescale_  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.errors import StopdownError  # noqa: E402
-from stopdown.graph.blocks import operation  # noqa: E402
+from stopdown.graph.nodes import operation  # noqa: E402
 from stopdown.scaling import cast_, measure_call  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"

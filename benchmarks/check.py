@@ -52,11 +52,11 @@ from check_faults import (
     plant_stored,
 )
 from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
-from stopdown.dtype_rules.inspection import make_zeros
 from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.environment import describe_machine
 from stopdown.graph.capture import find_mode
 from stopdown.number_formats import FORMATS
+from stopdown.pipelines.call_interception import map_tensors
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.dry_run import dry_run
 from stopdown.pipelines.loader import load_pipeline
@@ -190,7 +190,8 @@ def run_fake(pipe: Any, fault: Fault) -> str:
         mode = find_mode(callee.owner)
         given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
         with mode:
-            return make_zeros(call(*given[0], **given[1]))
+            output = call(*given[0], **given[1])
+        return map_tensors(output, lambda x: torch.zeros(x.shape, dtype=x.dtype))
 
     skeleton = copy_skeleton(pipe)
     dry_run(skeleton, answer, {**call_of(fault.pipeline), "num_inference_steps": 2})

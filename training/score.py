@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from checker import ATTRIBUTES, compare, read_clip
 from finish import OUT
 from scenes import Scene, split_scenes
 from stopdown.environment import describe_machine
-from stopdown.media import draw_contact_sheet, to_uint8
+from stopdown.media import to_uint8
 from train_denoiser import TEXT_TOKENS
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from contact_sheet import draw_contact_sheet
 
 SETTINGS = ("prompts", "steps", "guidance", "dtype", "text_tokens")
 """What tells one row of a stored table from another."""
