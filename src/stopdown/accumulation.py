@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stopdown.errors import OptionError
-from stopdown.number_formats import FORMATS
+from stopdown.number_formats import FP16
 from stopdown.patches import Patches
 from stopdown.records import Accumulation
 
@@ -98,18 +98,6 @@ def _check_backends(wanted: Accumulation) -> None:
         )
 
 
-def read_accumulation() -> Accumulation:
-    """The switches as they are now."""
-    matmul = torch.backends.cuda.matmul
-    found = {name: getattr(matmul, switch, None) for name, switch in _SWITCHES.items()}
-    allowed = _cur_sdpa_kernel_backends()
-    return Accumulation(
-        **found,
-        math_reduced=torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        attention=tuple(name for name, backend in BACKENDS.items() if backend in allowed),
-    )
-
-
 @contextlib.contextmanager
 def summing_in_fp16() -> Iterator[None]:
     """Products of fp16 tensors are summed in fp16 inside the block, on any device.
@@ -142,7 +130,7 @@ class Sum:
     @property
     def fits(self) -> bool:
         """Whether an fp16 accumulator holds it."""
-        return self.largest <= FORMATS["fp16"].largest
+        return self.largest <= FP16.largest
 
 
 def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum, ...]:

@@ -96,10 +96,15 @@ class StopdownWarning(UserWarning):
         super().__init__(make_printable(text))
 
 
-def take_first_line(error: Exception) -> str:
+def take_first_line(error: Exception | str) -> str:
     """The first line of what an exception says; its class when it says nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def take_one_line(error: BaseException, most: int | None = None) -> str:
+    """All that an exception says, in one line of so many characters; its class when it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 _UNPRINTABLE = re.compile(

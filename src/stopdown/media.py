@@ -19,7 +19,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
+from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.outputs import check_target, write_numbered, written_beside
 from stopdown.records import Finding
 
@@ -446,8 +446,7 @@ def _refuse_video(source: Path, cause: str) -> InputError:
 
 
 def _first_line(error: Exception) -> str:
-    lines = str(getattr(error, "strerror", None) or error).splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
+    return take_first_line(getattr(error, "strerror", None) or error).rstrip(".")
 
 
 # ---------------------------------------------------------------------------------------------

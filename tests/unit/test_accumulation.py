@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
+from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from stopdown import accumulation, testing
-from stopdown.accumulation import GROUP, accumulating, find_sums, read_accumulation, summing_in_fp16
+from stopdown.accumulation import BACKENDS, GROUP, accumulating, find_sums, summing_in_fp16
 from stopdown.errors import OptionError
 from stopdown.pipelines.components import find_components
 from stopdown.plans.applier import apply_plan
@@ -25,6 +26,19 @@ from stopdown.runtime.guard import guard
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).half()
+
+
+def read_accumulation() -> Accumulation:
+    """Torch's switches as they are now."""
+    cuda = torch.backends.cuda
+    allowed = _cur_sdpa_kernel_backends()
+    return Accumulation(
+        fp16_accumulation=getattr(cuda.matmul, "allow_fp16_accumulation", None),
+        fp16_reduced=cuda.matmul.allow_fp16_reduced_precision_reduction,
+        bf16_reduced=cuda.matmul.allow_bf16_reduced_precision_reduction,
+        math_reduced=cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        attention=tuple(name for name, backend in BACKENDS.items() if backend in allowed),
+    )
 
 
 def multiply_slowly(left: torch.Tensor, right: torch.Tensor) -> np.ndarray[Any, Any]:

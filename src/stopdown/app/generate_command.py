@@ -44,7 +44,7 @@ from stopdown.app.request_options import (
     read_allowed,
     read_request,
 )
-from stopdown.errors import InputError, OptionError, OutputError, StopdownError
+from stopdown.errors import InputError, OptionError, OutputError, StopdownError, take_one_line
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_other, to_json
 
 if TYPE_CHECKING:
@@ -467,7 +467,7 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
         if not is_memory and "allocate memory" not in str(error):
             raise
         raise StopdownError(
-            f"The device ran out of memory: {' '.join(str(error).split())[:200]}",
+            f"The device ran out of memory: {take_one_line(error, 200)}",
             expected="A run needs room for the weights and for the largest layer's values.",
             remedy="Add --memory auto, or use a smaller --height and --width, fewer --frames, or a "
             "16-bit --precision.",

@@ -21,7 +21,7 @@ from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened
 from stopdown.environment import Device, peak_memory
-from stopdown.errors import InputError, take_first_line
+from stopdown.errors import InputError, take_first_line, take_one_line
 from stopdown.media import find_frame_findings, to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.folders import told_as_oserror
@@ -82,7 +82,7 @@ def run_cell(
 
 def describe_error(error: Exception) -> str:
     """An error in one paragraph, with its class when it is none of Stopdown's."""
-    text = " ".join(str(error).split())[:600] or type(error).__name__
+    text = take_one_line(error, 600)
     is_own = type(error).__module__.startswith("stopdown")
     return text if is_own else f"{type(error).__name__}: {text}"
 

@@ -34,6 +34,7 @@ from stopdown.dtype_rules.tracer import (
     set_known,
     set_origin,
 )
+from stopdown.errors import take_one_line
 from stopdown.graph.capture import find_mode
 from stopdown.number_formats import name_dtype
 from stopdown.pipelines.call_interception import (
@@ -261,4 +262,4 @@ def _count_bytes(module: torch.nn.Module) -> int:
 
 
 def _shorten(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {take_one_line(error, 300)}"

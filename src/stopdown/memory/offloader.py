@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from stopdown.errors import StopdownError
+from stopdown.errors import StopdownError, take_one_line
 from stopdown.memory.forecast import (
     HEADROOM,
     Fit,
@@ -121,7 +121,7 @@ class Offloader:
             except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                text = " ".join(str(error).split())[:200]
+                text = take_one_line(error, 200)
             self._step_down(callee, text)  # outside: the error holds the values of the failed call
         return self._store.stand(component, call, args, kwargs)
 

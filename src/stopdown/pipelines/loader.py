@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from stopdown.errors import SourceError, StopdownError, take_first_line
+from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS, list_some
 from stopdown.patches import Patches
@@ -291,7 +291,7 @@ def _describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
 def _shorten(error: Exception) -> str:
     if "meta tensor" in str(error):
         return "tensors of the model are missing from them"
-    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    text = take_one_line(error).rstrip(".")
     return text if len(text) <= 400 else f"{text[:400]}…"
 
 
