@@ -16,11 +16,11 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files"),
-    ("number_formats", "outputs", "records"),
+    ("number_formats", "outputs", "records", "toml_files"),
     ("environment", "numerics", "patches", "media", "randomness"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
-    ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles"),
+    ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles", "model_needs"),
     ("graph",),
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for
@@ -42,6 +42,8 @@ LIGHT = (
     "number_formats",
     "outputs",
     "records",
+    "toml_files",
+    "model_needs",
     "backend_rules",
     "environment",
     "media",
@@ -169,6 +171,19 @@ def list_hookers(sources: Sources) -> list[str]:
     return found
 
 
+def list_ends_of_fp16(sources: Sources) -> list[str]:
+    """Modules other than `number_formats` that write where fp16 ends as a number of their own."""
+    return [
+        f"{name} writes {node.value} in line {node.lineno}"
+        for name, tree in sources.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and type(node.value) in (int, float)
+        and 60_000 <= node.value <= 65_504
+        and name != "number_formats"
+    ]
+
+
 def list_heavy_loads(sources: Sources) -> list[str]:
     """Light modules that load something heavy when they are imported."""
     return [
@@ -210,6 +225,11 @@ def test_only_environment_reads_environment_variables() -> None:
 def test_hooks_come_off() -> None:
     """A hook is registered only where the undo stack takes it off again."""
     assert list_hookers(SOURCES) == []
+
+
+def test_the_end_of_fp16_stands_once() -> None:
+    """Where fp16 ends is read from `number_formats`, and what counts as near to it too."""
+    assert list_ends_of_fp16(SOURCES) == []
 
 
 def test_light_modules_stay_light() -> None:
@@ -309,6 +329,15 @@ def test_a_hook_that_stays_is_found() -> None:
     comes_off = f"{stays}\npatches.defer(handle.remove)"
     assert list_hookers(parse(calibration=stays)) == ["calibration"]
     assert list_hookers(parse(calibration=comes_off)) == []
+
+
+@pytest.mark.parametrize("text", ["a = 65504", "x < -65504.0", "a = 6e4", "a = 64504.0"])
+def test_an_end_of_fp16_is_found(text: str) -> None:
+    """A number near the end of fp16 is found in every spelling; in a message it is text."""
+    (found,) = list_ends_of_fp16(parse(media=text))
+    assert found.startswith("media writes 6")
+    assert list_ends_of_fp16(parse(number_formats=text)) == []
+    assert list_ends_of_fp16(parse(media="say = 'fp16 ends at 65504'")) == []
 
 
 def test_a_heavy_load_is_found() -> None:

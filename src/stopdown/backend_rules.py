@@ -15,13 +15,13 @@ does (tests/unit/test_backend_rules.py); those of CUDA and MPS rest on their sou
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal
 
 import msgspec
+
+from stopdown.toml_files import read_rows, read_rules
 
 ANY = "*"
 """In `Row.also`: any format."""
@@ -208,8 +208,8 @@ def judge_operands(
     listed = ", ".join(f"{name} {fmt}" for name, fmt in given)
     return Ruling(
         False,
-        f"{operation.name} on {place.backend} takes operands of one dtype{_say_also(operation, also)}, and "
-        f"got {listed}.",
+        f"{operation.name} on {place.backend} takes operands of one dtype"
+        f"{_describe_also(operation, also)}, and got {listed}.",
         row.source,
     )
 
@@ -222,7 +222,7 @@ def judge_format(operation: Operation, place: Place, format_name: str) -> Ruling
             return Ruling(
                 False,
                 f"{operation.name} is not implemented in {format_name} on {place.backend}"
-                f"{_say_limits(gap)}: {gap.message}",
+                f"{_describe_limits(gap)}: {gap.message}",
                 gap.source,
             )
     return Ruling(True)
@@ -283,7 +283,7 @@ def _flatten(
     return given
 
 
-def _say_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str:
+def _describe_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str:
     kinds = [
         ", ".join(f"{n} {f}" for n, f in zip(operation.operands, p, strict=True)) for p in also
     ]
@@ -300,7 +300,7 @@ def _applies(gap: Gap, place: Place) -> bool:
     return all(limit is None or (bool(at) and tuple(at or ()) < limit) for limit, at in limits)
 
 
-def _say_limits(gap: Gap) -> str:
+def _describe_limits(gap: Gap) -> str:
     said = (
         (" before compute capability ", gap.before_capability),
         (" before macOS ", gap.before_macos),
@@ -316,19 +316,19 @@ def _say_limits(gap: Gap) -> str:
 @functools.cache
 def read_operations() -> tuple[Operation, ...]:
     """The operations that there are rules for."""
-    return tuple(parse_operations(_read_rules("operations.toml")))
+    return tuple(parse_operations(read_rules("operations")))
 
 
 @functools.cache
 def read_attention() -> tuple[AttentionKernel, ...]:
     """The attention kernels, by backend and capability."""
-    return tuple(_convert(_read_rules("attention.toml")["kernel"], AttentionKernel))
+    return read_rows("attention", "kernel", AttentionKernel)
 
 
 @functools.cache
 def read_version_faults() -> tuple[VersionFault, ...]:
     """The faults of versions."""
-    return tuple(_convert(_read_rules("versions.toml")["fault"], VersionFault))
+    return read_rows("versions", "fault", VersionFault)
 
 
 def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
@@ -343,20 +343,11 @@ def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
         shared = rows.pop("all", None)
         if shared is not None:
             rows = {backend: rows.get(backend, shared) for backend in ("cpu", "cuda", "mps")}
-        found += _convert([{**entry, "rows": rows}], Operation)
+        found.append(msgspec.convert({**entry, "rows": rows}, Operation))
     return found
-
-
-def _convert(entries: Iterable[Any], kind: Any) -> list[Any]:
-    return [msgspec.convert(entry, kind) for entry in entries]
 
 
 @functools.cache
 def _index_operations() -> dict[str, Operation]:
     index = {operation.name: operation for operation in read_operations()}
     return index | {target: op for op in read_operations() for target in op.targets}
-
-
-def _read_rules(name: str) -> dict[str, Any]:
-    path = resources.files("stopdown") / "knowledge" / "rules" / name
-    return tomllib.loads(path.read_text(encoding="utf-8"))

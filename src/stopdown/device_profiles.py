@@ -18,7 +18,6 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +37,7 @@ from stopdown.environment import (
 from stopdown.errors import OptionError
 from stopdown.json_files import UnreadableError, read_small_file
 from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.toml_files import read_texts
 
 State = Literal["native", "emulated", "slow", "broken", "missing"]
 """`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small
@@ -162,9 +162,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return Support(False, False, None, f"Nothing is known of {name} on {self.title}.")
         works = fact.state not in ("missing", "broken")
         ratio = round(1 / fact.rate, 3) if fact.rate and works else None
-        return Support(fact.state == "native", works, ratio, self.say(name))
+        return Support(fact.state == "native", works, ratio, self.describe_format(name))
 
-    def say(self, name: str) -> str:
+    def describe_format(self, name: str) -> str:
         """What is known of a format here, in whole sentences with the source."""
         fact = self.formats[name]
         is_told = fact.rate and name != "fp32"
@@ -186,9 +186,7 @@ def list_profiles() -> list[str]:
 @functools.cache
 def read_profiles() -> dict[str, Profile]:
     """The profiles that come with the package, by name."""
-    folder = resources.files("stopdown") / "knowledge" / "devices"
-    entries = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
-    profiles = [parse_profile(e.read_text(encoding="utf-8"), e.name) for e in entries]
+    profiles = [parse_profile(text, name) for name, text in read_texts("devices").items()]
     return {profile.name: profile for profile in profiles}
 
 

@@ -25,12 +25,12 @@ import tomllib
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from stopdown.errors import InputError, make_printable
 from stopdown.records import Alternative, Clue, Diagnosis
+from stopdown.toml_files import read_texts
 
 UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
@@ -109,9 +109,7 @@ class Knowledge:
 @functools.cache
 def read_knowledge() -> Knowledge:
     """The knowledge that comes with the package."""
-    folder = resources.files("stopdown") / "knowledge" / "explain"
-    names = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".toml"))
-    return parse_knowledge((folder / name).read_text(encoding="utf-8") for name in names)
+    return parse_knowledge(read_texts("explain").values())
 
 
 def parse_knowledge(texts: Iterable[str]) -> Knowledge:

@@ -12,9 +12,7 @@ switches that let sums be taken in 16 bits; versions and devices with known faul
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterable, Mapping
-from importlib import resources
 from typing import Any
 
 import msgspec
@@ -33,6 +31,7 @@ from stopdown.environment import (
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
+from stopdown.toml_files import read_rows
 
 _SWITCHES = {
     "cuda": (
@@ -120,7 +119,7 @@ def _describe_profile(device: Device, profile: Profile) -> DeviceHealth:
             name, fact.state, supports[name].time_ratio if name in supports else None, reason
         )
         for name, fact in profile.formats.items()
-        for reason in [profile.say(name)]
+        for reason in [profile.describe_format(name)]
     )
     return _join_health(device, profile, supports, formats, tried=False)
 
@@ -189,9 +188,7 @@ def _foresee_model(
 @functools.cache
 def read_models() -> tuple[KnownModel, ...]:
     """The models that the outlook is given for."""
-    path = resources.files("stopdown") / "knowledge" / "rules" / "models.toml"
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))["model"]
-    return tuple(msgspec.convert(entry, KnownModel) for entry in entries)
+    return read_rows("models", "model", KnownModel)
 
 
 def try_attention(device: Device) -> dict[str, tuple[str, ...]]:

@@ -2,7 +2,7 @@
 
 The only module that reads environment variables, devices and versions. Which formats a device
 computes in comes from two sources that check each other: what its maker says (compute capability,
-CPU flags, chip and system), judged by pure functions that are tables, and a timed probe of a small
+CPU flags, chip and system), which is data in `knowledge/rules/`, and a timed probe of a small
 matmul and convolution. `torch.cuda.is_bf16_supported()` is not asked: it says True on a V100,
 because emulation counts.
 """
@@ -19,16 +19,17 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
 
 from stopdown.errors import OptionError, take_first_line
 from stopdown.number_formats import FORMATS, PRECISIONS
+from stopdown.toml_files import read_rows, read_rules
 
 if TYPE_CHECKING:
     import torch
@@ -297,96 +298,71 @@ class Verdict:
     reason: str
 
 
+class _Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A row of `knowledge/rules/arithmetic.toml`: what devices of one backend compute in."""
+
+    backend: Literal["cuda", "rocm", "mps"]
+    format: str
+    native: bool
+    reason: str
+    source: str
+    first: tuple[int, ...] = msgspec.field(default=(), name="from")
+    below: tuple[int, ...] = ()
+    only: tuple[tuple[int, ...], ...] = ()
+    name: str = ""
+
+    def fits(self, number: tuple[int, ...], name: str) -> bool:
+        return (
+            number >= self.first
+            and (not self.below or number < self.below)
+            and (not self.only or number in self.only)
+            and re.search(self.name, name) is not None
+        )
+
+
+@functools.cache
+def _read_units() -> tuple[_Unit, ...]:
+    return read_rows("arithmetic", "unit", _Unit)
+
+
 _FP32 = Verdict(True, "fp32 is native on every device.")
 
 
+def _judge(backend: str, number: tuple[int, ...], name: str) -> dict[str, Verdict]:
+    """The verdicts of the first rows that fit."""
+    verdicts = {"fp32": _FP32}
+    written = ".".join(map(str, number))
+    for unit in _read_units():
+        if unit.backend == backend and unit.format not in verdicts and unit.fits(number, name):
+            reason = unit.reason.format(number=written, name=name)
+            verdicts[unit.format] = Verdict(unit.native, reason)
+    return verdicts
+
+
 def judge_cuda(capability: tuple[int, int], name: str = "") -> dict[str, Verdict]:
-    """What a CUDA device computes natively, by its compute capability.
-
-    Source: CUDA C++ Programming Guide, "Arithmetic Instructions", results per clock cycle and
-    multiprocessor: fp16 256 at 5.3 and 6.2, 128 at 6.0, 2 at 6.1 (fp32: 128), 128 or more from
-    7.0; bf16 from 8.0.
-
-    Args:
-        capability: major and minor number, such as (7, 5).
-        name: the device's name; the GTX 16 series shares 7.5 with the RTX 20 series.
-    """
-    number = f"{capability[0]}.{capability[1]}"
-    bf16_reason = (
-        f"Compute capability {number} has bf16 arithmetic (all from 8.0 have)."
-        if capability >= (8, 0)
-        else f"Compute capability {number} has no bf16 arithmetic (the first that has is 8.0); "
-        "torch emulates it in fp32, and says that it is supported all the same."
-    )
-    return {
-        "fp32": _FP32,
-        "bf16": Verdict(capability >= (8, 0), bf16_reason),
-        "fp16": _judge_cuda_fp16(capability, name),
-    }
-
-
-def _judge_cuda_fp16(capability: tuple[int, int], name: str) -> Verdict:
-    number = f"{capability[0]}.{capability[1]}"
-    if re.search(r"\bGTX 16\d\d\b", name):
-        return Verdict(
-            False,
-            f"{name} has fp16 arithmetic, but its fp16 convolutions give NaN for some shapes "
-            "(pytorch#58123).",
-        )
-    if capability in ((5, 3), (6, 0), (6, 2)) or capability >= (7, 0):
-        return Verdict(True, f"Compute capability {number} has fp16 arithmetic at full rate.")
-    if capability == (6, 1):
-        return Verdict(
-            False,
-            "Compute capability 6.1 computes fp16 at 1/64 of the rate of fp32; libraries convert "
-            "to fp32 instead, so fp16 saves memory and no time.",
-        )
-    return Verdict(False, f"Compute capability {number} stores fp16 and computes it in fp32.")
+    """What a CUDA device computes natively, by its compute capability, such as (7, 5), and its name."""
+    return _judge("cuda", capability, name)
 
 
 def judge_rocm(architecture: str) -> dict[str, Verdict]:
-    """What an AMD device computes natively, by its architecture, such as `gfx90a` or `gfx1100`.
-
-    Source: AMD's instruction set manuals: packed fp16 from gfx900; bf16 matrix instructions on
-    CDNA (gfx908 and later gfx9) and on RDNA from gfx11.
-    """
-    base = architecture.split(":")[0]
-    is_rdna = re.fullmatch(r"gfx1\d\d\d", base) is not None
-    has_bf16 = base >= "gfx11" if is_rdna else base in ("gfx908", "gfx90a") or base >= "gfx94"
-    word = "has" if has_bf16 else "has no"
-    return {
-        "fp32": _FP32,
-        "bf16": Verdict(has_bf16, f"{base} {word} bf16 matrix instructions."),
-        "fp16": Verdict(base >= "gfx9" or is_rdna, f"{base} has packed fp16 arithmetic."),
-    }
+    """What an AMD device computes natively, by its architecture, such as `gfx90a` or `gfx1100`."""
+    return _judge("rocm", (), architecture.partition(":")[0])
 
 
 def judge_mps(chip: str, macos: tuple[int, ...]) -> dict[str, Verdict]:
-    """What an Apple GPU computes natively, by chip and version of macOS.
-
-    Source: bf16 exists on MPS from macOS 14 (pytorch#119641); on M1 and M2 Metal emulates it in
-    fp32 (transformers#40458), from M3 it is native.
+    """What an Apple GPU computes natively.
 
     Args:
         chip: as `read_cpu_model` gives it, such as `Apple M2 Pro`.
         macos: version numbers, such as (14, 5).
     """
-    version = ".".join(str(part) for part in macos)
-    generation = re.search(r"\bM(\d+)\b", chip)
-    if macos < (14,):
-        bf16 = Verdict(False, f"macOS {version} has no bf16 on MPS (macOS 14 is the first).")
-    elif generation and int(generation[1]) >= 3:
-        bf16 = Verdict(True, f"{chip} has bf16 arithmetic (M3 is the first).")
-    else:
-        bf16 = Verdict(False, f"{chip} has no bf16 arithmetic (M3 is the first); it is emulated.")
-    return {"fp32": _FP32, "bf16": bf16, "fp16": Verdict(True, f"{chip} has fp16 arithmetic.")}
+    return _judge("mps", macos, chip)
 
 
 @functools.cache
 def _read_instructions() -> dict[str, Any]:
-    """What instruction sets decide: `knowledge/rules/instructions.toml`."""
-    path = resources.files("stopdown") / "knowledge" / "rules" / "instructions.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    """What instruction sets decide."""
+    return read_rules("instructions")
 
 
 def judge_cpu(flags: Iterable[str]) -> dict[str, Verdict]:
@@ -605,12 +581,12 @@ def weigh_support(name: str, verdict: Verdict, timing: Timing, reference: Timing
         return Support(verdict.native, True, None, f"{verdict.reason} {busy}")
     measured = (
         f"Measured here, a matmul takes {matmul:.2g} and a convolution {convolution:.2g} times "
-        f"the time of fp32: {_say_speed(ratio)}."
+        f"the time of fp32: {_describe_speed(ratio)}."
     )
     return Support(verdict.native, True, round(ratio, 3), f"{verdict.reason} {measured}")
 
 
-def _say_speed(ratio: float) -> str:
+def _describe_speed(ratio: float) -> str:
     if ratio < 0.9:
         return "it is faster"
     if ratio <= 1.1:

@@ -15,11 +15,11 @@ import torch
 from stopdown import compare, testing
 from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
-from stopdown.comparison.headroom import LARGEST
 from stopdown.comparison.probes import Probe, find_sites
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.errors import OptionError
+from stopdown.number_formats import FP16
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 
@@ -228,7 +228,7 @@ def test_saturated_values_are_counted() -> None:
     pipe = testing.make_pipeline("cogvideox")
     pipe.transformer.half()
     with torch.no_grad():
-        pipe.transformer.proj_out.bias.fill_(LARGEST)
+        pipe.transformer.proj_out.bias.fill_(FP16.largest)
     call = {
         "hidden_states": torch.zeros(1, 2, 4, 4, 4).half(),
         "encoder_hidden_states": torch.zeros(1, 8, pipe.transformer.config.text_embed_dim).half(),

@@ -197,9 +197,9 @@ def _save(pipe: Any, folder: Path) -> None:
 
 def choose_code(record: CheckRecord) -> int:
     """Exit code: 0 without a finding of something wrong, 1 with one."""
-    from stopdown.dtype_rules.findings import TELLING
+    from stopdown.dtype_rules.findings import is_fault
 
-    return 1 if any(found.kind not in TELLING for found in record.findings) else 0
+    return 1 if any(is_fault(found.kind) for found in record.findings) else 0
 
 
 def print_check(record: CheckRecord, console: Console) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.values import AffineRow, Bound, Shape, broadcast, make_bound, uniform
-from stopdown.graph.nodes import LARGEST_TAME, arguments, shape_of
+from stopdown.graph.nodes import arguments, shape_of
+from stopdown.number_formats import NEAR_FP16_END
 
 
 class Known(Protocol):
@@ -46,7 +47,7 @@ class Operands:
     def bound(self, value: Any) -> Bound | None:
         """The bound of an argument: of a number its magnitude, of a tensor what is known."""
         if isinstance(value, (int, float)):
-            size = 0.0 if abs(value) >= LARGEST_TAME else abs(float(value))
+            size = 0.0 if abs(value) >= NEAR_FP16_END else abs(float(value))
             return uniform(size, ())
         return self.known.bound(value) if isinstance(value, Node) else None
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-LARGEST = 65504.0
-"""Where fp16 ends."""
+from stopdown.number_formats import FP16
 
 SPOILT = -1000.0
 """Stands for the headroom of a value that was not finite."""
@@ -15,4 +14,4 @@ def count_bits(amax: float | None) -> float | None:
     """Bits between a magnitude and 65504; None for zero, `SPOILT` for what is not finite."""
     if amax is None or not math.isfinite(amax):
         return SPOILT
-    return math.log2(LARGEST) - math.log2(amax) if amax > 0 else None
+    return math.log2(FP16.largest) - math.log2(amax) if amax > 0 else None

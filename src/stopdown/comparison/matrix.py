@@ -69,12 +69,12 @@ from stopdown.environment import describe_machine
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
+from stopdown.model_needs import keeps_clamps
 from stopdown.outputs import written_beside
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import convert_record, from_json, to_json
-from stopdown.scaling.problem import CLAMPS_KEPT
 
 Prompt = tuple[int, str]
 """A line number and a text."""
@@ -289,7 +289,7 @@ def compare(
             pipe_or_source, first, device=device, revision=revision, config=config, progress=told
         )
         stack.callback(subject.close)
-        needs_clamp = any(name.startswith(CLAMPS_KEPT) for name in subject.classes)
+        needs_clamp = any(map(keeps_clamps, subject.classes))
         place = folder / _sign_request(subject, asked, limits, names, len(numbered))
         place.mkdir(parents=True, exist_ok=True)
         ranked = rank_precisions(names, needs_clamp=needs_clamp)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stopdown.comparison.headroom import LARGEST
+from stopdown.number_formats import FP16
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, find_module, put_door, put_layer
@@ -194,7 +194,7 @@ def _note(pending: _Pending, path: str, module: Any, args: Any, output: Any) -> 
         values = found.detach()
         low, high = torch.aminmax(values)
         if values.dtype == torch.float16:
-            full = (values.abs() == LARGEST).sum().float()
+            full = (values.abs() == FP16.largest).sum().float()
         else:
             full = torch.zeros((), device=values.device)
         pending.seen.append((path, low.float(), high.float(), full, _sample(values)))
@@ -213,7 +213,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
     if not isinstance(output, torch.Tensor) or output.dtype != torch.float16:
         return None
     pending.clamped.append((~torch.isfinite(output)).sum())
-    return torch.nan_to_num(output, nan=0.0, posinf=LARGEST, neginf=-LARGEST)
+    return torch.nan_to_num(output, nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
 
 
 def find_sites(owner: torch.nn.Module) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ A live pipeline is checked as it stands, a source as loading would make it: its 
 tensors and every operation is judged by the rules of the backend (`examining`); parameters, schedules,
 the device's formats and, where they are on this disk, the values of weights are looked at beside.
 
-**Catches** what `wording.KINDS` lists.
+**Catches** what `knowledge/rules/findings.toml` lists.
 **Does not catch** overflow of activations, which depends on the values of weights (`sums`, `stopdown
 plan`, and the guard), what a custom kernel does inside, and what only another request would meet.
 """

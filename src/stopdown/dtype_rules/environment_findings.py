@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,54 +10,12 @@ import torch
 from stopdown.device_profiles import Profile
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
+from stopdown.model_needs import read_needs
 from stopdown.number_formats import name_dtype
 from stopdown.records import Finding
-from stopdown.scaling.problem import CLAMPS_KEPT
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "format-broken"}
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a class of models needs.
-
-    Attributes:
-        begins: how the names of its classes begin.
-        refused: formats that it is wrong in.
-        reason: why, with who says so.
-        remedy: what to type.
-    """
-
-    begins: str
-    refused: tuple[str, ...]
-    reason: str
-    remedy: str
-
-
-NEEDS = (
-    *(
-        Need(
-            name,
-            ("fp32",),
-            f"{name} was trained in fp16 with a clamp at 65504 in its attention, which is part of the "
-            "model: fp32 leaves the clamp away and gives another picture "
-            "(NVlabs/Sana, huggingface/diffusers#10336).",
-            "Use the precision that its card names: --precision transformer=fp16 for the fp16 "
-            "checkpoints, transformer=bf16 for the bf16 ones.",
-        )
-        for name in CLAMPS_KEPT
-    ),
-    Need(
-        "Gemma2",
-        ("fp16",),
-        "Gemma 2 was trained in bf16 and its residual stream leaves fp16 (its embeddings are "
-        "multiplied by the root of its width): NaN prompts, black pictures "
-        "(huggingface/transformers#39972).",
-        "Use bf16 or fp32: --precision text_encoder=bf16. Or a plan: stopdown plan SOURCE.",
-    ),
-)
-"""Models that are wrong in a format whatever the device."""
 
 
 def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
@@ -72,7 +29,7 @@ def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
         if fact is None or fact.state == "native":
             continue
         kind = _KINDS.get(fact.state, "format-missing")
-        evidence = f"{', '.join(components)} in {name}. {profile.say(name)}"
+        evidence = f"{', '.join(components)} in {name}. {profile.describe_format(name)}"
         yield make_finding(kind, components[0].partition(".")[0], evidence)
     for fault in profile.faults:
         yield from _check_fault(fault, seen)
@@ -143,7 +100,7 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
 def check_needs(seen: Examination) -> Iterator[Finding]:
     """Findings about models that need another format."""
     for callee in seen.callees.values():
-        for need in NEEDS:
+        for need in read_needs():
             main = name_dtype(callee.main) if callee.main is not None else ""
             if (
                 callee.kind.startswith(need.begins)
@@ -152,9 +109,8 @@ def check_needs(seen: Examination) -> Iterator[Finding]:
             ):
                 evidence = f"{callee.component} is a {callee.kind} in {main}."
                 site = callee.component.partition(".")[0]
-                yield make_finding(
-                    "model-needs", site, evidence, reason=need.reason, remedy=need.remedy
-                )
+                reason = f"{need.reason} ({need.source})."
+                yield make_finding("model-needs", site, evidence, reason=reason, remedy=need.remedy)
 
 
 def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Finding]:

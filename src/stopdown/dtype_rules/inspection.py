@@ -214,7 +214,7 @@ def _make_case(
         main=main,
         place=place,
         parameters={name: tensor.dtype for name, tensor in named.items()},
-        islands=frozenset(n for n in named if any(part in kept for part in n.split("."))),
+        kept_fp32=frozenset(n for n in named if any(part in kept for part in n.split("."))),
         is_rescaled=bool(getattr(module, RESCALED, False)),
         mps_aware=_find_mps_aware(module) if place.backend == "mps" else frozenset(),
         ambient=ambient,

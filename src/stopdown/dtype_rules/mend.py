@@ -3,9 +3,9 @@
 Casts of parameters keep the old tensors until they are undone. Casts at a boundary are layers at the
 component call; inside of a component they are hooks at the module that refuses.
 
-**Catches** several dtypes in one component, lost islands, components that disagree, fp32 that comes out
-of an island, modules that cast their input to fp32 beside narrow parameters, autocast that overrides,
-`force_upcast` that nobody reads, tables of a scheduler.
+**Catches** several dtypes in one component, fp32 that was lost, components that disagree, fp32 that comes
+out of a module kept in it, modules that cast their input to fp32 beside narrow parameters, autocast that
+overrides, `force_upcast` that nobody reads, tables of a scheduler.
 **Does not catch** damaged weights, positions made in 16 bits, models that need another precision: they
 remain in `remaining`. Bits that a cast has taken do not come back.
 """
@@ -22,7 +22,7 @@ import torch
 from stopdown.arguments import hook_arguments
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
-from stopdown.dtype_rules.parameters import find_islands, find_widening
+from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, cast_floats, put_cast, put_layer
@@ -138,14 +138,14 @@ def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: P
 
 def _unify(case: _Case) -> str:
     main = read_precisions(case.module)[0]
-    islands = find_islands(case.module, name_dtype(main))
+    kept_fp32 = find_kept_parameters(case.module, name_dtype(main))
     wide = find_widening(case.module, case.name, case.widening)
     names = [
         key
         for key, tensor in case.module.named_parameters()
         if tensor.is_floating_point()
         and tensor.dtype != main
-        and key not in islands
+        and key not in kept_fp32
         and not (tensor.dtype == torch.float32 and key.rpartition(".")[0] in wide)
     ]
     _cast(case.module, names, main, case.patches)
@@ -156,10 +156,10 @@ def _unify(case: _Case) -> str:
     )
 
 
-def _restore_islands(case: _Case) -> str:
-    islands = find_islands(case.module, name_dtype(read_precisions(case.module)[0]))
+def _restore_kept(case: _Case) -> str:
+    kept_fp32 = find_kept_parameters(case.module, name_dtype(read_precisions(case.module)[0]))
     parameters = dict(case.module.named_parameters())
-    names = sorted(key for key in islands if parameters[key].dtype != torch.float32)
+    names = sorted(key for key in kept_fp32 if parameters[key].dtype != torch.float32)
     _cast(case.module, names, torch.float32, case.patches)
     if not names:
         return ""
@@ -259,7 +259,7 @@ def _renew_scheduler(case: _Case) -> str:
 _REMEDIES: dict[str, Callable[[_Case], str]] = {
     "mixed-parameters": _unify,
     "several-dtypes": _unify,
-    "island-lost": _restore_islands,
+    "island-lost": _restore_kept,
     "boundary": _cast_at_door,
     "island-not-cast-back": _cast_at_module,
     "mixed-operands": _cast_at_module,

@@ -1,9 +1,9 @@
 """What a walk sees, judged by the rules of a backend: observations with their site.
 
 A judge is told of every step of a component's call. What it finds wrong becomes an `Observation`;
-`wording` makes findings of them. An operand is at fault when it has another dtype than most weights of
+`findings` makes findings of them. An operand is at fault when it has another dtype than most weights of
 the component, and where it got that dtype says what is: an argument (the components disagree), a
-parameter (a partial load, an island that is not cast back), or the code in between.
+parameter (a partial load, fp32 that is not cast back), or the code in between.
 
 **Catches** mixed operands, formats that an operation lacks, positions that collapse in 16 bits, masks
 that hide a whole row, clamps at the end of fp16, casts that autocast takes back.
@@ -21,10 +21,7 @@ import torch
 
 from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
 from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
-from stopdown.number_formats import name_dtype
-
-END_OF_FP16 = 60000.0
-"""A bound of a clamp from here on stands for the end of fp16's range."""
+from stopdown.number_formats import NEAR_FP16_END, name_dtype
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
 _MASKED = ("scaled_dot_product_attention", "add", "add_", "masked_fill", "masked_fill_", "where")
@@ -64,7 +61,7 @@ class Case:
         main: dtype of most of its weights; None without any.
         place: where it would run.
         parameters: dtype of each parameter and buffer.
-        islands: names of parameters that its authors keep in fp32.
+        kept_fp32: names of parameters that its authors keep in fp32.
         is_rescaled: it was made to fit fp16 by a plan.
         ambient: device types whose autocast was on around the check.
         mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
@@ -74,7 +71,7 @@ class Case:
     main: torch.dtype | None
     place: Place
     parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
-    islands: frozenset[str] = frozenset()
+    kept_fp32: frozenset[str] = frozenset()
     is_rescaled: bool = False
     ambient: tuple[str, ...] = ()
     mps_aware: frozenset[str] = frozenset()
@@ -155,7 +152,7 @@ class Judge:
         root = odd.origin.parameter
         if not root:
             return "mixed-operands"
-        return "island-not-cast-back" if root in self.case.islands else "mixed-parameters"
+        return "island-not-cast-back" if root in self.case.kept_fp32 else "mixed-parameters"
 
     def _judge_formats(self, step: Step) -> None:
         operation = look_up(step.name)
@@ -192,10 +189,10 @@ class Judge:
         if not self.case.ambient or not step.autocast or step.name not in PRODUCTS:
             return
         for operand in step.operands:
-            is_island = operand.origin.parameter in self.case.islands
-            if operand.dtype == torch.float32 and (operand.origin.kind == "cast" or is_island):
+            is_kept = operand.origin.parameter in self.case.kept_fp32
+            if operand.dtype == torch.float32 and (operand.origin.kind == "cast" or is_kept):
                 said = f"a cast in {operand.origin.path or 'the code around it'}"
-                said = f"the parameter {operand.origin.parameter}" if is_island else said
+                said = f"the parameter {operand.origin.parameter}" if is_kept else said
                 facts = {"operand": operand.name, "wide": said}
                 self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
                 return
@@ -312,6 +309,6 @@ def _is_end_of_range(step: Step) -> bool:
     for bound in bounds:
         if isinstance(bound, torch.Tensor):
             return True  # as T5 chooses it, by finfo
-        if isinstance(bound, (int, float)) and abs(bound) >= END_OF_FP16:
+        if isinstance(bound, (int, float)) and abs(bound) >= NEAR_FP16_END:
             return True
     return step.name == "nan_to_num"

@@ -1,4 +1,4 @@
-"""What the parameters of a live pipeline show without a run: dtypes, lost islands, values.
+"""What the parameters of a live pipeline show without a run: dtypes, fp32 that was lost, values.
 
 **Catches** several dtypes in one component, what authors keep in fp32 and is not, NaN and Inf, values
 that a cast would lose.
@@ -28,7 +28,7 @@ SUBNORMAL_SHARE = 0.5
 _SIXTEEN = (torch.float16, torch.bfloat16)
 
 
-def find_islands(module: torch.nn.Module, precision: str) -> frozenset[str]:
+def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[str]:
     """Names of the parameters that a module's authors keep in fp32 when it is in a precision."""
     kept = find_kept_fp32(type(module), precision)
     names = [name for name, _ in module.named_parameters()]
@@ -66,19 +66,19 @@ def check_dtypes(pipe: Any, widening: Collection[str] = ()) -> Iterator[Finding]
         if not precisions or getattr(module, RESCALED, False):
             continue  # a plan decides what stays in fp32, and casts around it
         main = precisions[0]
-        islands = find_islands(module, name_dtype(main))
-        yield from _check_islands(name, module, main, islands)
+        kept_fp32 = find_kept_parameters(module, name_dtype(main))
+        yield from _check_kept(name, module, main, kept_fp32)
         wide = find_widening(module, name, widening)
-        yield from _check_others(name, module, main, islands, wide)
+        yield from _check_others(name, module, main, kept_fp32, wide)
 
 
-def _check_islands(
-    name: str, module: torch.nn.Module, main: torch.dtype, islands: frozenset[str]
+def _check_kept(
+    name: str, module: torch.nn.Module, main: torch.dtype, kept_fp32: frozenset[str]
 ) -> Iterator[Finding]:
     lost = [
         path
         for path, parameter in module.named_parameters()
-        if path in islands and parameter.dtype in _SIXTEEN
+        if path in kept_fp32 and parameter.dtype in _SIXTEEN
     ]
     if lost and main in _SIXTEEN:
         evidence = (
@@ -94,13 +94,13 @@ def _check_others(
     name: str,
     module: torch.nn.Module,
     main: torch.dtype,
-    islands: frozenset[str],
+    kept_fp32: frozenset[str],
     wide: Collection[str],
 ) -> Iterator[Finding]:
     odd: dict[str, list[tuple[str, torch.dtype]]] = {}
     for path, parameter in module.named_parameters():
         owner = path.rpartition(".")[0]
-        is_kept = path in islands or (owner in wide and parameter.dtype == torch.float32)
+        is_kept = path in kept_fp32 or (owner in wide and parameter.dtype == torch.float32)
         if parameter.is_floating_point() and parameter.dtype != main and not is_kept:
             odd.setdefault(generalise(owner), []).append((path, parameter.dtype))
     for found in odd.values():
@@ -173,7 +173,9 @@ def check_values(pipe: Any, precisions: Mapping[str, str]) -> Iterator[Finding]:
         for path, parameter in module.named_parameters():
             if parameter.is_floating_point() and not parameter.is_meta:
                 target = precisions.get(name) or name_dtype(parameter.dtype)
-                is_kept = path in find_islands(module, target) if target == "fp16" else False
+                is_kept = (
+                    path in find_kept_parameters(module, target) if target == "fp16" else False
+                )
                 target = "fp32" if is_kept else target
                 yield from check_tensor(f"{name}:{path}", parameter.detach(), target)
 

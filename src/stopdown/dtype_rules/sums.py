@@ -24,7 +24,7 @@ from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device
 from stopdown.memory.affordable_size import choose_size
-from stopdown.number_formats import FORMATS
+from stopdown.number_formats import FP16
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, find_module, put_door
 from stopdown.pipelines.components import (
@@ -117,7 +117,7 @@ def _is_kept(path: str, kept: tuple[str, ...]) -> bool:
 
 def _is_sum_alone(entry: Sum) -> bool:
     """Whether the value at the end of the sum fits, or is one that kernels never write."""
-    return entry.operation == "attention scores" or entry.result <= FORMATS["fp16"].largest
+    return entry.operation == "attention scores" or entry.result <= FP16.largest
 
 
 def _word(component: str, group: list[Sum], profile: Profile) -> Finding:

@@ -8,9 +8,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.graph.operations import find_operation, kind_of
-
-LARGEST_TAME = 6e4
-"""A bound or mask of at least this magnitude stands for the end of fp16's range."""
+from stopdown.number_formats import FP16, NEAR_FP16_END
 
 
 def operation(node: Node) -> str:
@@ -108,7 +106,7 @@ def is_range_clamp(node: Node) -> bool:
         return False
     given = arguments(node)
     sizes = [smallest_constant(given.get(name)) for name in ("min", "max")]
-    return all(LARGEST_TAME <= size <= 65504 for size in sizes)
+    return all(NEAR_FP16_END <= size <= FP16.largest for size in sizes)
 
 
 def smallest_constant(value: Any) -> float:

@@ -24,7 +24,6 @@ from stopdown.errors import ScalingError
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, flatten_call, module_path, name_parameters
 from stopdown.graph.nodes import (
-    LARGEST_TAME,
     arguments,
     has_trait,
     is_float,
@@ -32,10 +31,10 @@ from stopdown.graph.nodes import (
     is_range_clamp,
     operation,
 )
+from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import summarise_magnitudes
 
 _HALVES = (torch.float16, torch.bfloat16)
-_TAME_END = 65504.0
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def find_masked(graph: torch.fx.Graph) -> frozenset[Node]:
         if has_trait(node, "unmasks") or is_range_clamp(node) or not is_float(node):
             continue
         numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
-        sentinel = any(abs(x) >= LARGEST_TAME and is_float(node) for x in numbers)
+        sentinel = any(abs(x) >= NEAR_FP16_END and is_float(node) for x in numbers)
         counts = is_kind(node, "slice", "counting")
         if (sentinel and not counts) or masked & set(node.all_input_nodes):
             masked.add(node)
@@ -158,7 +157,7 @@ def _saturates(user: Node, node: Node, harmless: set[Node], ranges: Ranges) -> b
         return False
     if is_kind(user, "multiply"):
         return not others
-    return all(part.amax < _TAME_END for x in others for part in ranges.get(x.name, ()))
+    return all(part.amax < FP16.largest for x in others for part in ranges.get(x.name, ()))
 
 
 class _Runner(torch.fx.Interpreter):
@@ -218,7 +217,7 @@ class _Runner(torch.fx.Interpreter):
         if value.is_complex():
             value = torch.view_as_real(value)
         if node in self.masked:
-            value = value[value > -LARGEST_TAME / 2]
+            value = value[value > -NEAR_FP16_END / 2]
         amax, rms, least, bad = summarise_magnitudes(value)
         if bad and (node.op == "placeholder" or any(x.op == "output" for x in node.users)):
             raise ScalingError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from stopdown.environment import Support
 from stopdown.errors import OptionError
-from stopdown.number_formats import FORMATS, parse_precision
+from stopdown.number_formats import FP16, parse_precision
 from stopdown.records import Decision
 
 SLOW = 1.5
@@ -265,6 +265,6 @@ def _is_good(support: Support) -> bool:
 
 def _why_not_other(stored: str) -> str:
     if stored == "bf16":
-        largest = FORMATS["fp16"].largest
+        largest = FP16.largest
         return f"In fp16, which ends at {largest:.0f}, values of bf16-trained models may overflow."
     return "fp32 holds every fp16 value exactly."

@@ -16,18 +16,19 @@ import re
 
 import torch
 
-from stopdown.scaling.problem import CLAMPS_KEPT
+from stopdown.model_needs import keeps_clamps
+from stopdown.number_formats import FP16
 
-CLAMPED_FROM = 64504.0
+CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
-_END = re.compile(r"\bfinfo\b|65504")
+_END = re.compile(rf"\bfinfo\b|{FP16.largest:.0f}")
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the modules of a component that clamp at the end of fp16's range."""
-    if type(component).__name__.startswith(CLAMPS_KEPT):
+    if keeps_clamps(type(component).__name__):
         return ()
     return tuple(path for path, module in component.named_modules() if _clamps(type(module)))  # type: ignore[arg-type]
 

@@ -26,12 +26,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
-from stopdown.number_formats import name_dtype
+from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 
 _HIDING = ("clamp", "nan_to_num")
-_SENTINEL = -65504.0
+_SENTINEL = -FP16.largest
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_LINKS = 12
 

@@ -35,6 +35,7 @@ from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
+from stopdown.number_formats import FP16
 from stopdown.records import Scaling
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.problem import Measured, Problem, split_values
@@ -356,7 +357,9 @@ def _describe(
     scaling: Scaling, stated: Sequence[Stated], bounds: Sequence[Bounds], rest: str = _MEASURED
 ) -> Scaling:
     share = describe_share(scaling.values, scaling.bounded, rest, note_limits(stated))
-    scores = sorted({p for found in bounds for p, size in found.scores.items() if size > 65504})
+    scores = sorted(
+        {p for found in bounds for p, size in found.scores.items() if size > FP16.largest}
+    )
     said = [share]
     if scores:
         said.append(

@@ -18,7 +18,6 @@ from stopdown import numerics
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.nodes import (
-    LARGEST_TAME,
     arguments,
     is_float,
     is_kind,
@@ -29,11 +28,10 @@ from stopdown.graph.nodes import (
 )
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
+from stopdown.model_needs import keeps_clamps
+from stopdown.number_formats import NEAR_FP16_END
 from stopdown.scaling.exponent_rules import Site, state_equations
 from stopdown.scaling.linear_system import ZERO, System
-
-CLAMPS_KEPT = ("Sana",)
-"""Classes, by how their names begin, whose clamp at the end of fp16 is part of the model."""
 
 SMALLEST_BITS = -22.0
 """What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""
@@ -122,7 +120,7 @@ def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
         for number, node in enumerate(list_outputs(_last_node(call))[: call.capture.outputs])
         if is_float(node)
         and node.meta["val"].dtype == torch.float16
-        and any(part.amax >= LARGEST_TAME for part in call.ranges.get(node.name, ()))
+        and any(part.amax >= NEAR_FP16_END for part in call.ranges.get(node.name, ()))
     )
 
 
@@ -141,8 +139,7 @@ def find_kept_clamps(capture: Capture) -> frozenset[Node]:
 
 
 def _is_kept(node: Node, capture: Capture) -> bool:
-    names = [capture.component, *module_classes(node)]
-    return any(name.startswith(CLAMPS_KEPT) for name in names)
+    return any(map(keeps_clamps, (capture.component, *module_classes(node))))
 
 
 def state_problem(
