@@ -19,7 +19,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -37,7 +37,7 @@ from stopdown.environment import (
 from stopdown.errors import OptionError
 from stopdown.json_files import UnreadableError, read_small_file
 from stopdown.number_formats import FORMATS, PRECISIONS
-from stopdown.toml_files import read_texts
+from stopdown.toml_files import read_folder
 
 State = Literal["native", "emulated", "slow", "broken", "missing"]
 """`native`: in the arithmetic units. `emulated`: computed in fp32. `slow`: in the units, at a small
@@ -186,7 +186,7 @@ def list_profiles() -> list[str]:
 @functools.cache
 def read_profiles() -> dict[str, Profile]:
     """The profiles that come with the package, by name."""
-    profiles = [parse_profile(text, name) for name, text in read_texts("devices").items()]
+    profiles = [_convert_profile(tables, name) for name, tables in read_folder("devices").items()]
     return {profile.name: profile for profile in profiles}
 
 
@@ -327,11 +327,17 @@ def parse_profile(text: str, name: str) -> Profile:
         OptionError: it is not TOML, lacks a fact or a source, or has a key that is unknown.
     """
     try:
-        profile = msgspec.convert(tomllib.loads(text), Profile)
-    except msgspec.ValidationError as error:
-        raise _bad_profile(name, f"is not complete: {error}") from None
+        tables = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # too many digits or brackets are no TOML error
         raise _bad_profile(name, f"is not TOML: {error}") from None
+    return _convert_profile(tables, name)
+
+
+def _convert_profile(tables: dict[str, Any], name: str) -> Profile:
+    try:
+        profile = msgspec.convert(tables, Profile)
+    except msgspec.ValidationError as error:
+        raise _bad_profile(name, f"is not complete: {error}") from None
     problem = _find_problem(profile)
     if problem:
         raise _bad_profile(name, problem)

@@ -21,16 +21,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import tomllib
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
+
 from stopdown.errors import InputError, make_printable
 from stopdown.records import Alternative, Clue, Diagnosis
-from stopdown.toml_files import read_texts
+from stopdown.toml_files import read_folder
 
 UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
@@ -56,8 +57,7 @@ MOST_FRAMES = 2_000
 ALTERNATIVES = 8
 
 
-@dataclass(frozen=True)
-class Cause:
+class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One thing that goes wrong, and how it shows.
 
     Attributes:
@@ -65,7 +65,7 @@ class Cause:
         fault: the class that it belongs to: `dtype-mismatch`.
         points: how much its message alone says.
         title: one sentence; `{first}` and such are filled from the message.
-        plain: the sentence for a message without these values.
+        plain: the sentence for a message without these values; "" where the title has none.
         why: the explanation.
         messages: patterns, one of which must be found.
         needs: patterns, one of which must be found as well, when there are any.
@@ -78,17 +78,16 @@ class Cause:
     fault: str
     points: int
     title: str
-    plain: str
     why: str
     messages: tuple[re.Pattern[str], ...]
-    needs: tuple[re.Pattern[str], ...]
     remedy: tuple[str, ...]
     next: tuple[str, ...]
     reports: tuple[str, ...]
+    plain: str = ""
+    needs: tuple[re.Pattern[str], ...] = ()
 
 
-@dataclass(frozen=True)
-class Sign:
+class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fact around a message: all of `match` must be found; `says` is what it means."""
 
     match: tuple[re.Pattern[str], ...]
@@ -109,46 +108,33 @@ class Knowledge:
 @functools.cache
 def read_knowledge() -> Knowledge:
     """The knowledge that comes with the package."""
-    return parse_knowledge(read_texts("explain").values())
+    return parse_knowledge(read_folder("explain").values())
 
 
-def parse_knowledge(texts: Iterable[str]) -> Knowledge:
-    """Knowledge from the text of TOML files with `fault`, `cause`, `symptom` and `sign` tables."""
+def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
+    """Knowledge from the `fault`, `cause`, `symptom` and `sign` tables of several files."""
     tables: dict[str, list[dict[str, Any]]] = {}
-    for text in texts:
-        for kind, entries in tomllib.loads(text).items():
+    for file in files:
+        for kind, entries in file.items():
             tables.setdefault(kind, []).extend(entries)
     symptoms = {entry["name"]: entry["messages"] for entry in tables.get("symptom", [])}
-    causes = tuple(_parse_cause(entry, symptoms) for entry in tables.get("cause", []))
-    signs = tuple(
-        Sign(_compile(e["match"]), e["points"], frozenset(e["favours"]), e["says"])
-        for e in tables.get("sign", [])
+    causes = [_expand_cause(entry, symptoms) for entry in tables.get("cause", [])]
+    return Knowledge(
+        msgspec.convert(causes, tuple[Cause, ...], dec_hook=_compile),
+        msgspec.convert(tables.get("sign", []), tuple[Sign, ...], dec_hook=_compile),
+        {entry["name"]: entry["says"] for entry in tables.get("fault", [])},
     )
-    faults = {entry["name"]: entry["says"] for entry in tables.get("fault", [])}
-    return Knowledge(causes, signs, faults)
 
 
-def _parse_cause(entry: dict[str, Any], symptoms: dict[str, list[str]]) -> Cause:
+def _expand_cause(entry: dict[str, Any], symptoms: dict[str, list[str]]) -> dict[str, Any]:
     patterns: list[str] = []
     for text in entry["messages"]:
         patterns += symptoms[text[1:]] if text.startswith("@") else [text]
-    return Cause(
-        name=entry["name"],
-        fault=entry["fault"],
-        points=entry["points"],
-        title=entry["title"],
-        plain=entry.get("plain", entry["title"]),
-        why=entry["why"].strip(),
-        messages=_compile(patterns),
-        needs=_compile(entry.get("needs", ())),
-        remedy=tuple(entry["remedy"]),
-        next=tuple(entry["next"]),
-        reports=tuple(entry["reports"]),
-    )
+    return {**entry, "messages": patterns, "why": entry["why"].strip()}
 
 
-def _compile(patterns: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    return tuple(re.compile(pattern, re.MULTILINE) for pattern in patterns)
+def _compile(kind: type, pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.MULTILINE)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -354,7 +340,7 @@ def _read_values(match: re.Match[str]) -> dict[str, str]:
 def _fill(cause: Cause, values: dict[str, str]) -> str:
     """The title with the values of the message; the plain one when the message lacks some."""
     wanted = set(re.findall(r"\{(\w+)\}", cause.title))
-    return cause.title.format(**values) if wanted <= set(values) else cause.plain
+    return cause.title.format(**values) if wanted <= set(values) else cause.plain or cause.title
 
 
 _FRAME = re.compile(r'^File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)', re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,17 +13,23 @@ import msgspec
 _Row = TypeVar("_Row")
 
 
-def read_texts(folder: str) -> dict[str, str]:
-    """The texts of the files in a folder of `knowledge/`, by file name, sorted."""
-    entries = (resources.files("stopdown") / "knowledge" / folder).iterdir()
-    texts = {e.name: e.read_text(encoding="utf-8") for e in entries if e.name.endswith(".toml")}
-    return dict(sorted(texts.items()))
+def read_folder(folder: str) -> dict[str, dict[str, Any]]:
+    """The tables of each file in a folder of `knowledge/`, by file name, sorted."""
+    names = sorted(entry.name for entry in _find(folder).iterdir())
+    return {name: _read(folder, name) for name in names if name.endswith(".toml")}
 
 
 def read_rules(name: str) -> dict[str, Any]:
     """The tables of one file of `knowledge/rules/`: `operations` for `operations.toml`."""
-    path = resources.files("stopdown") / "knowledge" / "rules" / f"{name}.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return _read("rules", f"{name}.toml")
+
+
+def _read(*parts: str) -> dict[str, Any]:
+    return tomllib.loads(_find(*parts).read_text(encoding="utf-8"))
+
+
+def _find(*parts: str) -> Traversable:
+    return resources.files("stopdown").joinpath("knowledge", *parts)
 
 
 def read_rows(name: str, table: str, kind: type[_Row]) -> tuple[_Row, ...]:

@@ -8,12 +8,12 @@ import pytest
 from stopdown.dtype_rules.findings import SEVERITIES, is_fault, make_finding, read_kinds
 from stopdown.environment import judge_rocm
 from stopdown.model_needs import Need, keeps_clamps, read_needs
-from stopdown.toml_files import parse_rows, read_rules, read_texts
+from stopdown.toml_files import parse_rows, read_folder, read_rules
 
 
-def test_texts_of_a_folder_come_sorted() -> None:
+def test_files_of_a_folder_come_sorted() -> None:
     """What is read does not depend on the order of a file system."""
-    names = list(read_texts("explain"))
+    names = list(read_folder("explain"))
     assert names == sorted(names)
     assert {"overflow.toml", "signs.toml"} <= set(names)
 
