@@ -873,7 +873,7 @@ def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path
     write_plan(plan, tmp_path / "plan.json")
     script = (
         "import os, signal, sys\n"
-        "from stopdown.plans import converting\n"
+        "from stopdown.checkpoints import convert as converting\n"
         "write = converting.write_weights\n"
         "def die(*given):\n"
         "    write(*given)\n"
