@@ -539,6 +539,7 @@ def test_a_damaged_file_gives_an_answer_or_an_error_of_ours(name: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # minutes each; a busy machine takes longer
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", READERS)
 def test_ten_thousand_damaged_files_give_no_other_error(name: str, tmp_path: Path) -> None:
