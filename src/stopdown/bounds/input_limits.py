@@ -50,7 +50,6 @@ def state_limits(
     kwargs: Mapping[str, Any],
     *,
     names: Sequence[str] = (),
-    largest: Mapping[str, float] | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> InputLimits:
     """The limits of a call's inputs.
@@ -58,10 +57,9 @@ def state_limits(
     Args:
         args, kwargs: of the captured call; only names, dtypes and sizes are looked at.
         names: of what is called, for its positional arguments in order.
-        largest: limits by the name of the argument, instead of those stated here.
         measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
     """
-    given, seen = dict(largest or {}), dict(measured or {})
+    seen = measured or {}
     found: dict[str, float] = {}
     steps: dict[str, Timesteps] = {}
     fixed: dict[str, torch.Tensor] = {}
@@ -72,8 +70,7 @@ def state_limits(
         elif _is_timestep(name, tensor):
             steps[placeholder] = _list_timesteps(tensor)
         elif tensor.is_floating_point() or "mask" in name:
-            limit = given.get(name, state_limit(name))
-            found[placeholder] = max(limit, 2 * seen.get(placeholder, 0.0))
+            found[placeholder] = max(state_limit(name), 2 * seen.get(placeholder, 0.0))
     return InputLimits(found, steps, fixed)
 
 

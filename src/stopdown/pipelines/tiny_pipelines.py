@@ -154,14 +154,14 @@ def _make_cogvideox_image() -> Components:
     return _make_cogvideox(is_image_to_video=True)
 
 
-def _make_autoencoder_kl(*, latent_channels: int = 4, **options: Any) -> Any:
+def _make_autoencoder_kl(**options: Any) -> Any:
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(8, 8, 8, 8),
-        latent_channels=latent_channels,
+        latent_channels=4,
         layers_per_block=1,
         norm_num_groups=2,
         sample_size=32,

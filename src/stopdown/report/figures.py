@@ -244,7 +244,7 @@ class HeatMap:
         sites: labels of the rows.
         steps: columns.
         panels: one for each precision.
-        size, gap: of a square.
+        size: of a square.
     """
 
     component: str
@@ -252,7 +252,6 @@ class HeatMap:
     steps: int
     panels: tuple[Panel, ...]
     size: int
-    gap: int
 
 
 def draw_maps(comparison: Comparison) -> tuple[HeatMap, ...]:
@@ -297,7 +296,7 @@ def _draw_map(component: str, heats: Mapping[str, Heat]) -> HeatMap:
     steps = max((len(row) for heat in heats.values() for row in heat.bits), default=1)
     size = 26 if steps == 1 else max(4, min(14, 240 // steps))
     panels = tuple(_draw_panel(name, heat, sites, size, steps) for name, heat in heats.items())
-    return HeatMap(component, sites, steps, panels, size, 2)
+    return HeatMap(component, sites, steps, panels, size)
 
 
 def _draw_panel(name: str, heat: Heat, sites: Sequence[str], width: int, steps: int) -> Panel:
