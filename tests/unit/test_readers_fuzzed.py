@@ -561,6 +561,16 @@ def test_a_name_longer_than_a_file_may_have(place: str, tmp_path: Path) -> None:
         read_model(path)
 
 
+def test_a_shard_of_a_longer_name_than_a_file_may_have(tmp_path: Path) -> None:
+    """It is no shard's name, and no system is asked for such a file."""
+    path = READERS["shard index"].make(tmp_path)
+    index = json.loads(path.read_bytes())
+    index["weight_map"] = {"a": f"model-00001-of-00001.{'9' * 300}.safetensors"}
+    path.write_bytes(encode(index))
+    with pytest.raises(DamagedFileError, match="which is no shard's name"):
+        READERS["shard index"].read(path)
+
+
 def test_an_error_that_is_not_ours_is_found(tmp_path: Path) -> None:
     """A reader that lets a KeyError through, and one that takes all memory, do not pass."""
 
