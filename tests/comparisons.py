@@ -21,7 +21,8 @@ from stopdown.comparison.records import (
     Variant,
 )
 from stopdown.comparison.verdicts import compare_pairs, judge_cell, judge_variant, recommend
-from stopdown.media import find_frame_faults, to_uint8
+from stopdown.frame_faults import find_frame_faults
+from stopdown.media import to_uint8
 from stopdown.records import (
     BlockMaximum,
     CallSummary,

@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files"),
     ("number_formats", "outputs", "records", "toml_files"),
-    ("environment", "numerics", "patches", "media", "randomness"),
+    ("environment", "frame_faults", "numerics", "patches", "randomness"),
+    ("media",),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
     ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles", "model_needs"),
@@ -46,6 +47,7 @@ LIGHT = (
     "model_needs",
     "backend_rules",
     "environment",
+    "frame_faults",
     "media",
     "diagnosis",
     "device_profiles",

@@ -405,7 +405,7 @@ def explain_file(path: Path) -> Diagnosis:
 
 def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
     """What is seen in the frames of a clip, as many of them as are looked at."""
-    from stopdown import media
+    from stopdown import frame_faults, media
 
     count, was_cut = 0, False
 
@@ -418,7 +418,7 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
             count += 1
             yield frame
 
-    found = explain_frames(path, media.find_frame_faults(take()))
+    found = explain_frames(path, frame_faults.find_frame_faults(take()))
     said = f" Only its first {count} frames were looked at." if was_cut else ""
     return dataclasses.replace(found, why=found.why + said)
 
@@ -454,7 +454,7 @@ _SHOWN = {
 
 
 def explain_frames(path: Path, faults: Iterable[Any]) -> Diagnosis:
-    """The diagnosis of a finished picture or video from the faults that `media` saw in its frames."""
+    """The diagnosis of a finished picture or video from the faults that its frames show."""
     found = list(faults)
     if not found:
         return _describe_healthy(path)

@@ -14,7 +14,7 @@ import torch
 
 from checker import compare, read_clip
 from scenes import COLOURS, Scene, all_scenes, draw_scene, split_scenes
-from stopdown.media import find_frame_faults
+from stopdown.frame_faults import find_frame_faults
 from stopdown.numerics import measure_amax
 from stopdown.pipelines.sources import BUNDLED_FOLDER
 

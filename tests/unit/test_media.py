@@ -13,12 +13,12 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 from PIL.PngImagePlugin import PngInfo
 
-from stopdown import media
+from stopdown import frame_faults, media
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError
+from stopdown.frame_faults import find_frame_faults
 from stopdown.media import (
     check_output,
     choose_format,
-    find_frame_faults,
     read_image,
     read_video,
     to_uint8,
@@ -563,7 +563,7 @@ def test_each_fault_has_one_detector(
 ) -> None:
     """A fault is found with its detector, and not found when that detector is off."""
     (kind,) = kinds(clip)
-    monkeypatch.delitem(media._DETECTORS, name)
+    monkeypatch.delitem(frame_faults._DETECTORS, name)
     assert kind not in kinds(clip)
 
 

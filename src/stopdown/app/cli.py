@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = int(stopped.code or 0)
         _report_error(stopped.name, describe_interrupt(words, stopped.name), wants_json)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = signals.INTERRUPTED
         _report_error("KeyboardInterrupt", describe_interrupt(words), wants_json)
     sys.exit(code)
 
@@ -119,7 +119,7 @@ def _run(words: list[str], wants_json: bool) -> int:
         try:
             app(args=words, standalone_mode=True)
         except SystemExit as left:
-            if left.code == INTERRUPTED:  # what Typer makes of Ctrl-C
+            if left.code == signals.INTERRUPTED:  # what Typer makes of Ctrl-C
                 raise KeyboardInterrupt from left
             if isinstance(left, signals.Stopped | streams.ReaderGone):
                 raise
@@ -143,10 +143,6 @@ def _refuse_bytes(words: list[str]) -> None:
                 expected="Names and prompts go into records and pages, which are UTF-8.",
                 remedy="Give the file another name, or the text in UTF-8.",
             )
-
-
-INTERRUPTED = 130
-"""The code of a program that Ctrl-C ended: 128 and the number of the signal. Typer leaves with it, too."""
 
 
 def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:

@@ -478,7 +478,8 @@ def _write(
     options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
 ) -> tuple[str, tuple[Finding, ...]]:
     """Write the file; where it stands, and what is wrong with the frames."""
-    from stopdown.media import find_frame_findings, write_media
+    from stopdown.frame_faults import find_frame_findings
+    from stopdown.media import write_media
 
     begun = time.perf_counter()
     output = write_media(_name_output(options), frames, options.fps, numbered=numbered)

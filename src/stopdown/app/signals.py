@@ -17,6 +17,9 @@ from typing import NoReturn
 
 _ENDING = ("SIGTERM", "SIGHUP")
 
+INTERRUPTED = 130
+"""The code of a program that Ctrl-C ended: 128 and the number of the signal. Typer leaves with it, too."""
+
 
 class Stopped(SystemExit):
     """A signal came that ends the program; its code is 128 and the number of the signal.

@@ -22,7 +22,8 @@ from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened
 from stopdown.environment import Device, peak_memory
 from stopdown.errors import InputError, take_first_line, take_one_line
-from stopdown.media import find_frame_findings, to_uint8
+from stopdown.frame_faults import find_frame_findings
+from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
 from stopdown.pipelines.folders import told_as_oserror
 from stopdown.pipelines.library_messages import quiet_libraries

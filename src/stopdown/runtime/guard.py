@@ -40,7 +40,7 @@ from stopdown.errors import (
     StopdownWarning,
     take_first_line,
 )
-from stopdown.media import find_frame_findings
+from stopdown.frame_faults import find_frame_findings
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
-from stopdown.media import find_frame_findings
+from stopdown.frame_faults import find_frame_findings
 from stopdown.patches import Patches
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import Finding, GuardRecord, Plan

@@ -12,7 +12,7 @@ gives a better output.
 values that a clamp at the end of the range brought back.
 **Does not catch** values that `nan_to_num` or a softmax inside the component made finite, or a result
 that is finite and wrong for another reason; the finished frames are looked at by
-`media.find_frame_faults`.
+`frame_faults.find_frame_faults`.
 """
 
 from __future__ import annotations
