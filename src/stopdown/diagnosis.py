@@ -105,10 +105,15 @@ class Knowledge:
     faults: dict[str, str]
 
 
+FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
+"""Of `knowledge/explain/`, in the order in which equal causes are answered: the likelier ones first."""
+
+
 @functools.cache
 def read_knowledge() -> Knowledge:
-    """The knowledge that comes with the package."""
-    return parse_knowledge(read_folder("explain").values())
+    """The knowledge that comes with the package; of causes with equal points the first is answered."""
+    files = read_folder("explain")
+    return parse_knowledge(files[name] for name in sorted(files, key=FILES.index))
 
 
 def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:

@@ -25,6 +25,7 @@ from PIL import Image
 from stopdown import diagnosis, errors, media
 from stopdown.app import cli
 from stopdown.diagnosis import (
+    FILES,
     UNKNOWN,
     condense,
     explain,
@@ -35,6 +36,7 @@ from stopdown.diagnosis import (
 )
 from stopdown.errors import InputError
 from stopdown.media import write_media
+from stopdown.toml_files import read_folder
 
 CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
 CAST = "RuntimeWarning: invalid value encountered in cast"
@@ -489,3 +491,10 @@ def test_the_command_says_unknown_with_exit_code_1(capsys: pytest.CaptureFixture
     code, page, error = _run(capsys, "explain", "missing.log")
     assert (code, page) == (2, "")
     assert "There is no file missing.log" in error
+
+
+def test_of_equal_causes_the_likelier_is_answered() -> None:
+    """What lies outside of a model is an answer only where a message speaks for it more than for the model."""
+    assert set(FILES) == set(read_folder("explain"))
+    faults = [cause.fault for cause in read_knowledge().causes]
+    assert faults.index("vae-range") < faults.index("backend-kernel")
