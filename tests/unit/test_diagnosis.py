@@ -494,7 +494,7 @@ def test_the_command_says_unknown_with_exit_code_1(capsys: pytest.CaptureFixture
 
 
 def test_of_equal_causes_the_likelier_is_answered() -> None:
-    """What lies outside of a model is an answer only where a message speaks for it more than for the model."""
+    """What lies outside of a model is answered only where a message speaks for it more."""
     assert set(FILES) == set(read_folder("explain"))
     faults = [cause.fault for cause in read_knowledge().causes]
     assert faults.index("vae-range") < faults.index("backend-kernel")
