@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from stopdown import check, mend
 from stopdown import device_profiles as profiles
@@ -18,6 +18,7 @@ from stopdown.device_profiles import find_profile
 from stopdown.dtype_rules.check import inspect_pipeline
 from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.errors import OptionError, PlanError
+from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
@@ -250,3 +251,17 @@ def test_causes_are_mended_before_what_they_lead_to() -> None:
     with assert_untouched(pipe), mend(pipe, device="a100", arguments=call) as mending:
         assert mending.done == ("text_encoder: 1 parameters cast to bf16, as the rest.",)
         assert mending.remaining == []
+
+
+def test_a_clamp_of_rescaled_weights_is_no_finding(tmp_path: Path) -> None:
+    """Whose files say that their values were scaled into range is not told that its clamp may bite."""
+    folder = save_pipeline("cogvideox", tmp_path / "model", dtype=torch.float16)
+
+    def list_kinds() -> set[str]:
+        found = check(str(folder), precision="fp16", device="v100", arguments=CALL)
+        return {x.kind for x in found if x.site.startswith("text_encoder")}
+
+    assert list_kinds() == {"clamp-may-bite"}
+    path = folder / "text_encoder" / "model.safetensors"
+    save_file(load_file(path), path, {"format": "pt", RESCALED_ENTRY: "times powers of two"})
+    assert list_kinds() == {"rescaled-weights"}

@@ -299,6 +299,8 @@ def test_the_fastest_of_the_same_pictures_is_recommended() -> None:
     best, headline = recommend(variants, "cpu")
     assert best == "plan"
     assert headline == "Use plan on cpu: the reference's pictures at 0.25 of its time."
+    headline = recommend(variants, "cpu", prompts=2)[1]
+    assert headline == "Use plan on cpu: the reference's pictures."
     none, said = recommend([v for v in variants if v.name == "fp16"], "cpu")
     assert none is None
     assert said.startswith("None of these precisions")

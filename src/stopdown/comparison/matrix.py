@@ -318,7 +318,7 @@ def _conclude(
             heats = join_heats(heats, entry.heats.get(name, ()))
         known = matrix.variants.get(name, Variant(name, explain_meaning(name)))
         variants.append(judge_variant(dataclasses.replace(known, heats=heats), rows))
-    best, headline = recommend(variants, str(subject.device))
+    best, headline = recommend(variants, str(subject.device), len(rows))
     references = [row.reference for row in rows]
     reference = max(references, key=references.count) if references else matrix.ranked[0]
     return Comparison(

@@ -171,14 +171,25 @@ def _find_ratios(rows: Sequence[Row], name: str) -> dict[str, float]:
     return {stage: statistics.median(found) for stage, found in ratios.items()}
 
 
-def recommend(variants: Sequence[Variant], device: str) -> tuple[str | None, str]:
-    """The precision to take, and the verdict in one sentence: the fastest that gives the pictures."""
+FEWEST_TIMED = 3
+"""Of fewer prompts no times are stated: the first run sets things up, and other programs may disturb."""
+
+
+def recommend(
+    variants: Sequence[Variant], device: str, prompts: int = FEWEST_TIMED
+) -> tuple[str | None, str]:
+    """The precision to take, and the verdict in one sentence: the fastest that gives the pictures.
+
+    Args:
+        prompts: how many were compared; of fewer than `FEWEST_TIMED` the sentence says no times.
+    """
     usable = [v for v in variants if v.verdict in ("same", "reference")]
     if not usable:
         return None, "None of these precisions gives the reference's pictures on every prompt."
     best = min(usable, key=lambda v: v.time_ratios.get("all", float("inf")))
     ratio = best.time_ratios.get("all")
-    speed = "" if ratio is None or best.verdict == "reference" else f" at {ratio:.2g} of its time"
+    is_known = ratio is not None and prompts >= FEWEST_TIMED
+    speed = f" at {ratio:.2g} of its time" if is_known else ""
     headline = f"Use {best.name} on {device}: " + (
         "it is the reference, and nothing that gives the same pictures is faster."
         if best.verdict == "reference"

@@ -12,7 +12,7 @@ plan`, and the guard), what a custom kernel does inside, and what only another r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -327,9 +327,10 @@ def _join(
     seen = _merge(parts)
     words = word_observations(seen.observations)
     blamed = {finding.site for finding in words if finding.kind == "mixed-parameters"}
+    rescaled = {finding.site for finding in found if finding.kind == "rescaled-weights"}
     findings = sort_findings(
         [
-            *words,
+            *(f for f in words if not _is_kept_away(f, rescaled)),
             *(f for f in found if f.kind != "several-dtypes" or f.site not in blamed),
             *environment_findings.check_schedule(seen),
             *(finding for part in parts for finding in environment_findings.check_upcast(part)),
@@ -340,6 +341,11 @@ def _join(
         ]
     )
     return Checked(findings, seen, profile, chosen, stored)
+
+
+def _is_kept_away(finding: Finding, rescaled: Collection[str]) -> bool:
+    """Whether a clamp is said to bite in a component whose weights keep their values below it."""
+    return finding.kind == "clamp-may-bite" and finding.site.partition(":")[0] in rescaled
 
 
 def _read_headers(source: Source) -> hub.Headers:

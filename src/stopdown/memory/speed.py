@@ -102,12 +102,12 @@ def _time_widening(device: Device, name: str) -> float | None:
 def _time_second(device: Device, work: Callable[[], Any]) -> float:
     """Seconds of some work when it is done again: the first time sets things up.
 
-    The least of three times, for what else runs here only adds to it; what takes long is timed once.
+    The least of three times, for what else runs here only adds to it.
     """
     work()
     _wait(device)
     seconds: list[float] = []
-    while not seconds or (len(seconds) < 3 and sum(seconds) < _LONG_S):
+    while len(seconds) < 3:
         begun = time.perf_counter()
         work()
         _wait(device)
