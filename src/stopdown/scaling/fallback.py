@@ -26,14 +26,13 @@ from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
 from stopdown.numerics import (
     count_attention_on_cpu,
-    count_flops,
     headroom_bits,
     iterate_tensors,
     measure_amax,
 )
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling
-from stopdown.scaling.trial import Call, Reference, run_call, try_scaling
+from stopdown.scaling.trial import Call, Reference, count_layer_flops, run_call, try_scaling
 
 Failure = CaptureError | ScalingError
 
@@ -125,9 +124,7 @@ def _look(seen: _Seen, path: str, part: Any, args: Any, kwargs: Any, output: tor
         seen.matrices[path] = _Matrix(0.0)
     found = seen.matrices[path]
     found.amax = max(found.amax, *(_reach(x) for x in floats))
-    shapes = {"input": floats[0].shape, "weight": part.weight.shape}
-    is_transposed = getattr(part, "transposed", False)
-    found.flops += count_flops("linear", shapes, output.shape, transposed=is_transposed)
+    found.flops += count_layer_flops(part, floats[0], output)
 
 
 def _reach(value: torch.Tensor) -> float:

@@ -139,6 +139,13 @@ def run_call(
             source.put(state)
 
 
+def count_layer_flops(layer: Any, given: torch.Tensor, output: torch.Tensor) -> float:
+    """Floating-point operations of one call of a linear or convolution, bias aside."""
+    shapes = {"input": given.shape, "weight": layer.weight.shape}
+    is_transposed = getattr(layer, "transposed", False)
+    return count_flops("linear", shapes, output.shape, transposed=is_transposed)
+
+
 @contextmanager
 def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
     """FLOPs of every linear and convolution that is called meanwhile."""
@@ -146,9 +153,7 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
 
     def count(part: Any, args: Any, output: torch.Tensor) -> None:
         given = next(iterate_tensors(args), output)
-        shapes = {"input": given.shape, "weight": part.weight.shape}
-        is_transposed = getattr(part, "transposed", False)
-        counts.append(count_flops("linear", shapes, output.shape, transposed=is_transposed))
+        counts.append(count_layer_flops(part, given, output))
 
     with Patches() as patches:
         for part in module.modules():
