@@ -1,7 +1,18 @@
 """Half precision, whole picture: image and video diffusion models in half precision.
 
-Public names are loaded when they are first used, so `import stopdown` loads neither torch nor
-Diffusers.
+    import stopdown
+
+    pipe = stopdown.load("shapes", precision="auto")  # or a Hub id, a folder, a .safetensors file
+    with stopdown.guard(pipe) as guard:  # NaN and Inf are named, repaired and run again
+        frames = pipe("a red circle moving left on a grey background").frames[0]
+    print(guard.record)
+
+    stopdown.check(pipe, device="v100")  # dtype faults, before they happen
+    plan = stopdown.make_plan("shapes")  # fp16 without overflow: exact powers of two
+    stopdown.compare("shapes", prompts=["a red circle moving left"])  # what a precision costs
+
+The command line does the same: `stopdown --help`. Public names are loaded when they are first used, so
+`import stopdown` loads neither torch nor Diffusers.
 """
 
 from __future__ import annotations

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from test_single_file import save_single_file
 
@@ -14,6 +16,7 @@ import stopdown
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.plans.precision import parse_request, write_request
 from stopdown.runtime.watch import Watch
 
 SaveTiny = Callable[..., Path]
@@ -87,3 +90,54 @@ def test_noise_is_dropped_and_the_rest_passes() -> None:
         "There are modules in Y that should be kept in float32: [].",
     ]
     assert handler.filters == filters
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("transformer=bf16", "transformer=bf16"),
+        (Path("plan.json"), "plan.json"),
+        (torch.float16, "fp16"),
+        ({"transformer": torch.bfloat16, "vae.decode": "fp32"}, "transformer=bf16,vae.decode=fp32"),
+        ({}, "auto"),
+    ],
+)
+def test_a_precision_may_be_a_dtype(asked: Any, text: str) -> None:
+    """Names, plans, dtypes and either by component say the same."""
+    assert write_request(asked) == text
+    parse_request(text)
+
+
+@pytest.mark.parametrize("asked", [torch.int8, 16, None, {"vae": 16}, ["fp16"]])
+def test_what_is_no_precision_is_refused(asked: Any) -> None:
+    """Integers and lists get a message that shows what is taken."""
+    with pytest.raises(stopdown.OptionError, match="neither a name nor a floating-point dtype"):
+        write_request(asked)
+
+
+def test_a_dtype_and_parts_reach_the_pipeline(save_tiny: SaveTiny) -> None:
+    """As in Diffusers a scheduler can be given, and a part left out; the dtype is what was asked for."""
+    import diffusers
+
+    scheduler = diffusers.DDIMScheduler()
+    pipe = stopdown.load(
+        save_tiny("sd"),
+        precision=torch.bfloat16,
+        device=torch.device("cpu"),
+        scheduler=scheduler,
+        feature_extractor=None,
+    )
+    assert pipe.scheduler is scheduler
+    assert pipe.feature_extractor is None
+    assert {pipe.unet.dtype, pipe.vae.dtype, pipe.text_encoder.dtype} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("torch_dtype", "precision="), ("nothing", "Leave it out"), ("unet", "pipe.unet")],
+)
+def test_a_part_that_cannot_be_taken_is_refused(save_tiny: SaveTiny, name: str, said: str) -> None:
+    """Another name, Diffusers' own dtype, and a model whose precision nobody decided: each has its way."""
+    with pytest.raises(stopdown.OptionError) as raised:
+        stopdown.load(save_tiny("sd"), device="cpu", **{name: torch.float16})
+    assert said in str(raised.value)

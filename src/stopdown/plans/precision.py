@@ -9,11 +9,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from stopdown.environment import Support
 from stopdown.errors import OptionError
-from stopdown.number_formats import FP16, parse_precision
+from stopdown.number_formats import FP16, find_format, parse_precision
 from stopdown.records import Decision
+
+if TYPE_CHECKING:
+    import torch
 
 SLOW = 1.5
 """A 16-bit format that takes this many times as long as fp32 is not chosen for speed."""
@@ -84,6 +89,32 @@ class PrecisionRequest:
         """The one precision of all components; None for a plan, or where components are named."""
         whole = len(self.parts) == 1 and not self.parts[0].component
         return self.parts[0].precision if whole else None
+
+
+def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
+    """What Python callers ask for, as the text that `parse_request` reads.
+
+    Args:
+        asked: that text or a plan's path, a dtype, or component → text or dtype:
+            `{"transformer": torch.bfloat16, "vae": "fp32"}`.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if isinstance(asked, (str, Path)):
+        return str(asked)
+    if isinstance(asked, Mapping):
+        return (
+            ",".join(f"{name}={write_request(choice)}" for name, choice in asked.items()) or "auto"
+        )
+    found = find_format(asked) if str(asked).startswith("torch.") else None
+    if found is None:
+        raise OptionError(
+            f"The precision {asked!r:.80} is neither a name nor a floating-point dtype.",
+            expected="It is 'auto', 'fp16', torch.float16, 'plan.json', or one of these by component.",
+            remedy="Write for example precision={'transformer': torch.bfloat16, 'vae': 'fp32'}.",
+        )
+    return found.name
 
 
 def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
