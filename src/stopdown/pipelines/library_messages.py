@@ -23,7 +23,10 @@ _NOISE = re.compile(
             # refused while loading, by their names
             r"were not initialized from the model checkpoint",
             r"were not used when initializing",
+            # the time steps of Wan 2.1 are one a prompt, and its plan is for those of Wan 2.2 as well
+            r"Expected input tensor to have 2 dimensions, but got 1 dimensions",
             r"LOAD REPORT",
+            r"`enable_parallelism` is an experimental feature",  # put on by us, and tested
         )
     )
 )

@@ -39,15 +39,23 @@ def save_caches(module: torch.nn.Module) -> Callable[[], None]:
 def without_caches(module: torch.nn.Module) -> Iterator[None]:
     """The module as it is beneath its step caches; other hooks of Diffusers (offloading) stay."""
     with Patches() as patches:
-        for child in module.modules() if getattr(module, "is_cache_enabled", False) else ():
-            registry = vars(child).get("_diffusers_hook")
-            hooks = list(registry.hooks.values()) if registry is not None else []
-            if hooks and "forward" in vars(child) and all(map(_keeps_states, hooks)):
-                _take_off(child, hooks[0], patches)
-            else:
-                for hook in filter(_keeps_states, hooks):
-                    _bypass(hook.fn_ref, patches)
+        if getattr(module, "is_cache_enabled", False):
+            bypass_hooks(module, _keeps_states, patches)
         yield
+
+
+def bypass_hooks(
+    module: torch.nn.Module, is_meant: Callable[[Any], bool], patches: Patches
+) -> None:
+    """Have some of Diffusers' hooks on a module and its children do nothing, until `patches` is undone."""
+    for child in module.modules():
+        registry = vars(child).get("_diffusers_hook")
+        hooks = list(registry.hooks.values()) if registry is not None else []
+        if hooks and "forward" in vars(child) and all(map(is_meant, hooks)):
+            _take_off(child, hooks[0], patches)
+        else:
+            for hook in filter(is_meant, hooks):
+                _bypass(hook.fn_ref, patches)
 
 
 def _take_off(module: torch.nn.Module, innermost: Any, patches: Patches) -> None:

@@ -1,0 +1,283 @@
+"""One call of a transformer over several devices: Diffusers' context parallelism, put on and off.
+
+Diffusers splits a transformer's tokens over the ranks of a process group, exchanges tokens for heads
+around each attention (Ulysses) or passes keys and values around (ring), and gathers the result: from
+outside the call is the same on every rank. Here it is put on with the plan that a class lacks, for
+lengths and numbers of heads that the ranks do not divide, and on a CPU, where Diffusers finds no
+accelerator to count.
+
+**Catches** transformers without a plan, and more ranks than heads can be shared by.
+**Does not catch** attention backends that cannot be spread: Diffusers refuses them by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from stopdown.errors import OptionError
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, put_layer
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.step_caches import bypass_hooks
+
+
+def put_context_parallel(
+    transformer: torch.nn.Module, patches: Patches, *, ring_degree: int = 1, mesh: Any = None
+) -> Any:
+    """Spread each call of a transformer over the ranks, until `patches` is undone.
+
+    Put it on before a guard, and take it off after that.
+
+    Args:
+        ring_degree: ranks of each ring; the others share heads. Diffusers' attention backends for CUDA
+            have rings, its native one and so a CPU does not.
+        mesh: a device mesh with the dimensions `ring` and `ulysses`; None for one of all ranks.
+
+    Returns:
+        Diffusers' configuration that is in force.
+
+    Raises:
+        OptionError: the transformer has no plan, or the ranks do not fit.
+    """
+    from diffusers import ContextParallelConfig
+
+    ranks = torch.distributed.get_world_size() if mesh is None else mesh.size()
+    plan = find_plan(transformer)
+    _check_ranks(transformer, ranks, ring_degree)
+    config = ContextParallelConfig(
+        ring_degree=ring_degree, ulysses_degree=ranks // ring_degree, mesh=mesh
+    )
+    _fit_lengths(transformer, config, plan, patches)
+    _keep_modules(transformer, plan, patches)
+    _put_processors(transformer, patches)
+    with quiet_libraries(), Patches() as resolving:
+        if torch.accelerator.device_count() == 0:
+            resolve = functools.partial(_resolve_on_cpu, transformer)
+            resolving.set_attribute(transformer, "_resolve_parallel_config", resolve)
+        transformer.enable_parallelism(config=config, cp_plan=plan)  # type: ignore[operator]
+    if torch.distributed.get_backend(config._flattened_mesh.get_group()) == "gloo":
+        _gather_padded(transformer, patches)
+    return config
+
+
+def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
+    """What of a transformer is split and gathered: Diffusers' plan of its class, or the one that it lacks.
+
+    Raises:
+        OptionError: there is none.
+    """
+    from stopdown.pipelines.cogvideox_parallel import PLANS
+
+    name = type(transformer).__name__
+    plan = getattr(transformer, "_cp_plan", None) or PLANS.get(name)
+    if plan is None:
+        raise OptionError(
+            f"{name} cannot be spread over several devices: neither Diffusers nor Stopdown has a "
+            "context-parallel plan for it.",
+            expected=f"Diffusers has plans for Wan, Flux, Qwen-Image and LTX; here are {', '.join(PLANS)}.",
+            remedy="Use --parallel guidance, which runs the two branches of guidance on two devices.",
+        )
+    return plan
+
+
+def _check_ranks(transformer: torch.nn.Module, ranks: int, ring_degree: int) -> None:
+    """Refuse what Diffusers would refuse in the middle of a call: heads that the ranks cannot share."""
+    sharing = ranks // max(1, ring_degree)
+    if ranks < 2 or ring_degree < 1 or ranks % ring_degree:
+        raise OptionError(
+            f"{ranks} ranks in rings of {ring_degree} are no way to spread a call.",
+            remedy="Start two ranks or more, and rings whose size divides their number.",
+        )
+    heads = _count_heads(transformer)
+    share = -(-heads // sharing)
+    if heads and share * sharing - heads >= share > 0 and heads % sharing:
+        fitting = [n for n in range(2, heads + 1) if -(-heads // n) * n - heads < -(-heads // n)]
+        raise OptionError(
+            f"{heads} attention heads cannot be shared by {sharing} ranks: each would have {share}, and "
+            "at least one rank none.",
+            remedy=f"Start {max((n for n in fitting if n < sharing), default=2)} ranks.",
+        )
+
+
+def _count_heads(transformer: torch.nn.Module) -> int:
+    found = (vars(child).get("heads") for child in transformer.modules())
+    return next((heads for heads in found if isinstance(heads, int)), 0)
+
+
+def _keep_modules(transformer: torch.nn.Module, plan: dict[str, Any], patches: Patches) -> None:
+    """Have undoing take Diffusers' hooks off and bring back what they and the configuration replace."""
+    from diffusers.hooks.context_parallel import remove_context_parallel
+
+    kept = [
+        (child, {name: vars(child)[name] for name in _REPLACED if name in vars(child)})
+        for child in transformer.modules()
+    ]
+
+    def restore() -> None:
+        remove_context_parallel(transformer, plan)
+        for child, values in kept:
+            for name in _REPLACED:
+                vars(child).pop(name, None)
+            vars(child).update(values)
+
+    processors = _find_processors(transformer)
+    for processor in processors:
+        if hasattr(processor, "_parallel_config"):
+            patches.set_attribute(processor, "_parallel_config", None)
+    patches.defer(restore)
+
+
+_REPLACED = ("forward", "_diffusers_hook", "_parallel_config")
+
+
+def _put_processors(transformer: torch.nn.Module, patches: Patches) -> None:
+    """Give each attention that Diffusers calls directly the processor that can be spread."""
+    from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
+
+    for child in transformer.modules():
+        if isinstance(vars(child).get("processor"), REPLACED):
+            patches.set_attribute(child, "processor", CogVideoXAttnProcessor())
+
+
+def _find_processors(transformer: torch.nn.Module) -> list[Any]:
+    found = (vars(child).get("processor") for child in transformer.modules())
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _resolve_on_cpu(transformer: torch.nn.Module, config: Any) -> Any:
+    """What `enable_parallelism` makes of a configuration, without an accelerator to count."""
+    from diffusers import ParallelConfig
+
+    whole = ParallelConfig(context_parallel_config=config)
+    mesh = config.mesh or torch.distributed.init_device_mesh(
+        "cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names
+    )
+    ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole.setup(*ranks, torch.device("cpu"), mesh=mesh)
+    transformer._parallel_config = whole
+    return whole
+
+
+def _fit_lengths(
+    transformer: torch.nn.Module, config: Any, plan: dict[str, Any], patches: Patches
+) -> None:
+    """Split lengths and heads that the ranks do not divide, from the first such call on.
+
+    Diffusers has a way for these (`ulysses_anything`, `ring_anything`) that asks all ranks for their
+    sizes before each exchange; where all is divisible it is not taken. Diffusers' hooks come later and
+    lie around these layers: so inputs are looked at by a hook of the module, outputs beneath.
+    """
+    if config.ring_degree > 1 and config.ulysses_degree > 1:
+        return  # Diffusers has no such way for both at once, and says so
+    if _count_heads(transformer) % config.ulysses_degree:
+        _split_anything(config)
+    for path, splits in plan.items():
+        for child in _find_modules(transformer, path) if isinstance(splits, dict) else ():
+            hook = functools.partial(_look_at_inputs, config, splits)
+            patches.defer(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if any(isinstance(index, int) for index in splits):
+                layer = functools.partial(_look_at_outputs, config, splits)
+                put_layer(child, "forward", layer, patches)
+
+
+def _look_at_inputs(
+    config: Any, splits: dict[Any, Any], child: torch.nn.Module, args: Any, kwargs: Any
+) -> None:
+    names = list(inspect.signature(type(child).forward).parameters)[1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name in set(splits) & set(given):
+        _look(config, given[name], splits[name])
+
+
+def _look_at_outputs(
+    config: Any, splits: dict[Any, Any], call: Call, args: Any, kwargs: Any
+) -> Any:
+    output = call(*args, **kwargs)
+    for index in filter(lambda key: isinstance(key, int), splits):
+        is_one = isinstance(output, torch.Tensor)
+        _look(config, output if is_one else output[index], splits[index])
+    return output
+
+
+def _look(config: Any, given: Any, split: Any) -> None:
+    """Whether one tensor, or each of several, can be split into equal parts."""
+    ranks = config.ring_degree * config.ulysses_degree
+    pairs = zip(given or (), split, strict=False) if isinstance(split, (list, tuple)) else None
+    for tensor, one in [(given, split)] if pairs is None else pairs:
+        is_split = isinstance(tensor, torch.Tensor) and tensor.dim() == one.expected_dims
+        if is_split and tensor.shape[one.split_dim] % ranks:
+            _split_anything(config)
+
+
+def _split_anything(config: Any) -> None:
+    setattr(config, "ring_anything" if config.ring_degree > 1 else "ulysses_anything", True)
+
+
+def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
+    """Have Diffusers' hooks gather parts of several sizes the way that gloo can: padded to one size."""
+    for child in transformer.modules():
+        registry = vars(child).get("_diffusers_hook")
+        for hook in registry.hooks.values() if registry is not None else ():
+            if type(hook).__name__ == _GATHERING:
+                gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
+                patches.set_attribute(hook.fn_ref, "post_forward", gather)
+
+
+def _gather(hook: Any, gather_equal: Any, module: torch.nn.Module, output: Any) -> Any:
+    if not (hook.parallel_config.ulysses_anything or hook.parallel_config.ring_anything):
+        return gather_equal(module, output)
+    group, dim = hook.parallel_config._flattened_mesh.get_group(), hook.metadata[0].gather_dim
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    torch.distributed.all_gather(sizes, torch.tensor([output.shape[dim]]), group=group)
+    most = max(int(size) for size in sizes)
+    padding = output.new_zeros(
+        *output.shape[:dim], most - output.shape[dim], *output.shape[dim + 1 :]
+    )
+    mine = torch.cat([output, padding], dim=dim)
+    parts = [torch.empty_like(mine) for _ in sizes]
+    torch.distributed.all_gather(parts, mine, group=group)
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([part.narrow(dim, 0, int(size)) for part, size in pairs], dim=dim)
+
+
+def _find_modules(transformer: torch.nn.Module, path: str) -> list[torch.nn.Module]:
+    before, star, after = path.partition("*")
+    if not star:
+        return [transformer.get_submodule(path)]
+    children = transformer.get_submodule(before.rstrip(".")).children()
+    return [child.get_submodule(after.lstrip(".")) for child in children]
+
+
+def is_spread(module: torch.nn.Module) -> bool:
+    """Whether calls of a module are spread over ranks, by whomever."""
+    config = vars(module).get("_parallel_config")
+    return getattr(config, "context_parallel_config", None) is not None
+
+
+@contextlib.contextmanager
+def without_context_parallel(module: torch.nn.Module) -> Iterator[None]:
+    """The module as one rank alone would run it; nothing changes where it is not spread.
+
+    Cost: a call in it computes all tokens on every rank.
+    """
+    with Patches() as patches:
+        if is_spread(module):
+            bypass_hooks(module, _is_split, patches)
+            for processor in _find_processors(module):
+                if getattr(processor, "_parallel_config", None) is not None:
+                    patches.set_attribute(processor, "_parallel_config", None)
+            patches.set_attribute(module, "_parallel_config", None)
+        yield
+
+
+def _is_split(hook: Any) -> bool:
+    return type(hook).__name__ in (_SPLITTING, _GATHERING)
+
+
+_SPLITTING, _GATHERING = "ContextParallelSplitHook", "ContextParallelGatherHook"
