@@ -88,7 +88,7 @@ def describe_scaling(scaling: Scaling) -> dict[str, Any]:
         "exponents": dict(sorted(scaling.exponents.items())),
         "eps": dict(sorted(scaling.eps.items())),
         "multiplies": dict(sorted(scaling.multiplies.items())),
-        "fp32": sorted(scaling.islands),
+        "fp32": sorted(scaling.fp32_modules),
         "outputs": {str(key): value for key, value in sorted(scaling.outputs.items())},
         "pinned": sorted(scaling.pinned),
         "headroom_bits": round(read_headroom(scaling), STORED_DIGITS),
@@ -104,12 +104,12 @@ def ask_check() -> Answers:
     for fault in FAULTS:
         with tempfile.TemporaryDirectory() as folder:
             found = check_fault(fault, plant_fault(fault, Path(folder) / "model"))
-        yield fault.name, sorted(f"{x.kind} at {x.site}" for x in found)
+        yield fault.name, sorted(f"{x.kind} at {x.module_path}" for x in found)
     for name in PIPELINE_NAMES:
         for dtype in HEALTHY:
             pipe = load_healthy(name, dtype)
             found = check(pipe, device="a100", arguments=call_of(name))
-            yield f"{name} {dtype}", sorted(f"{x.kind} at {x.site}" for x in found)
+            yield f"{name} {dtype}", sorted(f"{x.kind} at {x.module_path}" for x in found)
 
 
 def ask_explain() -> Answers:

@@ -58,14 +58,14 @@ def measure_tightness(name: str) -> list[dict[str, Any]]:
             if excess:
                 raise RuntimeError(f"{name}: {excess[0]}")
         ordinary = run_plainly(case)
-        for node in case.list_sites():
+        for node in case.list_nodes():
             bound = case.bounds.values[node.name]
             found = max(best[node.name], ordinary[node.name])
             if bound is None or not found or node.meta["val"].dtype != torch.float16:
                 continue
             seen = ordinary[node.name]
             rows.append({
-                "class": name, "site": node.name, "operation": operation(node),
+                "class": name, "node": node.name, "operation": operation(node),
                 "bound": bound.largest, "ascent": found, "ordinary": seen,
             })  # fmt: skip
     return rows
@@ -112,7 +112,7 @@ def run_ranges(
     scaling = rescaling.scaling
     return {
         "exact": exact, "values": scaling.values,
-        "certified": scaling.values - len(scaling.uncertain), "islands": list(scaling.islands),
+        "certified": scaling.values - len(scaling.uncertain), "fp32_modules": list(scaling.fp32_modules),
         "multiplies": len(scaling.multiplies), "headroom_bits": rescaling.headroom_bits,
         "fp16": fp16["l2"], "uncertain": scaling.uncertain, "note": scaling.range_note,
     }  # fmt: skip
@@ -178,7 +178,7 @@ def certify_one(folder: str) -> dict[str, Any]:
             {"component": x.component, "class": x.class_name, "precision": x.precision,
              "certified": x.scaling.certified, "values": x.scaling.values,
              "bounded": x.scaling.bounded,
-             "islands": list(x.scaling.islands), "headroom_bits": x.scaling.headroom_bits,
+             "fp32_modules": list(x.scaling.fp32_modules), "headroom_bits": x.scaling.headroom_bits,
              "reasons": x.reasons}
             for x in plan.components
         ],
@@ -394,7 +394,7 @@ def write_share(rows: list[dict[str, Any]]) -> None:
              "with ranges from bounds, from measurements, and with bounds where they cost nothing (`auto`,",
              "whose share stands behind it). What has no bound, or one beyond fp16 where nothing may scale",
              "it, is named in the last column: the guard watches it.", "",
-             "| class | overflow | certified | islands | exact in fp32 | bf16 | fp16 | bf16 : fp16 | "
+             "| class | overflow | certified | fp32 modules | exact in fp32 | bf16 | fp16 | bf16 : fp16 | "
              "measured | auto | certified by auto | not certified |",
              "|---|---|--:|--:|---|--:|--:|--:|--:|--:|--:|---|"]  # fmt: skip
     lines += [_format_share(row) for row in sorted(rows, key=lambda r: (r["class"], r["way"]))]
@@ -409,7 +409,7 @@ def _format_share(row: dict[str, Any]) -> str:
     ratios = [row["fp16"], row.get("measured"), row.get("auto", {}).get("fp16")]
     numbers = [f"{row['bf16'] / x:.1f}" if x else "" for x in ratios]
     return (
-        f"| {row['class']} | {row['way']} | {_name_share(row)} | {len(row['islands'])} "
+        f"| {row['class']} | {row['way']} | {_name_share(row)} | {len(row['fp32_modules'])} "
         f"| {'yes' if row['exact'] else 'no'} | {row['bf16']:.5f} | {row['fp16']:.5f} "
         f"| {' | '.join(numbers)} | {_name_share(row.get('auto', {}))} | {rest} |"
     )
@@ -427,17 +427,17 @@ def write_full(rows: list[dict[str, Any]]) -> None:
              "Generated weights in bf16, on disk; `beyond` is peak memory of the process less its largest",
              "tensor. The named component has its full size, the others of the pipeline are tiny.", "",
              "| checkpoint | weights | largest tensor | time | CPU time | peak memory | beyond | certified "
-             "| islands |", "|---|--:|--:|--:|--:|--:|--:|---|---|"]  # fmt: skip
+             "| fp32 modules |", "|---|--:|--:|--:|--:|--:|--:|---|---|"]  # fmt: skip
     for row in rows:
         beyond = (row["peak_bytes"] - row["largest_bytes"]) / 2**30
         said = "; ".join(
             f"{c['component']} {c['bounded']} of {c['values']}" for c in row["components"]
         )
-        islands = "; ".join(str(len(c["islands"])) for c in row["components"])
+        fp32_modules = "; ".join(str(len(c["fp32_modules"])) for c in row["components"])
         lines.append(
             f"| {row['name']} | {row['weight_bytes'] / 1e9:.1f} GB | {row['largest_bytes'] / 1e6:.0f} MB "
             f"| {row['elapsed_s']:.0f} s | {row['cpu_s']:.0f} s | {row['peak_bytes'] / 2**30:.2f} GiB "
-            f"| {beyond:.2f} GiB | {said} | {islands} |"
+            f"| {beyond:.2f} GiB | {said} | {fp32_modules} |"
         )
     lines += ["", "`python benchmarks/certificates.py full`", ""]
     (RESULTS / "certificates_full.md").write_text("\n".join(lines))

@@ -75,16 +75,16 @@ def run_fault(fault: Fault) -> Row:
         begun = time.perf_counter()
         found = check_fault(fault, planted)
         elapsed = time.perf_counter() - begun
-    wanted = (fault.kind, fault.site)
+    wanted = (fault.kind, fault.module_path)
     row: Row = {
         "fault": fault.name,
         "class": fault.group,
         "pipeline": fault.pipeline,
         "device": fault.device,
         "kind": fault.kind,
-        "site": fault.site,
-        "found": wanted in [(finding.kind, finding.site) for finding in found],
-        "others": sorted({f.kind for f in found if (f.kind, f.site) != wanted}),
+        "module_path": fault.module_path,
+        "found": wanted in [(finding.kind, finding.module_path) for finding in found],
+        "others": sorted({f.kind for f in found if (f.kind, f.module_path) != wanted}),
         "elapsed_s": round(elapsed, 2),
         "when": "before loading" if not fault.needs_weights else "after loading",
     }
@@ -223,7 +223,7 @@ def run_healthy() -> list[Row]:
                     "pipeline": name,
                     "dtype": str(dtype).removeprefix("torch."),
                     "device": device,
-                    "findings": [f"{f.kind} at {f.site}" for f in found],
+                    "findings": [f"{f.kind} at {f.module_path}" for f in found],
                 }
             )
     return rows
@@ -243,7 +243,7 @@ def measure_full_size(name: str) -> Row:
         "elapsed_s": round(time.perf_counter() - begun, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "findings": [f"{f.kind} at {f.site}" for f in checked.findings],
+        "findings": [f"{f.kind} at {f.module_path}" for f in checked.findings],
         "unseen": [reason for _, reason in checked.seen.unseen],
         "prices": {p.remedy: [p.time_ratio, p.peak_bytes] for p in prices},
     }
@@ -296,7 +296,7 @@ def list_faults(rows: list[Row]) -> list[str]:
     pipelines = {row["pipeline"] for row in rows}
     lines = [
         f"{found} of {len(rows)} planted faults in {len(pipelines)} pipelines are found at their "
-        f"site, {early} of them without weights. What the peers say of the same pipelines, with "
+        f"module path, {early} of them without weights. What the peers say of the same pipelines, with "
         "weights, run on this CPU:",
         "",
         "| who | before loading or running | at the first step | never | fails itself | not run |",
@@ -326,7 +326,7 @@ def list_faults(rows: list[Row]) -> list[str]:
         cells = [say(row[peer]) for peer in PEERS]
         mark = row["kind"] if row["found"] else f"**missed**: {row['kind']}"
         lines.append(
-            f"| {row['fault']} | {row['pipeline']} | {row['device']} | {mark} | `{row['site']}` | "
+            f"| {row['fault']} | {row['pipeline']} | {row['device']} | {mark} | `{row['module_path']}` | "
             f"{' | '.join(cells)} |"
         )
     return lines

@@ -74,7 +74,7 @@ def measure_class(name: str) -> dict[str, Any]:
     rescaling = fold_scaling(module, scaling)
     exponents = scaling.exponents.values()
     row["exponents"] = [min(exponents, default=0), max(exponents, default=0)]
-    row["islands"] = len(scaling.islands)
+    row["fp32_modules"] = len(scaling.fp32_modules)
     row["rescaled"] = measure_storages(module, calls, reference)
     rescaling.undo()
     print(json.dumps(row), flush=True)

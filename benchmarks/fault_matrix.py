@@ -78,7 +78,7 @@ def measure_case(case: Case) -> dict[str, Any]:
     }
     if repair is not None:
         row |= {
-            "site": repair.site,
+            "module_path": repair.module_path,
             "action": repair.action,
             "replays": sum(found.replays for found in outcome.repairs),
             "tried": list(repair.tried),
@@ -183,7 +183,7 @@ def format_tables(rows: list[dict[str, Any]]) -> str:
         "",
         f"`python benchmarks/fault_matrix.py`, CPU, tiny pipelines of real classes, {STEPS} steps, fp16.",
         f"{len(rows)} of the {len(list_all())} cases of `list_all` were run: in {good} the fault is found",
-        "at the right site and step and repaired with the right pixels; in",
+        "at the right module path and step and repaired with the right pixels; in",
         f"{once} one call is run again for each fault (in {twice} larger values of a later call, or of an",
         f"autoencoder's other direction, are a second fault); with the detector off {asleep} fail the same",
         "check. Each cell is passed of tried.",
@@ -204,9 +204,8 @@ def format_tables(rows: list[dict[str, Any]]) -> str:
 
 def describe_failure(row: dict[str, Any]) -> str:
     """A line about a case that fails."""
-    did = (
-        f"{row.get('action', 'nothing')} at {row.get('site', '-')}, {row.get('replays', 0)} replays"
-    )
+    place, replays = row.get("module_path", "-"), row.get("replays", 0)
+    did = f"{row.get('action', 'nothing')} at {place}, {replays} replays"
     return f"- {row['case']}: {did}, RMSE {row['rmse']}. {' '.join(row.get('tried', []))}"
 
 

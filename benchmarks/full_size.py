@@ -239,7 +239,7 @@ def measure(name: str) -> dict[str, Any]:
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "folds": len(scaling.exponents),
         "multiplies": len(scaling.multiplies),
-        "islands": list(scaling.islands),
+        "fp32_modules": list(scaling.fp32_modules),
         "headroom_bits": read_headroom(scaling),
         "pinned": sorted(scaling.pinned),
     }
@@ -263,7 +263,7 @@ def write_results(rows: list[dict[str, Any]], command: str) -> None:
         "# Capture and solve at full size, without weights",
         "",
         "| class | parameters | nodes | capture | solve | both | both on the wall | memory | folds "
-        "| multiplies | islands |",
+        "| multiplies | fp32 modules |",
         f"|---|{'--:|' * 10}",
         *map(format_row, rows),
         "",
@@ -293,7 +293,7 @@ def format_row(row: dict[str, Any]) -> str:
         f"{row['peak_bytes'] / 2**30:.2f} GiB",
         str(row["folds"]),
         str(row["multiplies"]),
-        str(len(row["islands"])),
+        str(len(row["fp32_modules"])),
     ]
     return f"| {' | '.join(cells)} |"
 

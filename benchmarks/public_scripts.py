@@ -311,7 +311,7 @@ def run_once(
         Outcome(
             record.exit_code if record else done.returncode,
             tuple(f"{found.kind}" for found in record.findings) if record else (),
-            tuple(f"{x.site}: {x.action}" for run in record.runs for x in run.repairs)
+            tuple(f"{x.module_path}: {x.action}" for run in record.runs for x in run.repairs)
             if record
             else (),
             error[-1][:200] if error else "",

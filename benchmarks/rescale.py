@@ -113,7 +113,7 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
     row |= {"autocast fp16": run_autocast(calls, reference)}
     started = time.perf_counter()
     scaling = find_scaling(module, measured)
-    if scaling.islands:
+    if scaling.fp32_modules:
         scaling = scale_calls(module, [[call] for call in calls], torch.float16)
     row |= {"captured_s": prepared.captured_s, "solved_s": time.perf_counter() - started}
     row |= run_scaled(module, calls, scaling, reference, "rescaled fp16")
@@ -121,9 +121,9 @@ def measure_row(prepared: Prepared, name: str, way: str) -> dict[str, Any]:
         "folds": len(scaling.exponents),
         "multiplies": len(scaling.multiplies),
         "outputs in fp32": len(scaling.outputs),
-        "islands": list(scaling.islands),
-        "island_flops": scaling.island_flops,
-        "island_bytes": share_bytes(module, scaling.islands),
+        "fp32_modules": list(scaling.fp32_modules),
+        "fp32_flops": scaling.fp32_flops,
+        "fp32_bytes": share_bytes(module, scaling.fp32_modules),
         "wide_flops": max(measure_wide_flops(x.capture) for x in measured),
         "headroom_bits": read_headroom(scaling),
         "pinned": sorted(scaling.pinned),
@@ -151,14 +151,14 @@ def measure_streamed(prepared: Prepared, reference: list[torch.Tensor]) -> dict[
     measured = measure_calls(module, calls, prepared.streamed)
     try:
         scaling = find_scaling(module, measured, prepared.stream)
-        if scaling.islands:
+        if scaling.fp32_modules:
             scaling = scale_calls(module, [[call] for call in calls], torch.float16, "fp32")
     except StopdownError as error:
         return {"residual_note": str(error)}
     found = run_scaled(module, calls, scaling, reference, "fp32 residual")
     found["residual_exact"] = found.pop("exact")
     wide = max(measure_wide_flops(x.capture) for x in measured)
-    return found | {"residual_flops": scaling.island_flops + wide}
+    return found | {"residual_flops": scaling.fp32_flops + wide}
 
 
 def run_scaled(
@@ -178,10 +178,10 @@ def run_scaled(
     return {"exact": exact, column: errors}
 
 
-def share_bytes(module: torch.nn.Module, islands: tuple[str, ...]) -> float:
-    """Share of the parameters that lie in islands."""
+def share_bytes(module: torch.nn.Module, fp32_modules: tuple[str, ...]) -> float:
+    """Share of the parameters that lie in fp32 modules."""
     sizes = {name: x.numel() for name, x in module.named_parameters()}
-    inside = [n for n in sizes if any(not p or n.startswith(f"{p}.") for p in islands)]
+    inside = [n for n in sizes if any(not p or n.startswith(f"{p}.") for p in fp32_modules)]
     return sum(sizes[n] for n in inside) / sum(sizes.values())
 
 
@@ -348,7 +348,7 @@ def format_table(rows: dict[str, dict[str, Any]], machine: str) -> str:
         f" {statistics.median(x['healthy'] for x in done if 'healthy' in x):.1f}.",
         "",
         f"| class | overflow | peak | exact in fp32 | {' | '.join(COLUMNS)} | bf16 : rescaled |"
-        " bf16 : fp32 residual | as built | folds | multiplies | FLOPs in fp32 | bytes in islands |",
+        " bf16 : fp32 residual | as built | folds | multiplies | FLOPs in fp32 | bytes in fp32 modules |",
         f"|---|---|--:|---|{'--:|' * (len(COLUMNS) + 7)}",
     ]
     return "\n".join([*lines, *map(format_row, rows.values())]) + "\n"
@@ -378,8 +378,8 @@ def format_row(row: dict[str, Any]) -> str:
         f"{row['healthy']:.1f}" if "healthy" in row else "",
         str(row["folds"]),
         str(row["multiplies"]),
-        f"{row['island_flops'] + row.get('wide_flops', 0):.0%}",
-        f"{row.get('island_bytes', 0):.0%}",
+        f"{row['fp32_flops'] + row.get('wide_flops', 0):.0%}",
+        f"{row.get('fp32_bytes', 0):.0%}",
     ]
     return f"| {' | '.join(cells)} |"
 

@@ -41,7 +41,7 @@ class Bounded:
     names: Mapping[str, str]
     inputs: Mapping[str, torch.Tensor]
 
-    def list_sites(self) -> list[Node]:
+    def list_nodes(self) -> list[Node]:
         """The values that have a bound and can be compared with it."""
         masked = find_masked(self.capture.graph.graph)
         return [
@@ -168,10 +168,10 @@ def _draw_floats(like: torch.Tensor, limit: float, rng: random.Random) -> torch.
     return (torch.randn(like.shape) * size).clamp(-limit, limit)
 
 
-def list_excesses(bounded: Bounded, seen: Mapping[Node, torch.Tensor], sites: list[Node]
+def list_excesses(bounded: Bounded, seen: Mapping[Node, torch.Tensor], nodes: list[Node]
                   ) -> Iterator[str]:  # fmt: skip
     """What exceeds its bound, by element or by row."""
-    for node in sites:
+    for node in nodes:
         bound, value = bounded.bounds.values[node.name], seen[node].detach()
         assert bound is not None
         size = value.abs().double()
@@ -204,8 +204,8 @@ def climb(
         best: node name to the largest magnitude seen, filled on the way.
         last: climb towards the last value instead of any.
     """
-    sites = bounded.list_sites()
-    target = sites[-1] if last else rng.choice(sites)
+    nodes = bounded.list_nodes()
+    target = nodes[-1] if last else rng.choice(nodes)
     inputs = draw_inputs(bounded, rng)
     moved = [
         name
@@ -219,8 +219,8 @@ def climb(
         run = GraphRun(bounded, {**inputs, **leaves}, torch.float64)
         with torch.set_grad_enabled(bool(moved) and step < steps - 1):
             run.run()
-        found += list_excesses(bounded, run.seen, sites)
-        _note(best, run.seen, sites)
+        found += list_excesses(bounded, run.seen, nodes)
+        _note(best, run.seen, nodes)
         if not moved or step == steps - 1:
             inputs = draw_inputs(bounded, rng)
             continue
@@ -256,11 +256,11 @@ def _push(
 
 
 def _note(
-    best: dict[str, float] | None, seen: Mapping[Node, torch.Tensor], sites: list[Node]
+    best: dict[str, float] | None, seen: Mapping[Node, torch.Tensor], nodes: list[Node]
 ) -> None:
     if best is None:
         return
-    for node in sites:
+    for node in nodes:
         size = float(seen[node].detach().abs().max())
         best[node.name] = max(best.get(node.name, 0.0), size)
 
@@ -270,8 +270,8 @@ def run_in_fp16(bounded: Bounded, inputs: Mapping[str, torch.Tensor]) -> list[st
     run = _Plain(bounded, inputs, torch.float16)
     with torch.no_grad():
         run.run()
-    sites = [x for x in bounded.list_sites() if bool(run.seen[x].isfinite().all())]
-    return list(list_excesses(bounded, run.seen, sites))
+    nodes = [x for x in bounded.list_nodes() if bool(run.seen[x].isfinite().all())]
+    return list(list_excesses(bounded, run.seen, nodes))
 
 
 class _Plain(GraphRun):

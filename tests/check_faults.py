@@ -39,7 +39,7 @@ class Fault:
         dtype: what the healthy pipeline is loaded in.
         device: what it is checked for.
         plant: puts the fault in.
-        kind, site: what must be found.
+        kind, module_path: what must be found.
         needs_weights: the fault is in the values of weights.
         arguments: of the pipeline's call, beside the usual ones.
         autocast: the check happens under this autocast.
@@ -54,7 +54,7 @@ class Fault:
     device: str
     plant: Plant
     kind: str
-    site: str
+    module_path: str
     needs_weights: bool = False
     arguments: tuple[tuple[str, Any], ...] = ()
     autocast: torch.dtype | None = None
@@ -63,7 +63,7 @@ class Fault:
 
 
 def load_healthy(name: str, dtype: torch.dtype) -> Any:
-    """A tiny pipeline as loading in a dtype makes it: islands are in fp32."""
+    """A tiny pipeline as loading in a dtype makes it: fp32 modules are in fp32."""
     pipe = make_pipeline(name)
     for module in find_components(pipe).values():
         cast_component_(module, dtype)
@@ -449,8 +449,8 @@ FAULTS = (
         cast("unet:time_embedding", FP32), "mixed-parameters", "unet:time_embedding.linear_1",
     ),
     Fault(
-        "T5 in fp16 with fused norms, wo in fp32", "island comes back", "cogvideox", FP16, "v100",
-        fuse_norms("text_encoder"), "island-not-cast-back",
+        "T5 in fp16 with fused norms, wo in fp32", "fp32 module comes back", "cogvideox", FP16, "v100",
+        fuse_norms("text_encoder"), "fp32-module-not-cast-back",
         "text_encoder:encoder.block.1.layer.0.SelfAttention.q",
     ),
     # several dtypes in one component
@@ -473,28 +473,28 @@ FAULTS = (
         cast(f"text_encoder:{LAYER}.layer_norm1", FP32),
         "several-dtypes", f"text_encoder:{LAYER}.layer_norm1",
     ),
-    # islands
+    # fp32 modules
     Fault(
-        "T5 by .half()", "island lost", "cogview3plus", BF16, "v100", half_lose("text_encoder"),
-        "island-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
+        "T5 by .half()", "fp32 module lost", "cogview3plus", BF16, "v100", half_lose("text_encoder"),
+        "fp32-module-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
     ),
     Fault(
-        "Wan by .to(bfloat16)", "island lost", "wan", BF16, "a100",
+        "Wan by .to(bfloat16)", "fp32 module lost", "wan", BF16, "a100",
         lambda pipe: pipe.transformer.to(BF16) and None,
-        "island-lost", "transformer",
+        "fp32-module-lost", "transformer",
     ),
     Fault(
-        "UMT5 by .to(float16)", "island lost", "wan", FP16, "v100",
+        "UMT5 by .to(float16)", "fp32 module lost", "wan", FP16, "v100",
         lambda pipe: pipe.text_encoder.to(FP16) and None,
-        "island-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
+        "fp32-module-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
     ),
     Fault(
-        "T5 by from_pipe with a dtype", "island lost", "cogvideox-video", FP16, "v100", from_pipe,
-        "island-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
+        "T5 by from_pipe with a dtype", "fp32 module lost", "cogvideox-video", FP16, "v100", from_pipe,
+        "fp32-module-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
     ),
     Fault(
-        "T5 cast, then offloaded", "island lost", "cogvideox", FP16, "v100", offload_cast,
-        "island-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
+        "T5 cast, then offloaded", "fp32 module lost", "cogvideox", FP16, "v100", offload_cast,
+        "fp32-module-lost", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wo",
     ),
     # components that disagree
     Fault(

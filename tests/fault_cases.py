@@ -1,8 +1,8 @@
 """The fault matrix: what goes wrong, where, when, under which scheduler; and what must come of it.
 
 A case is run on a tiny pipeline of real classes. What is asked of each: the fault is found, at the
-right site and step; one call is run again for it; and the pixels are those of a run without the fault, bit
-for bit when it does not come again, else about as near to fp32's as fp16 is. `run_case` with
+right module path and step; one call is run again for it; and the pixels are those of a run without the
+fault, bit for bit when it does not come again, else about as near to fp32's as fp16 is. `run_case` with
 `watching=False` switches the detector off: `check` must then fail.
 """
 
@@ -203,13 +203,13 @@ def _faulty(pipe: Any, case: Case, call: int) -> Iterator[None]:
         case.component,
         step=call,
         kind=case.kind,
-        site=_find_site(pipe, case),
+        module_path=_find_module_path(pipe, case),
         lasting=case.lasting,
     ):
         yield
 
 
-def _find_site(pipe: Any, case: Case) -> str:
+def _find_module_path(pipe: Any, case: Case) -> str:
     """A lasting fault sits in one module, as faults of a kernel do; another in the whole output.
 
     Of the outputs of CLIP not every one is used, so there it sits in a module as well.
@@ -252,8 +252,8 @@ def check(case: Case, outcome: Outcome) -> None:
         assert outcome.is_equal
         return
     pipe = make_pipeline(case.pipeline, case.precision, case.scheduler)
-    assert repair.site.startswith(f"{case.component}:")
-    path = repair.site.partition(":")[2]
+    assert repair.module_path.startswith(f"{case.component}:")
+    path = repair.module_path.partition(":")[2]
     if case.kind == "range":
         assert (repair.kind, repair.action) == ("range", "rescaled"), repair.tried
         assert path in dict(getattr(pipe, case.component.partition(".")[0]).named_modules())
@@ -262,8 +262,8 @@ def check(case: Case, outcome: Outcome) -> None:
         assert path == testing.find_first_layer(find_module(callee), case.component)
         assert repair.kind == "clamped"
     else:
-        assert path == _find_site(pipe, case)
-        assert (repair.kind, repair.action) == ("written", "island")
+        assert path == _find_module_path(pipe, case)
+        assert (repair.kind, repair.action) == ("written", "fp32-module")
     assert outcome.rmse < NOISE_LEVEL
 
 

@@ -423,7 +423,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     monkeypatch.setenv("STOPDOWN_CACHE", str(here / "file" / "cache"))
     plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0)
     options = commands.GenerateOptions("shapes")
-    assert commands._keep_amended(plan, "The repair", options, Heard()) is None
+    assert commands._keep_updated(plan, "The repair", options, Heard()) is None
     assert said == [
         "The repair holds for this run and was not kept. The output "
         f"{here}/file/cache/plans could not be written: Not a directory."

@@ -296,7 +296,7 @@ def _describe_known(
         title=_fill(best.cause, values),
         why=best.cause.why,
         evidence=tuple(dict.fromkeys(clues)),
-        site=_find_site(text),
+        frame=_find_frame(text),
         remedy=best.cause.remedy,
         run_next=best.cause.next,
         reports=best.cause.reports,
@@ -352,7 +352,7 @@ _FRAME = re.compile(r'^File "([^"\n]{1,500}+)", line (\d{1,9}+), in (\S{1,200}+)
 _MODEL_FILE = re.compile(r"(?:^|/)(?=(?:diffusers|transformers)/(?:models|pipelines)/)")
 
 
-def _find_site(text: str) -> str:
+def _find_frame(text: str) -> str:
     """The deepest frame of a traceback that lies in a model's code; "" when there is none."""
     frames = [
         f"{parts[-1]}:{frame[2]} in {frame[3]}"
@@ -373,7 +373,7 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
         why="It may be something else (memory, a missing file, a size), or new. A log that begins "
         "earlier may hold the message that counts: the first warning, not the last line.",
         evidence=tuple(last),
-        site=_find_site(text),
+        frame=_find_frame(text),
         remedy=(
             "Give it more: the whole log or traceback, with the model, the device and the dtype.",
         ),
@@ -454,7 +454,7 @@ _SHOWN = {
     "grey": ("positions", "one grey all over"),
     "flat": ("positions", "one colour all over"),
     "frozen": ("frozen", "the video stands still"),
-    "noise": ("fp32-island", "noise without NaN"),
+    "noise": ("fp32-module", "noise without NaN"),
 }
 
 
@@ -473,7 +473,7 @@ def explain_frames(path: Path, faults: Iterable[Any]) -> Diagnosis:
         title=f"{make_printable(path.name)}: {meaning}.",
         why=_explain_picture(first.kind),
         evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} frames") for entry in found),
-        site="",
+        frame="",
         remedy=tuple(entry.remedy for entry in found) + tuple(c.remedy[0] for c in related[:1]),
         run_next=related[0].next if related else ("stopdown generate SOURCE PROMPT --seed 1",),
         reports=tuple(report for cause in related for report in cause.reports)[:8],
@@ -524,7 +524,7 @@ def _describe_healthy(path: Path) -> Diagnosis:
         why="It is not black, grey, flat, frozen or noise. Whether it shows what was asked, and how "
         "near it is to fp32, its frames alone cannot say.",
         evidence=(),
-        site="",
+        frame="",
         remedy=("Compare it with the same seed in fp32.",),
         run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
         reports=(),

@@ -101,15 +101,15 @@ def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
         yield _Look(_measure_uniform(index, frame), _measure_noise(frame), change)
 
 
-def find_frame_findings(frames: Frames, site: str) -> tuple[Finding, ...]:
+def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
     """What `find_frame_faults` finds, as a record holds it: `black-frames`, `frozen-frames`…
 
     Args:
         frames: `[T, H, W, 3]` uint8.
-        site: what they are: `output`.
+        name: what they are: `output`.
     """
     return tuple(
-        Finding(f"{fault.kind}-frames", site, fault.evidence, fault.remedy)
+        Finding(f"{fault.kind}-frames", name, fault.evidence, fault.remedy)
         for fault in find_frame_faults(frames)
     )
 

@@ -7,21 +7,28 @@ Nothing here sees a tensor, so a report can be made without torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 
-SCHEMA = 1
+SCHEMA = 2
 
-PLAN_SCHEMA = 2
-"""Of plans; in those of schema 1 the fields of `Scaling` stood among the component's own."""
+PLAN_SCHEMA = 3
+"""Of plans; in those of schema 1 the fields of `Scaling` were among the component's own."""
+
+_RENAMED_KINDS = {
+    "island-lost": "fp32-module-lost",
+    "island-not-cast-back": "fp32-module-not-cast-back",
+}
 
 Record = TypeVar("Record")
 
@@ -51,15 +58,15 @@ class Finding:
 
     Attributes:
         kind: short name of the class of finding: `black-frames`.
-        site: `component:dotted.path`, a component, or a file.
+        module_path: `component:dotted.path`, a component, or a file.
         evidence: what was measured, with numbers.
         remedy: what to type or do.
         why: what that leads to, and why.
         severity: `error` (it raises), `wrong` (NaN, black or other values), `slow`, or `note`.
     """
 
-    kind: str
-    site: str
+    kind: str = field(metadata={"values": _RENAMED_KINDS})
+    module_path: str = field(metadata={"was": "site"})
     evidence: str
     remedy: str
     why: str = ""
@@ -164,8 +171,8 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class MemoryLesson:
-    """What running out of memory taught, for the next run by the same plan.
+class OutOfMemory:
+    """A run that ran out of memory, and what it ended with: for the next run by the same plan.
 
     Attributes:
         device: where it happened.
@@ -198,7 +205,7 @@ class MemoryRow:
             not known.
         changes: what it changes in the picture beyond the seams of tiles; "" for nothing. It is used
             only when that was allowed.
-        precision: what it computes in: `fp16 rescaled`, `fp16 with fp32 islands`, `fp32`.
+        precision: what it computes in: `fp16 rescaled`, `fp16 with fp32 modules`, `fp32`.
     """
 
     strategy: str
@@ -257,12 +264,12 @@ class Repair:
 
     Attributes:
         component: whose call gave it: `transformer`, `vae.decode`; or `pipeline`, whose result it was.
-        site: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
+        module_path: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
         kind: `range`, `clamped`, `undefined`, `written`, `weight`, `input`, `intermittent`,
             `unknown`.
         step: of the run, from 0; None outside of denoising.
         evidence: what was seen, in whole sentences.
-        action: `rescaled`, `island`, `bf16`, `fp32`, `replayed`, `none`.
+        action: `rescaled`, `fp32-module`, `bf16`, `fp32`, `replayed`, `none`.
         reason: why this one.
         tried: what was tried before and did not do, each with why.
         replays: how often the call was run again, the instrumented replay aside.
@@ -270,11 +277,11 @@ class Repair:
     """
 
     component: str
-    site: str
+    module_path: str = field(metadata={"was": "site"})
     kind: str
     step: int | None
     evidence: str
-    action: str
+    action: str = field(metadata={"values": {"island": "fp32-module"}})
     reason: str
     tried: tuple[str, ...] = ()
     replays: int = 0
@@ -332,7 +339,7 @@ class GuardRecord:
         own_s: seconds spent in Stopdown's own code around the calls, repairs included.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
         journal: what the journal was good for; None without one.
-        taken_over: repairs of an earlier guard that were in force from the start.
+        reused: repairs of an earlier guard that were in force from the start.
         uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
         findings: frames that the pipeline returned black, grey, frozen or as noise; empty where
             someone else looks at them.
@@ -346,7 +353,7 @@ class GuardRecord:
     own_s: float
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
-    taken_over: tuple[str, ...] = ()
+    reused: tuple[str, ...] = field(default=(), metadata={"was": "taken_over"})
     uncertified: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     kind: str = "guard"
@@ -401,7 +408,7 @@ class RunRecord:
         output: path of the result, None when there is none.
         elapsed_s: seconds in all.
         repairs: what was done about each fault.
-        amended_plan: file of the plan that the repairs were written into; None when it was left.
+        updated_plan: file of the plan that the repairs were written into; None when it was left.
         unwatched: what could not be watched, each with the reason.
         uncertified: inputs beyond the limits of the plan's certificate: which calls it does not cover.
         maxima: largest magnitudes by block and step; empty unless they were asked for.
@@ -428,7 +435,7 @@ class RunRecord:
     output: str | None
     elapsed_s: float
     repairs: tuple[Repair, ...] = ()
-    amended_plan: str | None = None
+    updated_plan: str | None = field(default=None, metadata={"was": "amended_plan"})
     unwatched: tuple[str, ...] = ()
     uncertified: tuple[str, ...] = ()
     maxima: tuple[BlockMaximum, ...] = ()
@@ -445,21 +452,21 @@ class ResidualStream:
     """Where a component's residual stream becomes fp32, and where it becomes fp16 again.
 
     Attributes:
-        widened: paths of the modules whose output is cast to fp32: they write the stream.
-        narrowed: paths of the modules that cast what reaches them in fp32 to fp16: they multiply.
-        norms: paths of the modules that cast what reaches them in fp16 to fp32.
+        cast_output_up: paths of the modules whose output is cast to fp32: they write the stream.
+        cast_input_down: paths of the modules that cast what reaches them in fp32 to fp16: they multiply.
+        cast_input_up: paths of the modules that cast what reaches them in fp16 to fp32.
         kept: parameters and buffers that stay in fp32.
         returns: True when the component casts what it returns in fp32 back to fp16.
-        closed: paths of the modules that cast what they return in fp32 back to fp16; where there are
-            some, the stream is fp32 inside them alone.
+        cast_output_down: paths of the modules that cast what they return in fp32 back to fp16; where
+            there are some, the stream is fp32 inside them alone.
     """
 
-    widened: tuple[str, ...]
-    narrowed: tuple[str, ...]
-    norms: tuple[str, ...] = ()
+    cast_output_up: tuple[str, ...] = field(metadata={"was": "widened"})
+    cast_input_down: tuple[str, ...] = field(metadata={"was": "narrowed"})
+    cast_input_up: tuple[str, ...] = field(default=(), metadata={"was": "norms"})
     kept: tuple[str, ...] = ()
     returns: bool = True
-    closed: tuple[str, ...] = ()
+    cast_output_down: tuple[str, ...] = field(default=(), metadata={"was": "closed"})
 
 
 @dataclass(frozen=True)
@@ -505,13 +512,13 @@ class Scaling:
         exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
         eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
         multiplies: module path to the exponent that its output is multiplied with.
-        islands: paths of the modules that stay in fp32; "" is the component itself.
+        fp32_modules: paths of the modules that stay in fp32; "" is the component itself.
         headroom_bits: bits between the largest 16-bit value seen and the end of the range; None
             where nothing was measured.
         tightest: the value with the least headroom.
         certified: True when the ranges are bounds; False when they were measured.
         pinned: operation without a rule to the places where it stands.
-        island_flops: share of the matmul FLOPs that is done in islands.
+        fp32_flops: share of the matmul FLOPs that is done in fp32 modules.
         kept_buffers: buffers that keep their dtype when the component is cast; None for those
             that `find_kept_buffers` names.
         outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
@@ -529,12 +536,12 @@ class Scaling:
     exponents: Mapping[str, int] = field(default_factory=dict)
     eps: Mapping[str, int] = field(default_factory=dict)
     multiplies: Mapping[str, int] = field(default_factory=dict)
-    islands: tuple[str, ...] = ()
+    fp32_modules: tuple[str, ...] = field(default=(), metadata={"was": "islands"})
     headroom_bits: float | None = None
     tightest: str = ""
     certified: bool = False
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    island_flops: float = 0.0
+    fp32_flops: float = field(default=0.0, metadata={"was": "island_flops"})
     kept_buffers: tuple[str, ...] | None = None
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
@@ -589,7 +596,7 @@ class Plan:
         device: where it was measured.
         elapsed_s: seconds that it took.
         seal: sha256 over everything else here; it shows that a file was edited.
-        lessons: what running out of memory taught.
+        out_of_memory: runs by it that ran out of memory, the newest last.
     """
 
     source: str
@@ -603,7 +610,7 @@ class Plan:
     device: str
     elapsed_s: float
     seal: str = ""
-    lessons: tuple[MemoryLesson, ...] = ()
+    out_of_memory: tuple[OutOfMemory, ...] = field(default=(), metadata={"was": "lessons"})
     kind: str = "plan"
     schema: int = field(default=PLAN_SCHEMA)
 
@@ -709,7 +716,7 @@ class Diagnosis:
         title: one sentence, with the values of the message.
         why: the explanation.
         evidence: the lines that count, the message first.
-        site: the deepest frame of a traceback in a model's code, "" when there is none.
+        frame: the deepest frame of a traceback in a model's code, "" when there is none.
         remedy: what to type or do.
         run_next: commands that tell more.
         reports: `owner/repo#number` of the same failure.
@@ -722,7 +729,7 @@ class Diagnosis:
     title: str
     why: str
     evidence: tuple[Clue, ...]
-    site: str
+    frame: str = field(metadata={"was": "site"})
     remedy: tuple[str, ...]
     run_next: tuple[str, ...]
     reports: tuple[str, ...]
@@ -871,7 +878,7 @@ def convert_record(raw: Any, kind: type[Record]) -> Record:
     Raises:
         InputError: it is not such a record, or has another schema number.
     """
-    raw = _lift_plans(raw)
+    raw = _lift(raw, kind)
     _check_header(raw, kind)
     try:
         return msgspec.convert(raw, kind, str_keys=True)
@@ -879,25 +886,52 @@ def convert_record(raw: Any, kind: type[Record]) -> Record:
         raise _refuse(kind, error) from error
 
 
-def _lift_plans(raw: Any) -> Any:
-    """What JSON says, each plan of schema 1 in it as `PLAN_SCHEMA` has it: plans, comparisons of plans."""
-    if isinstance(raw, list):
-        return [_lift_plans(item) for item in raw]
-    if not isinstance(raw, dict):
-        return raw
-    if raw.get("kind") == "plan" and raw.get("schema") == 1:
-        entries = raw.get("components")
-        lifted = [_lift_entry(x) for x in entries] if isinstance(entries, list) else entries
-        return {**raw, "components": lifted, "schema": PLAN_SCHEMA}
-    return {name: _lift_plans(item) for name, item in raw.items()}
+def _lift(raw: Any, hint: Any) -> Any:
+    """What JSON says, under today's names and numbers of schemas.
+
+    The metadata of a field holds the name that it had before (`was`), and values by what they are
+    called today (`values`).
+    """
+    inner = [part for part in get_args(hint) if part not in (type(None), ...)]
+    if dataclasses.is_dataclass(hint) and isinstance(raw, dict):
+        return _lift_record(raw, hint)
+    if get_origin(hint) is tuple and isinstance(raw, list):
+        return [_lift(item, inner[0]) for item in raw]
+    if get_origin(hint) in (dict, Mapping) and isinstance(raw, dict):
+        return {name: _lift(item, inner[1]) for name, item in raw.items()}
+    if get_origin(hint) is UnionType and len(inner) == 1:
+        return _lift(raw, inner[0])
+    return raw
 
 
-def _lift_entry(raw: Any) -> Any:
-    if not isinstance(raw, dict):
-        return raw  # refused by its type
-    names = {entry.name for entry in dataclasses.fields(Scaling)}
+def _lift_record(raw: dict[str, Any], kind: Any) -> dict[str, Any]:
+    if kind is ComponentPlan and "scaling" not in raw:
+        raw = _hold_scaling(raw)
+    fields = {entry.name: entry for entry in dataclasses.fields(kind)}
+    today = {entry.metadata.get("was", name): name for name, entry in fields.items()}
+    lifted = {name if name in fields else today.get(name, name): x for name, x in raw.items()}
+    hints = _read_hints(kind)
+    for name in lifted.keys() & fields.keys():
+        values = fields[name].metadata.get("values", {})
+        found = lifted[name]
+        lifted[name] = (
+            values.get(found, found) if isinstance(found, str) else _lift(found, hints[name])
+        )
+    newest = fields["schema"].default if "schema" in fields else 0
+    if type(lifted.get("schema")) is int and 0 < lifted["schema"] < newest:
+        lifted["schema"] = newest
+    return lifted
+
+
+def _hold_scaling(raw: dict[str, Any]) -> dict[str, Any]:
+    """A component's entry of a plan of schema 1."""
+    entries = dataclasses.fields(Scaling)
+    names = {entry.name for entry in entries} | {entry.metadata.get("was") for entry in entries}
     own = {name: value for name, value in raw.items() if name not in names}
     return {**own, "scaling": {name: value for name, value in raw.items() if name in names}}
+
+
+_read_hints = functools.cache(get_type_hints)
 
 
 def _refuse(kind: type, error: Exception) -> InputError:

@@ -22,7 +22,7 @@ from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, put_door
+from stopdown.pipelines.call_interception import Call, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
@@ -83,7 +83,7 @@ def inject(
     *,
     step: int,
     kind: Literal["nan", "inf", "row", "frame", "range", "clamp"] = "nan",
-    site: str = "",
+    module_path: str = "",
     lasting: bool = False,
 ) -> Iterator[None]:
     """Make one call of a component go wrong, inside the `with` block.
@@ -98,9 +98,9 @@ def inject(
             `range`: from that call on the weights are so large that fp16 overflows, as `overflow`
             of `make_pipeline` makes them. `clamp`: in fp16 values reach the end of the range and
             are clamped there, so that the output is finite and wrong; fp32 and bf16 stay right.
-        site: dotted path of a submodule that it happens in; then its calls are counted. For `clamp`
+        module_path: dotted path of a submodule that it happens in; then its calls are counted. For `clamp`
             a linear or convolution, without it the first one.
-        lasting: in that call and every later one as long as the site computes in the same format,
+        lasting: in that call and every later one as long as the module computes in the same format,
             as a fault of range does. Otherwise in that call alone: a second one is right.
 
     Raises:
@@ -111,17 +111,17 @@ def inject(
         if kind == "range":
             _overflow_from(callee, step, patches)
         elif kind == "clamp":
-            _saturate_from(callee, site, step, lasting, patches)
+            _saturate_from(callee, module_path, step, lasting, patches)
         else:
-            _spoil_from(callee, site, step, lasting, kind, patches)
+            _spoil_from(callee, module_path, step, lasting, kind, patches)
         yield
 
 
 def _spoil_from(
-    callee: Callee, site: str, step: int, lasting: bool, kind: str, patches: Patches
+    callee: Callee, module_path: str, step: int, lasting: bool, kind: str, patches: Patches
 ) -> None:
-    target = callee.owner.get_submodule(site)
-    method = "forward" if site else callee.method
+    target = callee.owner.get_submodule(module_path)
+    method = "forward" if module_path else callee.method
     formats: set[torch.dtype] = set()  # in which it goes wrong
 
     def spoil(call: int, output: Any, kwargs: dict[str, Any]) -> None:
@@ -178,7 +178,7 @@ def _overflow_from(callee: Callee, step: int, patches: Patches) -> None:
         calls += 1
         return call(*args, **kwargs)
 
-    put_door(callee, overflowing, patches)
+    intercept(callee, overflowing, patches)
 
 
 def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -210,9 +210,11 @@ class _Saturating:
         return self.saturation(output * _GROWTH) / _GROWTH
 
 
-def _saturate_from(callee: Callee, site: str, step: int, lasting: bool, patches: Patches) -> None:
+def _saturate_from(
+    callee: Callee, module_path: str, step: int, lasting: bool, patches: Patches
+) -> None:
     module = find_module(callee)
-    layer = module.get_submodule(site or find_first_layer(module, callee.component))
+    layer = module.get_submodule(module_path or find_first_layer(module, callee.component))
     calls = 0
 
     def is_saturating() -> bool:

@@ -181,7 +181,7 @@ RECORDS = [
             2,
             f"The RunRecord has schema {schema!r}.",
         )
-        for schema in (0, 2, "1", None, 1e300)
+        for schema in (0, 3, "1", None, 1e300)
     ),
     give(
         "a field more",
@@ -401,7 +401,7 @@ PLANS = [
             "steps": "4",
             "versions": {"torch": 2},
             "elapsed_s": None,
-            "lessons": [3],
+            "out_of_memory": [3],
             "seal": 0,
         }.items()
     ),
@@ -420,8 +420,8 @@ PLANS = [
     ),
     take_plan(
         "a newer schema",
-        put_plan(schema=3),
-        "{folder}/plan.json is not a plan. The Plan has schema 3.",
+        put_plan(schema=4),
+        "{folder}/plan.json is not a plan. The Plan has schema 4.",
     ),
     take_plan(
         "a field more",

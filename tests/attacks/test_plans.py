@@ -38,7 +38,7 @@ def twice(plan: dict[str, Any]) -> None:
     plan["components"].append(plan["components"][0])
 
 
-STREAM: Mapping[str, Any] = {"widened": ["a"], "narrowed": ["b"]}
+STREAM: Mapping[str, Any] = {"cast_output_up": ["a"], "cast_input_down": ["b"]}
 TRANSFORMER = "'transformer' with "
 
 EDITS: Mapping[str, tuple[Edit, str]] = {
@@ -55,13 +55,16 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "precision": (put("precision", "fp12"), TRANSFORMER + "the precision 'fp12'"),
     "no precision": (put("precision", ""), TRANSFORMER + "the precision ''"),
     "wanted precision": (put_outside("precision", "int8"), "the precision 'int8'"),
-    "absolute path": (put("islands", ["/etc/passwd"]), TRANSFORMER + "the module '/etc/passwd'"),
-    "path upwards": (put("islands", ["../vae"]), TRANSFORMER + "the module '../vae'"),
+    "absolute path": (
+        put("fp32_modules", ["/etc/passwd"]),
+        TRANSFORMER + "the module '/etc/passwd'",
+    ),
+    "path upwards": (put("fp32_modules", ["../vae"]), TRANSFORMER + "the module '../vae'"),
     "empty part": (put("multiplies", {"a..b": 1}), TRANSFORMER + "the module 'a..b'"),
-    "control sequence": (put("islands", ["\x1b[2J"]), TRANSFORMER + "the module '\\x1b[2J'"),
+    "control sequence": (put("fp32_modules", ["\x1b[2J"]), TRANSFORMER + "the module '\\x1b[2J'"),
     "line feed": (put("exponents", {"a\nb": 1}), TRANSFORMER + "the parameter 'a\\nb'"),
-    "long path": (put("islands", ["a" * 201]), TRANSFORMER + "the module 'aaaa"),
-    "deep path": (put("islands", [".".join("a" * 65)]), TRANSFORMER + "the module 'a.a.a"),
+    "long path": (put("fp32_modules", ["a" * 201]), TRANSFORMER + "the module 'aaaa"),
+    "deep path": (put("fp32_modules", [".".join("a" * 65)]), TRANSFORMER + "the module 'a.a.a"),
     "no rows": (put("exponents", {"a[5:5]": 1}), TRANSFORMER + "the parameter 'a[5:5]'"),
     "rows by name": (put("exponents", {"a[x:y]": 1}), TRANSFORMER + "the parameter 'a[x:y]'"),
     "open rows": (put("exponents", {"a[5:]": 1}), TRANSFORMER + "the parameter 'a[5:]'"),
@@ -69,10 +72,10 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "no attribute": (put("eps", {"": 1}), TRANSFORMER + "the attribute ''"),
     "buffer": (put("kept_buffers", ["a/b"]), TRANSFORMER + "the attribute 'a/b'"),
     "stream": (
-        put("stream", {**STREAM, "norms": ["a/../b"]}),
+        put("stream", {**STREAM, "cast_input_up": ["a/../b"]}),
         TRANSFORMER + "the module 'a/../b'",
     ),
-    "share": (put("island_flops", 1.5), TRANSFORMER + "1.5 of its work in fp32"),
+    "share": (put("fp32_flops", 1.5), TRANSFORMER + "1.5 of its work in fp32"),
     "headroom": (put("headroom_bits", -1e300), TRANSFORMER + "-1e+300 bits of headroom"),
     "counts": (put("bounded", 3), TRANSFORMER + "the counts 0, 3, 0, 0"),
     "negative count": (put("calls", -1), TRANSFORMER + "the counts 0, 0, -1, 0"),

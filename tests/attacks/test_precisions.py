@@ -93,10 +93,10 @@ ENTRIES = {
 }
 
 
-def write_bare(path: Path, *islands: str, **classes: str) -> None:
-    """A sealed plan without exponents, with other classes and islands than the model's."""
+def write_bare(path: Path, *fp32_modules: str, **classes: str) -> None:
+    """A sealed plan without exponents, with other classes and fp32 modules than the model's."""
     entries = tuple(
-        ComponentPlan(name, kind, "0" * 64, "fp16", Scaling(islands=islands))
+        ComponentPlan(name, kind, "0" * 64, "fp16", Scaling(fp32_modules=fp32_modules))
         for name, kind in {**ENTRIES, **classes}.items()
         if kind
     )

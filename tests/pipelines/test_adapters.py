@@ -187,7 +187,11 @@ def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
     pipe = build()
     mark_rescaled(pipe, tmp_path)
     (bare,) = check_rescaled(pipe)
-    assert (bare.kind, bare.severity, bare.site) == ("rescaled-weights", "note", "transformer")
+    assert (bare.kind, bare.severity, bare.module_path) == (
+        "rescaled-weights",
+        "note",
+        "transformer",
+    )
     load_lora(pipe, write_lora(pipe, tmp_path))
     (found,) = check_rescaled(pipe)
     assert (found.kind, found.severity) == ("adapter-on-rescaled", "wrong")

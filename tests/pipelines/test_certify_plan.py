@@ -30,12 +30,12 @@ def certified(save_tiny: SaveTiny) -> tuple[Path, Plan, list[tuple[str, str, int
 def test_a_transformer_is_certified_without_a_run(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
 ) -> None:
-    """Every fp16 value of the transformer and the text encoder rests on a bound, with no island."""
+    """Every fp16 value of the transformer and the text encoder rests on a bound, with no fp32 module."""
     entries = {x.component: x for x in certified[1].components}
     for name in ("transformer", "text_encoder"):
         assert entries[name].scaling.certified
         assert entries[name].scaling.bounded == entries[name].scaling.values > 0
-        assert not entries[name].scaling.islands
+        assert not entries[name].scaling.fp32_modules
         assert entries[name].calls == 0
         assert any("100 % of" in reason for reason in entries[name].reasons)
         assert "Not run in fp16." in entries[name].reasons

@@ -105,7 +105,7 @@ def test_damaged_weights_remain_after_a_fix(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("check", folder, "--device", "v100", "--fix", "--json")
     record = json.loads(out)
     assert code == 1
-    assert [(f["kind"], f["site"]) for f in record["findings"]] == [
+    assert [(f["kind"], f["module_path"]) for f in record["findings"]] == [
         ("weight-not-finite", "transformer:proj_out.bias")
     ]
 
@@ -138,7 +138,7 @@ def test_a_hub_id_is_checked_without_its_weights(tmp_path: Path) -> None:
         "they are."
     )
     (rescaled,) = [finding for finding in record.findings if finding.kind == "rescaled-weights"]
-    assert (rescaled.site, rescaled.evidence) == (
+    assert (rescaled.module_path, rescaled.evidence) == (
         "transformer",
         "Its file says: transformer: rescaled.",
     )

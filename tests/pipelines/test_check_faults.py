@@ -1,4 +1,4 @@
-"""Planted faults are found at their site, and healthy pipelines have no finding.
+"""Planted faults are found at their module path, and healthy pipelines have no finding.
 
 A few of each run by default; all of them are in the slow tests, and in `benchmarks/check.py`.
 """
@@ -54,27 +54,27 @@ QUICK_HEALTHY = (
 
 
 def find(fault: Fault, folder: Path) -> list[tuple[str, str]]:
-    """Kind and site of every finding of a planted fault."""
+    """Kind and module path of every finding of a planted fault."""
     found = check_fault(fault, plant_fault(fault, folder))
     for finding in found:
         assert finding.evidence
         assert finding.why
         assert finding.remedy
         assert "{" not in finding.remedy.replace("{argument", ""), finding.remedy
-    return [(finding.kind, finding.site) for finding in found]
+    return [(finding.kind, finding.module_path) for finding in found]
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name in QUICK], ids=lambda f: f.name)
 def test_a_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     """The fault's class at the fault's place, without weights unless they are the cause."""
-    assert (fault.kind, fault.site) in find(fault, tmp_path / "model")
+    assert (fault.kind, fault.module_path) in find(fault, tmp_path / "model")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [f for f in FAULTS if f.name not in QUICK], ids=lambda f: f.name)
 def test_every_other_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     """The same for the rest."""
-    assert (fault.kind, fault.site) in find(fault, tmp_path / "model")
+    assert (fault.kind, fault.module_path) in find(fault, tmp_path / "model")
 
 
 def test_the_faults_are_many() -> None:
@@ -101,7 +101,7 @@ def test_no_healthy_pipeline_has_a_finding(name: str, dtype: torch.dtype, device
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINE_NAMES)
 def test_a_planned_pipeline_has_no_finding(name: str) -> None:
-    """In fp16 by a plan: neither its clamps nor its lost islands are reported."""
+    """In fp16 by a plan: neither its clamps nor its lost fp32 modules are reported."""
     pipe = make_pipeline(name)
     call: dict[str, Any] = CALLS[name]
     given = {"prompt": call.get("prompt")} if "prompt" in call else {}

@@ -15,7 +15,7 @@ from stopdown.accumulation import Sum
 from stopdown.dtype_rules.check import check
 from stopdown.records import Finding
 
-SITE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+MODULE_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 SMALL = {"height": 32, "width": 32, "num_frames": 2}
 
 
@@ -23,7 +23,7 @@ SMALL = {"height": 32, "width": 32, "num_frames": 2}
 def scored() -> Any:
     """SVD whose scores pass 65504 before they are divided, and not after it; in fp16."""
     pipe = testing.make_pipeline("svd")
-    attention = pipe.unet.get_submodule(SITE)
+    attention = pipe.unet.get_submodule(MODULE_PATH)
     with torch.no_grad():
         for linear in (attention.to_q, attention.to_k):
             linear.weight.mul_(400)
@@ -41,7 +41,7 @@ def test_an_a100_is_warned_of_and_a_v100_is_not(scored: Any) -> None:
     """The failure that was seen on A100 and A30, and not on V100, told before it happens, on a CPU."""
     with testing.assert_untouched(scored):
         (a100,), (a30,), (v100,) = (look(scored, name) for name in ("a100", "a30", "v100"))
-    assert {f.site for f in (a100, a30, v100)} == {f"unet:{SITE}"}
+    assert {f.module_path for f in (a100, a30, v100)} == {f"unet:{MODULE_PATH}"}
     assert [(f.kind, f.severity) for f in (a100, a30, v100)] == [
         ("sum-overflows", "wrong"),
         ("sum-overflows", "wrong"),
@@ -90,7 +90,7 @@ def test_the_command_foretells_an_overflow(run: Any, save_tiny: Callable[..., Pa
     assert (code, err) == (1, "")
     named = [f for f in json.loads(out)["findings"] if f["kind"] == "product-overflows"]
     assert named
-    assert all(f["site"].startswith("text_encoder:encoder.block.") for f in named)
+    assert all(f["module_path"].startswith("text_encoder:encoder.block.") for f in named)
     assert "fp16 ends at 65504" in named[0]["evidence"]
     assert "stopdown plan SOURCE -o plan.json" in named[0]["remedy"]
     _, out, _ = run(*words, *sizes)

@@ -15,7 +15,7 @@ import torch
 from stopdown import compare, testing
 from stopdown.comparison import cells as cells_module
 from stopdown.comparison import matrix
-from stopdown.comparison.probes import Probe, find_sites
+from stopdown.comparison.probes import Probe, find_block_paths
 from stopdown.comparison.records import Comparison
 from stopdown.comparison.subjects import Subject, describe_subject
 from stopdown.errors import OptionError
@@ -88,9 +88,9 @@ def test_numbers_equal_those_of_runs_by_hand(pipe: Any, made: Comparison) -> Non
 def test_naive_fp16_names_where_it_begins(made: Comparison) -> None:
     """The layer whose output first is not finite is in the record, and on the first row only."""
     first, second = (next(c for c in row.cells if c.precision == "fp16") for row in made.rows)
-    assert first.faults[0].site == "transformer:patch_embed.text_proj"
-    assert second.faults[0].site == "transformer"
-    assert first.parting.site == "transformer:patch_embed"
+    assert first.faults[0].module_path == "transformer:patch_embed.text_proj"
+    assert second.faults[0].module_path == "transformer"
+    assert first.parting.module_path == "transformer:patch_embed"
     assert first.latents_rel_err == (None, None)
     assert first.headroom_bits is None
 
@@ -220,7 +220,7 @@ def test_blocks_are_members_of_lists_and_what_stands_beside() -> None:
     block.inner = torch.nn.Linear(2, 2)
     model = torch.nn.Module()
     model.first, model.blocks = torch.nn.Linear(2, 2), torch.nn.ModuleList([block, inner])
-    assert find_sites(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
+    assert find_block_paths(model) == ("first", "blocks.0", "blocks.1", "blocks.1.0")
 
 
 def test_saturated_values_are_counted() -> None:

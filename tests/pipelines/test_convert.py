@@ -265,7 +265,7 @@ def test_check_warns_of_rescaled_weights(
 
     def find(source: Any, **options: Any) -> set[str]:
         found = check.inspect_pipeline(source, precision="fp32", **options).findings
-        return {x.site for x in found if x.kind == "rescaled-weights"}
+        return {x.module_path for x in found if x.kind == "rescaled-weights"}
 
     assert find(str(output)) == rescaled
     assert find(load_pipeline(resolve_source(str(output)), torch_dtypes=torch.float32)) == rescaled
@@ -586,10 +586,10 @@ def test_what_a_file_cannot_hold_is_found_anew(
     module, entry, call = encoder
     multiplied = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
     with_multiply = dataclasses.replace(entry, scaling=multiplied)
-    partly = dataclasses.replace(entry.scaling, outputs={0: 3}, islands=("encoder",))
+    partly = dataclasses.replace(entry.scaling, outputs={0: 3}, fp32_modules=("encoder",))
     wide = dataclasses.replace(entry, scaling=partly)
     assert export.describe_rest(with_multiply) == "1 multiply"
-    assert export.describe_rest(wide) == "the fp32 island encoder and an output in fp32"
+    assert export.describe_rest(wide) == "the fp32 module encoder and an output in fp32"
     assert not export._is_folds_alone(module, wide)
     with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
         express_component(module, with_multiply, lambda: [])
@@ -640,7 +640,7 @@ def test_an_effect_beyond_the_limit_is_refused(
         "down_blocks.0.attentions.0.transformer_blocks.0.norm1.eps and "
         f"{count_left(plan) - 3} more, and without that its "
         "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files hold weights and "
-        "configurations: no multiplies, islands or casts. Write as stored what cannot be: "
+        "configurations: no multiplies, fp32 modules or casts. Write as stored what cannot be: "
         "--leave unet. Or take the difference: --allow-eps. Or run the plan itself: stopdown "
         f"generate {folder} --precision PLAN."
     )
@@ -670,8 +670,8 @@ def test_what_folds_cannot_do_is_refused(
         f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
         "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
         "fp32 sums inside patch_embed. Files hold weights and configurations: no multiplies, "
-        "islands or casts. Write as stored what cannot be: --leave transformer. Or run the plan itself: "
-        f"stopdown generate {folder} --precision PLAN."
+        "fp32 modules or casts. Write as stored what cannot be: --leave transformer. Or run the plan "
+        f"itself: stopdown generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""The fault matrix: found at the right site, repaired, one call run again; and asleep, not so."""
+"""The fault matrix: found at the right module path, repaired, one call run again; and asleep, not so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array_wrap__:DeprecationWarnin
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_a_fault_is_found_and_repaired(case: Case) -> None:
-    """At the right site and step, with one call run again, and the right pixels at the end."""
+    """At the right module path and step, with one call run again, and the right pixels at the end."""
     check(case, run_case(case))
 
 

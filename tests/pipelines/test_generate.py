@@ -323,7 +323,7 @@ def test_one_colour_is_a_finding(
     paint_decoder(folder, bias)
     record = generate(make_options(folder, out, media, **RUNS["cogvideox"]))
     (finding,) = record.findings
-    assert (finding.kind, finding.site) == (f"{kind}-frames", "output")
+    assert (finding.kind, finding.module_path) == (f"{kind}-frames", "output")
     assert finding.evidence.startswith("All 9 frames: mean colour (")
     assert "--precision fp32" in finding.remedy
     assert len(read_video(out / "frames")) == 9
@@ -410,7 +410,7 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
     assert 0 < content["own_s"] < content["elapsed_s"]
     assert len(content["fingerprint"]) == 64
     assert content["machine"]["versions"]["torch"]
-    assert (content["schema"], content["kind"], content["output"]) == (1, "run", output)
+    assert (content["schema"], content["kind"], content["output"]) == (2, "run", output)
 
 
 def test_the_display_sees_every_stage(save_tiny: SaveTiny, media: Path, out: Path) -> None:

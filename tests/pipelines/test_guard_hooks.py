@@ -137,7 +137,7 @@ def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
             pixels = call_pipeline(pipe, COMPILED)
         (repair,) = handle.repairs
         assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
-        assert repair.site.startswith("transformer:")
+        assert repair.module_path.startswith("transformer:")
         assert np.sqrt(np.mean((pixels - reference) ** 2)) < 5e-3
         assert np.isnan(call_pipeline(pipe, COMPILED)).any()
 
@@ -311,19 +311,21 @@ def test_captured_with_its_cache_on_it_is_not_rescaled(
 
 
 @pytest.mark.parametrize("put_on", [offload_groups, offload_sequentially, *CACHES])
-def test_under_hooks_a_module_becomes_an_island(put_on: Callable[[Any], None]) -> None:
+def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> None:
     """A lasting fault is named through the hooks, and its module is put in fp32 beneath them."""
     pipe = make_pipeline(HOOKED)
     put_on(pipe)
     plain = call_pipeline(pipe, HOOKED, steps=3)
-    site = "transformer_blocks.1.ff"
+    module_path = "transformer_blocks.1.ff"
     with (
         testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=1, site=site, lasting=True),
+        testing.inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
         guard(pipe, announce=quiet) as handle,
     ):
         pixels = call_pipeline(pipe, HOOKED, steps=3)
-    assert [(r.action, r.site) for r in handle.repairs] == [("island", f"transformer:{site}")]
+    assert [(r.action, r.module_path) for r in handle.repairs] == [
+        ("fp32-module", f"transformer:{module_path}")
+    ]
     assert np.abs(pixels - plain).max() < 0.05
 
 
@@ -355,14 +357,14 @@ def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_weights_in_fp8_are_not_repaired() -> None:
-    """Layerwise casting rewrites weights at each call: the site is named, and the run stops."""
+    """Layerwise casting rewrites weights at each call: the module path is named, and the run stops."""
     pipe = make_pipeline(HOOKED)
     cast_layers(pipe)
-    site = "transformer_blocks.1.ff"
+    module_path = "transformer_blocks.1.ff"
     with (
-        testing.inject(pipe, "transformer", step=1, site=site, lasting=True),
+        testing.inject(pipe, "transformer", step=1, module_path=module_path, lasting=True),
         guard(pipe, announce=quiet),
-        pytest.raises(NonFiniteError, match=rf"It begins at `transformer:{site}` "),
+        pytest.raises(NonFiniteError, match=rf"It begins at `transformer:{module_path}` "),
     ):
         call_pipeline(pipe, HOOKED, steps=3)
 
@@ -380,15 +382,15 @@ def test_gone_after_an_exception_inside_of_the_loop(
             raise kind
         return values
 
-    site = "transformer_blocks.1.ff" if lasting else ""
+    module_path = "transformer_blocks.1.ff" if lasting else ""
     with (
         testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0, site=site, lasting=lasting),
+        testing.inject(pipe, "transformer", step=0, module_path=module_path, lasting=lasting),
         pytest.raises(kind),
         guard(pipe, announce=quiet) as handle,
     ):
         pipe("a", num_frames=5, num_inference_steps=3, callback_on_step_end=stop)
-    assert [r.action for r in handle.repairs] == ["island" if lasting else "replayed"]
+    assert [r.action for r in handle.repairs] == ["fp32-module" if lasting else "replayed"]
 
 
 def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +417,7 @@ def test_nested_with_a_fault(first: int) -> None:
     plain = call_pipeline(pipe, HOOKED)
     with testing.assert_untouched(pipe):
         guards: list[Guard] = [guard(pipe, announce=quiet), guard(pipe, announce=quiet)]
-        with testing.inject(pipe, "transformer", step=1, site="transformer_blocks.1.ff"):
+        with testing.inject(pipe, "transformer", step=1, module_path="transformer_blocks.1.ff"):
             np.testing.assert_array_equal(call_pipeline(pipe, HOOKED), plain)
         assert sorted(len(one.repairs) for one in guards) == [0, 1]
         guards.pop(first).remove()

@@ -83,7 +83,7 @@ def make_unet_pipeline(*, with_fp32_norms: bool) -> UnetPipeline:
 def test_a_norm_that_widens_itself_is_found_at_its_path(device: str) -> None:
     """One finding for each kind of place, with the remedy that helps."""
     found = check(make_unet_pipeline(with_fp32_norms=False), device=device)
-    assert [(f.kind, f.site) for f in found] == [
+    assert [(f.kind, f.module_path) for f in found] == [
         ("widens-itself", "unet:input_blocks.0.in_layers.0"),
         ("widens-itself", "unet:out.0"),
     ]
@@ -120,7 +120,7 @@ def test_what_else_is_in_fp32_is_still_found() -> None:
     """A convolution that a partial load left in fp32 is cast to the rest; the norms stay in fp32."""
     pipe = make_unet_pipeline(with_fp32_norms=True)
     stray = pipe.unet.input_blocks[1].in_layers[2].float()
-    assert "unet:input_blocks.1.in_layers.2" in {f.site for f in check(pipe, device="v100")}
+    assert "unet:input_blocks.1.in_layers.2" in {f.module_path for f in check(pipe, device="v100")}
     with assert_untouched(pipe), mend(pipe, device="v100") as mending:
         assert mending.done == ("unet: 2 parameters cast to fp16, as the rest.",)
         assert mending.remaining == []

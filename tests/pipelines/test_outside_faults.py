@@ -76,7 +76,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
         "CogVideoXDDIMScheduler.from_config(pipe.scheduler.config)."
     )
     (repair,) = handle.repairs
-    assert (repair.component, repair.site, repair.kind) == ("pipeline", "scheduler", "input")
+    assert (repair.component, repair.module_path, repair.kind) == ("pipeline", "scheduler", "input")
 
 
 def test_asleep_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ def test_with_warn_they_leave_with_a_word() -> None:
         pytest.warns(StopdownWarning, match=r"^The scheduler .* It was not repaired"),
     ):
         assert call_for_latents(pipe).isnan().all()
-    assert [(r.component, r.site) for r in handle.repairs] == [("pipeline", "scheduler")]
+    assert [(r.component, r.module_path) for r in handle.repairs] == [("pipeline", "scheduler")]
 
 
 def test_a_scheduler_that_was_replaced_is_followed() -> None:
@@ -143,7 +143,7 @@ def test_decoded_the_scheduler_is_named_and_once() -> None:
         "`vae.decode` was called with it as z: `vae.decode` gave"
     )
     assert str(caught.value).count("cheduler (") == 1
-    assert [(r.component, r.site) for r in handle.repairs] == [("vae.decode", "scheduler")]
+    assert [(r.component, r.module_path) for r in handle.repairs] == [("vae.decode", "scheduler")]
 
 
 def test_guidance_is_the_pipelines_own() -> None:
@@ -288,7 +288,7 @@ def test_of_a_component_that_was_replaced_a_plan_keeps_its_entry() -> None:
     entry = ComponentPlan("vae", type(pipe.vae).__name__, "aa", "fp16")
     with guard(pipe) as handle:
         pipe.vae = other.vae
-        assert handle._amend(entry) is entry
+        assert handle._update(entry) is entry
 
 
 def paint_grey(pipe: Any, patches: Patches) -> None:
@@ -312,7 +312,9 @@ def test_grey_frames_are_reported(output_type: str) -> None:
         with guard(pipe, announce=said.append) as handle:
             for _ in range(2):
                 pipe(**CALLS[NAME], num_inference_steps=1, output_type=output_type)
-    assert [(x.kind, x.site) for x in handle.record.findings] == [("grey-frames", "result 1")] * 2
+    assert [(x.kind, x.module_path) for x in handle.record.findings] == [
+        ("grey-frames", "result 1")
+    ] * 2
     assert len(said) == 1
     assert said[0].startswith("result 1: All 8 frames: mean colour (128, 128, 128) of 255")
     assert handle.repairs == ()

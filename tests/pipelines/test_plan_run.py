@@ -149,7 +149,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
     wanted = Request(height=height, width=32, **frames)
     plan = make_plan(pipe, prompts=["a red train"], steps=2, request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
-    assert (entry.precision, entry.scaling.islands) == ("fp16", ())
+    assert (entry.precision, entry.scaling.fp32_modules) == ("fp16", ())
 
     def run_at(frames: int, height: int, width: int) -> torch.Tensor:
         asked = Request(
@@ -174,13 +174,13 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
 def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
     plan_of: Callable[[str], tuple[Any, Plan]],
 ) -> None:
-    """T5's `wo` is fp16 after a plan; without islands every weight is."""
+    """T5's `wo` is fp16 after a plan; without fp32 modules every weight is."""
     pipe, plan = plan_of("cogvideox")
     assert type(pipe.text_encoder)._keep_in_fp32_modules == ["wo"]
     with apply_plan(pipe, plan):
         for entry in plan.components:
             module = getattr(pipe, entry.component)
-            assert entry.scaling.islands == ()
+            assert entry.scaling.fp32_modules == ()
             assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
@@ -282,8 +282,8 @@ def test_the_command_line_plans_and_generates(
     record = read_record(find_record_path(clip), RunRecord)
     assert {d.precision for d in record.decisions} == {"fp16"}
     assert {call.precisions[0] for call in record.calls} == {"fp16"}
-    islands = {path for entry in plan.components for path in entry.scaling.islands}
-    assert {path for d in record.decisions for path in d.kept_fp32} == islands
+    fp32_modules = {path for entry in plan.components for path in entry.scaling.fp32_modules}
+    assert {path for d in record.decisions for path in d.kept_fp32} == fp32_modules
     assert "tensors by exponents" in " ".join(d.reason for d in record.decisions)
 
 

@@ -76,29 +76,29 @@ def test_a_plan_for_another_pipeline_is_refused() -> None:
         guard(pipe, other)
 
 
-def give_island(plan: Plan, path: str) -> Plan:
-    """The plan with an island in its transformer."""
+def give_fp32_module(plan: Plan, path: str) -> Plan:
+    """The plan with an fp32 module in its transformer."""
     entries = {entry.component: entry for entry in plan.components}
     entry = entries["transformer"]
-    scaling = dataclasses.replace(entry.scaling, islands=(path,))
+    scaling = dataclasses.replace(entry.scaling, fp32_modules=(path,))
     entries["transformer"] = dataclasses.replace(entry, scaling=scaling)
     return seal_plan(dataclasses.replace(plan, components=tuple(entries.values())))
 
 
-def test_a_repair_on_top_of_a_plan_with_islands(tmp_path: Any) -> None:
+def test_a_repair_on_top_of_a_plan_with_fp32_modules(tmp_path: Any) -> None:
     """Exponents are found relative to the model itself, kept in the file, and serve the next run."""
     pipe = make_pipeline()
-    plan = give_island(plan_pipeline(), "x_embedder")
+    plan = give_fp32_module(plan_pipeline(), "x_embedder")
     with testing.inject(pipe, "transformer", step=0, kind="clamp", lasting=True):
         reference = call_pipeline(pipe, NAME)
         with testing.assert_untouched(pipe), guard(pipe, plan, announce=quiet) as handle:
             pixels = call_pipeline(pipe, NAME)
-            amended = handle.updated_plan()
+            updated = handle.updated_plan()
         (repair,) = handle.repairs
         assert (repair.kind, repair.action, repair.replays) == ("clamped", "rescaled", 1)
         assert measure_error(pixels, reference) < 2e-3
-        assert amended is not None
-        write_plan(amended, tmp_path / "plan.json")
+        assert updated is not None
+        write_plan(updated, tmp_path / "plan.json")
         kept = read_plan(tmp_path / "plan.json")
         with testing.assert_untouched(pipe), guard(pipe, kept) as again:
             same = call_pipeline(pipe, NAME)
@@ -114,10 +114,11 @@ def test_a_repair_on_top_of_a_plan_with_islands(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("site", "precision", "islands"), [("x_embedder", "fp16", ("x_embedder",)), ("", "bf16", ())]
+    ("module_path", "precision", "fp32_modules"),
+    [("x_embedder", "fp16", ("x_embedder",)), ("", "bf16", ())],
 )
-def test_islands_and_casts_are_kept_as_well(
-    monkeypatch: pytest.MonkeyPatch, site: str, precision: str, islands: tuple[str, ...]
+def test_fp32_modules_and_casts_are_kept_as_well(
+    monkeypatch: pytest.MonkeyPatch, module_path: str, precision: str, fp32_modules: tuple[str, ...]
 ) -> None:
     """What one module or a whole component was brought to stands in the plan."""
     from stopdown.runtime.guard import Guard
@@ -126,20 +127,20 @@ def test_islands_and_casts_are_kept_as_well(
     pipe, plan = make_pipeline(), plan_pipeline()
     with (
         testing.assert_untouched(pipe),
-        testing.inject(pipe, "transformer", step=0, site=site, lasting=True),
+        testing.inject(pipe, "transformer", step=0, module_path=module_path, lasting=True),
         guard(pipe, plan, announce=quiet) as handle,
     ):
         call_pipeline(pipe, NAME)
-        amended = handle.updated_plan()
-    assert amended is not None
-    (entry,) = (entry for entry in amended.components if entry.component == "transformer")
+        updated = handle.updated_plan()
+    assert updated is not None
+    (entry,) = (entry for entry in updated.components if entry.component == "transformer")
     (before,) = (entry for entry in plan.components if entry.component == "transformer")
-    assert (entry.precision, entry.scaling.islands) == (
+    assert (entry.precision, entry.scaling.fp32_modules) == (
         precision,
-        (*before.scaling.islands, *islands),
+        (*before.scaling.fp32_modules, *fp32_modules),
     )
     assert entry.weights == before.weights
-    assert amended.seal != plan.seal
+    assert updated.seal != plan.seal
 
 
 def test_parts_that_did_not_fail_keep_their_exponents() -> None:
@@ -148,7 +149,7 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
         exponents={"encoder.a": -3, "decoder.a": -2},
         eps={"encoder.norm.eps": -6},
         multiplies={"decoder.b": 1},
-        islands=("encoder.c", "decoder.c"),
+        fp32_modules=("encoder.c", "decoder.c"),
         headroom_bits=1.5,
         kept_buffers=("encoder.t",),
     )
@@ -157,7 +158,7 @@ def test_parts_that_did_not_fail_keep_their_exponents() -> None:
     assert merged.exponents == {"encoder.a": -3, "decoder.b": -4}
     assert merged.eps == {"encoder.norm.eps": -6}
     assert merged.multiplies == {}
-    assert merged.islands == ("encoder.c",)
+    assert merged.fp32_modules == ("encoder.c",)
     assert (merged.headroom_bits, merged.kept_buffers) == (1.5, ("decoder.t", "encoder.t"))
 
 
@@ -208,12 +209,12 @@ def test_a_run_keeps_its_repair_when_asked(save_tiny: Any, tmp_path: Path) -> No
     assert heard.texts[-1] == (
         f"The repair holds for this run; --keep-repairs writes it into {path}."
     )
-    assert (first.amended_plan, path.read_bytes()) == (None, bare)
+    assert (first.updated_plan, path.read_bytes()) == (None, bare)
     second = generate(dataclasses.replace(options, keep_repairs=True), heard)
     assert heard.texts[-1] == f"The repair was written into {path}, for the next run."
-    assert second.amended_plan == str(path)
+    assert second.updated_plan == str(path)
     third = generate(dataclasses.replace(options, maxima=True), heard)
-    assert (third.repairs, third.amended_plan) == ((), None)
+    assert (third.repairs, third.updated_plan) == ((), None)
     assert "transformer_blocks.0" in {found.path for found in third.maxima}
 
 

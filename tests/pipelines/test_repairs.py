@@ -15,7 +15,7 @@ from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.runtime import guard as guard_module
 from stopdown.runtime.guard import Guard, guard
 
-SITE = "transformer_blocks.1.ff"
+MODULE_PATH = "transformer_blocks.1.ff"
 
 
 @functools.cache
@@ -50,13 +50,13 @@ def have_bf16(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     monkeypatch.setattr(Guard, "_has_bf16", lambda *_: answer)
 
 
-def test_a_fault_inside_of_a_module_makes_an_island_of_it() -> None:
+def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
     """NaN that one module writes in fp16 alone: it goes to fp32, and everything else stays."""
     handle, error = run_faulty(
-        "cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True
+        "cogvideox", "transformer", step=1, kind="frame", module_path=MODULE_PATH, lasting=True
     )
     (repair,) = handle.repairs
-    assert (repair.action, repair.site) == ("island", f"transformer:{SITE}")
+    assert (repair.action, repair.module_path) == ("fp32-module", f"transformer:{MODULE_PATH}")
     assert (repair.kind, repair.step, repair.replays, repair.tried) == ("written", 1, 1, ())
     assert "it alone goes to fp32" in repair.reason
     assert error < 2e-3
@@ -71,25 +71,27 @@ def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
 
     def lose_a_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
-        is_island = bool(self.applied) and self.applied[-1].action == "island"
-        return (output[0][:, 1:],) if is_island else output
+        is_fp32_module = bool(self.applied) and self.applied[-1].action == "fp32-module"
+        return (output[0][:, 1:],) if is_fp32_module else output
 
     monkeypatch.setattr(guard_module.ComponentState, "call", lose_a_frame)
     handle, _ = run_faulty(
-        "cogvideox", "transformer", step=1, kind="frame", site=SITE, lasting=True
+        "cogvideox", "transformer", step=1, kind="frame", module_path=MODULE_PATH, lasting=True
     )
     (repair,) = handle.repairs
     assert repair.action == "bf16"
-    assert repair.tried[0] == "island: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
+    assert (
+        repair.tried[0] == "fp32 module: it gave 2x1x4x4x4 where the call at fault gave 2x2x4x4x4."
+    )
 
 
 def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
     """Wan's blocks write the frames before into a list of their caller's: none is lost in fp32."""
     handle, error = run_faulty(
-        "wan", "vae.decode", step=0, kind="nan", site="decoder.up_blocks.0", lasting=True
+        "wan", "vae.decode", step=0, kind="nan", module_path="decoder.up_blocks.0", lasting=True
     )
     (repair,) = handle.repairs
-    assert (repair.action, repair.tried) == ("island", ())
+    assert (repair.action, repair.tried) == ("fp32-module", ())
     assert error < 1e-2
 
 
@@ -101,7 +103,7 @@ def test_a_fault_of_the_whole_component_casts_it(
     have_bf16(monkeypatch, has_bf16)
     handle, error = run_faulty("cogvideox", "transformer", step=1, kind="nan", lasting=True)
     (repair,) = handle.repairs
-    assert (repair.action, repair.site, repair.replays) == (action, "transformer", 1)
+    assert (repair.action, repair.module_path, repair.replays) == (action, "transformer", 1)
     assert error < 1e-2
 
 
@@ -120,7 +122,7 @@ def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     handle, _ = run_faulty("cogvideox", "transformer", step=0, kind="clamp", lasting=True)
     (repair,) = handle.repairs
     assert repair.tried == ("rescaled: no exponents today",)
-    assert repair.action == "island"
+    assert repair.action == "fp32-module"
 
 
 def fail_to_scale(*_: Any) -> None:
@@ -133,7 +135,7 @@ def test_saturation_is_seen_although_it_is_finite() -> None:
     handle, error = run_faulty("cogvideox", "transformer", step=1, kind="clamp", lasting=True)
     (repair,) = handle.repairs
     assert (repair.action, repair.kind, repair.step) == ("rescaled", "clamped", 1)
-    assert repair.site == "transformer:patch_embed.proj"
+    assert repair.module_path == "transformer:patch_embed.proj"
     assert "1 clamps at the end of fp16 were hit" in repair.evidence
     assert error < 2e-3
 
@@ -186,7 +188,7 @@ def test_bad_arguments_are_traced_to_the_component_before() -> None:
     ):
         call_pipeline(pipe, "cogvideox")
     first = next(r for r in handle.repairs if r.component == "transformer")
-    assert (first.kind, first.action, first.site) == ("input", "none", "text_encoder")
+    assert (first.kind, first.action, first.module_path) == ("input", "none", "text_encoder")
     assert first.evidence.startswith(
         "It came from `text_encoder`, as reported. `transformer` was called with it as "
         "encoder_hidden_states: `transformer` gave "

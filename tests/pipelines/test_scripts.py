@@ -302,7 +302,7 @@ def test_a_repair_holds_for_the_next_call(
     record, said = run(text, folder, "float16")
     assert record.exit_code == 0
     assert [len(one.repairs) for one in record.runs] == [1, 0]
-    assert [one.taken_over for one in record.runs] == [(), ("vae: rescaled (fp16)",)]
+    assert [one.reused for one in record.runs] == [(), ("vae: rescaled (fp16)",)]
     assert len(said) == 1
     monkeypatch.setattr(RepairCache, "put_on", lambda *_: ())
     record, _ = run(text, folder, "float16")
@@ -314,7 +314,7 @@ def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
     text = PAINT + "paint()\npipe.vae.decoder.conv_in.weight.data.mul_(0.5)\npaint()"
     record, said = run(text, save_tiny("cogview3plus", overflow="vae"), "float16")
     assert [len(one.repairs) for one in record.runs] == [1, 1]
-    assert record.runs[1].taken_over == ()
+    assert record.runs[1].reused == ()
     assert (
         "The weights of AutoencoderKL were changed since an earlier call repaired it; that repair is "
         "left away." in said

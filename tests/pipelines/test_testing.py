@@ -148,10 +148,10 @@ def test_injected_fault_in_the_vae_spoils_a_part_of_the_pixels() -> None:
     assert np.isnan(pixels).mean() == pytest.approx(1 / 7, abs=0.01)
 
 
-def test_injected_fault_at_a_site() -> None:
+def test_injected_fault_at_a_module_path() -> None:
     """A fault in one block of the transformer reaches its output."""
     pipe = testing.make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=0, site="transformer_blocks.0.ff"):
+    with testing.inject(pipe, "transformer", step=0, module_path="transformer_blocks.0.ff"):
         assert np.isnan(run(pipe, "cogvideox", steps=1)).all()
 
 

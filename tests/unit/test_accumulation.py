@@ -123,14 +123,14 @@ def test_attention_is_that_of_torch(options: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------
 # Stable Video Diffusion: NaN where sums are in fp16, and not where they are in fp32
 
-SITE = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
+MODULE_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
 
 
 @pytest.fixture(scope="module")
 def unet_call() -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
     """A pipeline whose UNet has scores beyond 65504 before they are scaled; a call, and its end in fp32."""
     pipe = testing.make_pipeline("svd")
-    attention = pipe.unet.get_submodule(SITE)
+    attention = pipe.unet.get_submodule(MODULE_PATH)
     with torch.no_grad():
         for linear in (attention.to_q, attention.to_k):
             linear.weight.mul_(400)
@@ -159,7 +159,7 @@ def test_the_sum_is_predicted_from_a_call_in_fp32(unet_call: Any) -> None:
     outputs: list[torch.Tensor] = []
     found = find_sums(pipe.unet, lambda: outputs.append(pipe.unet(**call)[0]))
     assert [(entry.path, entry.operation) for entry in found if not entry.fits] == [
-        (SITE, "attention scores")
+        (MODULE_PATH, "attention scores")
     ]
     torch.testing.assert_close(outputs[0], reference, rtol=1e-3, atol=1e-3)
     assert len(found) > 50
@@ -221,8 +221,8 @@ def test_a_guard_repairs_it_too(unet_call: Any, half: Any) -> None:
     ):
         found = run_half(half, call)
     (repair,) = handle.repairs
-    assert repair.site.startswith(f"unet:{SITE}")
-    assert repair.action in ("rescaled", "island")
+    assert repair.module_path.startswith(f"unet:{MODULE_PATH}")
+    assert repair.action in ("rescaled", "fp32-module")
     assert (found - reference).abs().max() < 0.1
 
 

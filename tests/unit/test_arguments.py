@@ -108,7 +108,7 @@ def test_what_a_module_writes_stays(fail: bool) -> None:
     assert not module._forward_hooks
 
 
-def test_at_the_door_of_a_component_too() -> None:
+def test_at_the_call_of_a_component_too() -> None:
     """The arguments of a whole component are cast in the same way."""
     module = Writing()
     cache, count = [None, torch.ones(2), torch.ones(2)], [0]
@@ -144,7 +144,7 @@ def test_fp32_layers_of_an_autoencoder_that_remembers(make: Any) -> None:
     paths = [p for p, x in parts if not isinstance(x, nn.ModuleList)]  # which are never called
     for path in paths:
         before = testing.take_snapshot(module)
-        with cast_(module, NARROW, Scaling(islands=(f"decoder.{path}",))):
+        with cast_(module, NARROW, Scaling(fp32_modules=(f"decoder.{path}",))):
             frames = module.decode(latents.half()).sample
         assert testing.compare_snapshot(before, module) == []
         assert frames.shape == reference.shape

@@ -352,8 +352,8 @@ def test_values_written_in_place_are_seen_through_every_name() -> None:
 def test_heads_are_bounded_as_one_map() -> None:
     """An output after attention is bounded by values and output together, tighter than in turn."""
     case = bound_example("CogVideoX sinusoidal")[0]
-    after = [n for n in case.list_sites() if n.name.startswith("dropout")]
-    by_name = {n.name: n for n in case.list_sites()}
+    after = [n for n in case.list_nodes() if n.name.startswith("dropout")]
+    by_name = {n.name: n for n in case.list_nodes()}
     linear = next(by_name[x.args[0].name] for x in after if "to_out" in str(x.meta))
     bound, stated = case.bounds.values[linear.name], case.bounds.ranges[linear.name][0]
     assert bound is not None
@@ -393,7 +393,7 @@ def search_modulated(shifted: float) -> tuple[float, float]:
     rows = module.linear.weight * scale  # what a norm should give for the largest result
     aimed = (module.linear(shift) - module.linear.bias).sign().mT * (rows - rows.mean(-1, True))
     found = module(aimed.clamp(-64, 64), steps).abs().amax()
-    bound = case.bounds.values[case.list_sites()[-1].name]
+    bound = case.bounds.values[case.list_nodes()[-1].name]
     assert bound is not None
     return bound.largest, float(found)
 
@@ -442,7 +442,7 @@ def test_parts_of_sums_are_in_the_range() -> None:
     module = Cancelling().eval().requires_grad_(False)
     call = {"x": torch.randn(1, 2, 8), "timestep": torch.tensor([7])}
     case = bound_one(module, module, (), call)
-    linears = [x.name for x in case.list_sites() if x.name.startswith("linear")]
+    linears = [x.name for x in case.list_nodes() if x.name.startswith("linear")]
     bounds = [case.bounds.values[name] for name in linears]
     assert all(bound is not None and bound.largest < 100 for bound in bounds)
     assert all(case.bounds.ranges[name][0].amax >= 2000 for name in linears)
@@ -497,7 +497,7 @@ def search_length() -> tuple[float, float]:
     """Bound and largest norm of a row behind a linear, whose input is its first singular vector."""
     module = Lengthened().eval().requires_grad_(False)
     case = bound_module(module, torch.randn(1, 12))
-    bound = case.bounds.values[case.list_sites()[-1].name]
+    bound = case.bounds.values[case.list_nodes()[-1].name]
     assert bound is not None
     aimed = torch.linalg.svd(module.linear.weight).Vh[:1]
     return float(bound.norm), float(module(aimed).norm())

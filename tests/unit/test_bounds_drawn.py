@@ -83,7 +83,7 @@ def list_exceeded(data: st.DataObject, case: Bounded) -> list[str]:
     run = GraphRun(case, draw_call(data, case), torch.float64)
     with torch.no_grad():
         run.run()
-    return list(list_excesses(case, run.seen, case.list_sites()))
+    return list(list_excesses(case, run.seen, case.list_nodes()))
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -16,8 +16,8 @@ from stopdown.pipelines.call_interception import (
     cast_floats,
     find_float_dtype,
     find_module,
+    intercept,
     put_cast,
-    put_door,
     put_layer,
 )
 from stopdown.pipelines.components import Callee
@@ -112,18 +112,18 @@ def test_a_copied_wrapper_is_not_taken_for_the_stack() -> None:
     assert calls == ["outer", "theirs", "inner"]
 
 
-def test_a_door_shows_whose_weights_serve() -> None:
+def test_a_call_shows_whose_weights_serve() -> None:
     """A method that belongs to another module is found beneath every layer."""
     owner, other = Component(), Component()
     callee = Callee("vae.decode", owner, "decode", "decode")
     assert find_module(callee) is owner
     owner.decode = other.decode  # type: ignore[method-assign]
     with Patches() as patches:
-        put_door(callee, make_layer("a", []), patches)
+        intercept(callee, make_layer("a", []), patches)
         assert find_module(callee) is other
 
 
-def cast_door(stage: str = "denoise", dtype: torch.dtype = torch.bfloat16) -> Any:
+def cast_call(stage: str = "denoise", dtype: torch.dtype = torch.bfloat16) -> Any:
     component = Component(dtype)
     method = "decode" if stage == "decode" else "forward"
     return component, Callee("unet", component, method, stage)
@@ -132,7 +132,7 @@ def cast_door(stage: str = "denoise", dtype: torch.dtype = torch.bfloat16) -> An
 @pytest.mark.parametrize("as_keywords", [False, True])
 def test_a_cast_keeps_times_and_positions(as_keywords: bool) -> None:
     """A timestep of 999 stays fp32, also when it is positional as for a UNet: bf16 has no 999."""
-    component, callee = cast_door()
+    component, callee = cast_call()
     arguments = {
         "sample": torch.ones(1, 2),
         "timestep": torch.tensor([999.0]),
@@ -153,7 +153,7 @@ def test_a_cast_keeps_times_and_positions(as_keywords: bool) -> None:
 
 def test_what_a_decoder_returns_stays_as_it_is() -> None:
     """An fp32 decoder fed with bf16 latents gives fp32 pixels, which are not rounded again."""
-    component, callee = cast_door("decode", torch.float32)
+    component, callee = cast_call("decode", torch.float32)
     with Patches() as patches:
         put_cast(callee, torch.float32, patches)
         assert component.decode(torch.ones(1, 2, dtype=torch.bfloat16)).dtype == torch.float32
@@ -161,7 +161,7 @@ def test_what_a_decoder_returns_stays_as_it_is() -> None:
 
 def test_a_cast_follows_a_component_that_was_cast() -> None:
     """A pipeline that brings its autoencoder to fp32 for one call gets fp32 arguments."""
-    component, callee = cast_door("encode", torch.float16)
+    component, callee = cast_call("encode", torch.float16)
     with Patches() as patches:
         put_cast(callee, torch.float16, patches)
         component.float()

@@ -19,7 +19,7 @@ from stopdown.testing import compare_snapshot, take_snapshot
 
 NEEDS = {
     "multiplies": (Scaling(multiplies={"out": 2}), "1 multiply"),
-    "islands": (Scaling(islands=("embed",)), "1 fp32 layer"),
+    "fp32_modules": (Scaling(fp32_modules=("embed",)), "1 fp32 layer"),
     "stream": (Scaling(stream=ResidualStream(("embed",), ("out",))), "an fp32 residual stream"),
     "buffers": (Scaling(kept_buffers=("table",)), "1 fp32 buffer"),
 }
@@ -84,7 +84,7 @@ CASTS: dict[str, Callable[[Any, Rescaling], object]] = {
 @pytest.mark.parametrize("name", CASTS)
 def test_what_keeps_its_values_is_let_through(name: str) -> None:
     """`cast_` with what was found, fp32, bf16 (a guard repairs so), and anything once it is undone."""
-    module, rescaling = make(NEEDS["islands"][0])
+    module, rescaling = make(NEEDS["fp32_modules"][0])
     CASTS[name](module, rescaling)
     assert bool(run(module, "forward").isfinite().all())
 
@@ -92,7 +92,7 @@ def test_what_keeps_its_values_is_let_through(name: str) -> None:
 @pytest.mark.parametrize("change", ["half after cast_", "cast_ alone"])
 def test_a_cast_without_the_rescaling_is_refused(change: str) -> None:
     """Also where `cast_` was right before, and where it is not given the rescaling."""
-    module, rescaling = make(NEEDS["islands"][0])
+    module, rescaling = make(NEEDS["fp32_modules"][0])
     if change == "cast_ alone":
         cast_(module, torch.float16)
     else:
@@ -112,7 +112,7 @@ def test_folds_alone_may_be_cast_by_anything() -> None:
 
 def test_a_copy_is_not_asked() -> None:
     """A copy of a rescaled module, as a capture makes one, has parts that nobody knows."""
-    module, _ = make(NEEDS["islands"][0])
+    module, _ = make(NEEDS["fp32_modules"][0])
     copied = copy.deepcopy(module).half()
     assert copied.out.weight.dtype == torch.float16
     copied.blocks[0](torch.ones(1, 16).half())

@@ -35,7 +35,7 @@ def test_a_model_that_overflows_is_certified() -> None:
     scale_weights(module, WAYS["residual"], 9)
     rescaling = rescale_(module, calls=calls, ranges="bound")
     assert rescaling.certified
-    assert not rescaling.islands
+    assert not rescaling.fp32_modules
     assert not rescaling.scaling.uncertain
     count = rescaling.scaling.values
     assert rescaling.scaling.range_note == f"100 % of {count} fp16 values certified."
@@ -81,7 +81,7 @@ def test_auto_takes_bounds_that_cost_nothing() -> None:
     measured = rescale_(module, calls=calls)
     measured.undo()
     rescaling = rescale_(module, calls=calls, ranges="auto")
-    assert len(rescaling.islands) <= len(measured.islands)
+    assert len(rescaling.fp32_modules) <= len(measured.fp32_modules)
     assert len(rescaling.scaling.uncertain) < rescaling.scaling.values
     rescaling.undo()
 

@@ -45,7 +45,7 @@ def make_partly_loaded() -> Any:
 def test_a_linear_left_in_fp32_is_found_at_its_place() -> None:
     """One error, at the linear, with its parameter, the operands, and what to type."""
     (found,) = check(make_partly_loaded(), device="a100", arguments=CALL)
-    assert (found.kind, found.site) == ("mixed-parameters", f"transformer:{BLOCK}")
+    assert (found.kind, found.module_path) == ("mixed-parameters", f"transformer:{BLOCK}")
     assert found.severity == "error"
     assert found.evidence == (
         f"The parameter {BLOCK}.weight brings in fp32; linear on cuda takes operands of one dtype, "
@@ -158,8 +158,10 @@ def test_a_processor_is_judged_by_its_instruction_sets(
     """Where oneDNN takes fp16, a bias in bf16 is refused; elsewhere PyTorch takes it."""
     monkeypatch.setattr(profiles, "read_onednn_formats", lambda: onednn)
     call = {**CALLS["sd"], "num_inference_steps": 1}
-    found = [f for f in check(make_odd_bias(), device=device, arguments=call) if "conv" in f.site]
-    errors = [(f.site, f.kind) for f in found if f.severity == "error"]
+    found = [
+        f for f in check(make_odd_bias(), device=device, arguments=call) if "conv" in f.module_path
+    ]
+    errors = [(f.module_path, f.kind) for f in found if f.severity == "error"]
     assert errors == ([("vae:post_quant_conv", "mixed-parameters")] if is_refused else [])
 
 
@@ -177,7 +179,7 @@ def test_a_mended_boundary_runs_and_comes_off() -> None:
         assert pipe(**call, output_type="np").images.shape == (1, 32, 32, 3)
 
 
-def test_mended_islands_are_fp32_again() -> None:
+def test_mended_modules_are_fp32_again() -> None:
     """T5's wo after .to(float16): fp32 inside the block, fp16 behind it."""
     pipe = make_pipeline("cogview3plus", dtype=torch.float16)
     wo = pipe.text_encoder.encoder.block[0].layer[1].DenseReluDense.wo
@@ -185,7 +187,7 @@ def test_mended_islands_are_fp32_again() -> None:
     with mend(pipe, device="v100", arguments=call) as mending:
         assert any("keeps in fp32" in line or "keep in fp32" in line for line in mending.done)
         assert wo.weight.dtype == torch.float32
-        assert "island-lost" not in {finding.kind for finding in mending.remaining}
+        assert "fp32-module-lost" not in {finding.kind for finding in mending.remaining}
     assert wo.weight.dtype == torch.float16
 
 
@@ -236,7 +238,7 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     )
     found = {finding.kind: finding for finding in checked.findings}
     assert set(found) == {"weight-out-of-range", "force-upcast-unread"}
-    assert found["weight-out-of-range"].site == "checkpoint:first.weight"
+    assert found["weight-out-of-range"].module_path == "checkpoint:first.weight"
     assert found["weight-out-of-range"].evidence == (
         "1 of 2 values are beyond 65504, where fp16 ends; the largest is 9.994e+05."
     )
@@ -259,7 +261,7 @@ def test_a_clamp_of_rescaled_weights_is_no_finding(tmp_path: Path) -> None:
 
     def list_kinds() -> set[str]:
         found = check(str(folder), precision="fp16", device="v100", arguments=CALL)
-        return {x.kind for x in found if x.site.startswith("text_encoder")}
+        return {x.kind for x in found if x.module_path.startswith("text_encoder")}
 
     assert list_kinds() == {"clamp-may-bite"}
     path = folder / "text_encoder" / "model.safetensors"

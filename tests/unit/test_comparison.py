@@ -202,13 +202,13 @@ def test_the_first_block_that_parts_is_named() -> None:
     """Of several blocks that differ by more than 5 % the first is named, with its error."""
     parting = find_parting(make_trace(3.0, 4.1, 9.0), make_trace(3.0, 4.0, 5.0), scaled=False)
     assert parting is not None
-    assert parting.site == "t:b.2"
+    assert parting.module_path == "t:b.2"
     assert find_parting(make_trace(3.0, 4.1), make_trace(3.0, 4.0), scaled=False) is None
     hidden = make_trace(3.0, 4.1)
     hidden.amax[("t", 0, "b.0")] = math.inf  # at a place that the sample does not hold
     parting = find_parting(hidden, make_trace(3.0, 4.0), scaled=False)
     assert parting is not None
-    assert (parting.site, parting.rel_err) == ("t:b.0", None)
+    assert (parting.module_path, parting.rel_err) == ("t:b.0", None)
     lost = find_parting(make_trace(math.nan), make_trace(3.0), scaled=False)
     assert lost is not None
     assert lost.rel_err is None

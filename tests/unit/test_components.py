@@ -19,7 +19,7 @@ from stopdown.pipelines.components import (
 )
 
 
-def test_the_doors_of_a_pipeline() -> None:
+def test_the_callees_of_a_pipeline() -> None:
     """An autoencoder has two, every other module one; tokenizers and schedulers have none."""
     callees = find_callees(testing.make_pipeline("svd"))
     assert [(callee.component, callee.method, callee.stage) for callee in callees] == [
@@ -97,7 +97,7 @@ def test_precisions_are_ordered_by_size() -> None:
     assert read_precisions(module) == (torch.float16, torch.float32)
 
 
-def test_absent_components_have_no_door() -> None:
+def test_absent_components_have_no_call() -> None:
     """A pipeline published without its safety checker has None in its place."""
     pipe = SimpleNamespace(components={"safety_checker": None, "scheduler": object()})
     assert find_callees(pipe) == ()

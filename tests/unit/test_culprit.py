@@ -70,7 +70,7 @@ def test_an_overflow_is_named_with_what_it_reaches() -> None:
     )
 
 
-def test_a_module_that_hands_the_value_on_is_no_island() -> None:
+def test_a_module_that_hands_the_value_on_is_not_kept_in_fp32() -> None:
     """A linear that overflows by itself would overflow in fp32 as well, once it is fp16 again."""
     module = Net(1.0)
     nn.init.constant_(module.blocks[0].linear.weight, 6e4)  # type: ignore[union-attr]

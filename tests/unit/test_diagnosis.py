@@ -89,11 +89,11 @@ MESSAGES = [
     ("Query, key, and value must be bfloat16.", "not-implemented"),
     (
         "There are modules in T5EncoderModel that should be kept in float32: ['wo'].",
-        "fp32-island",
+        "fp32-module",
     ),
     (
         "The input hidden states seems to be silently casted in float32, this might be related",
-        "fp32-island",
+        "fp32-module",
     ),
     ("`.half()` is not supported for quantized model.", "quantised"),
     ("`torch.bfloat16` is not supported for AWQ CUDA kernels yet.", "quantised"),
@@ -208,7 +208,7 @@ def test_the_place_is_the_deepest_frame_in_a_model() -> None:
         '  File "/x/torch/nn/modules/linear.py", line 125, in forward\n'
         "RuntimeError: expected scalar type Float but found Half\n"
     )
-    assert explain(text).site == "transformers/models/t5/modeling_t5.py:283 in forward"
+    assert explain(text).frame == "transformers/models/t5/modeling_t5.py:283 in forward"
 
 
 def test_a_long_log_is_condensed_and_line_numbers_stay() -> None:
@@ -225,7 +225,7 @@ def test_a_long_log_is_condensed_and_line_numbers_stay() -> None:
     [
         (np.zeros((4, 16, 16, 3), np.uint8), "unattributed"),
         (np.full((4, 16, 16, 3), 128, np.uint8), "positions"),
-        (np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8), "fp32-island"),
+        (np.random.default_rng(0).integers(0, 255, (9, 64, 64, 3), np.uint8), "fp32-module"),
     ],
 )
 def test_a_video_is_looked_at(tmp_path: Path, frames: np.ndarray[Any, Any], fault: str) -> None:

@@ -1,4 +1,4 @@
-"""Modules without a graph: islands found by hooks, tried in fp16, or refused with why."""
+"""Modules without a graph: fp32 modules found by hooks, tried in fp16, or refused with why."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_share_of_the_work_is_counted() -> None:
     """With every matrix in fp16 nothing of the matmul work is left in fp32."""
     module, x = make_leaving()
     rescaling = rescale_(module, (x,))
-    assert rescaling.scaling.island_flops == 0
+    assert rescaling.scaling.fp32_flops == 0
     assert "4 of 4 matrices run in fp16" in rescaling.scaling.note
 
 

@@ -36,22 +36,22 @@ def test_silent(precision: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("component", "site"),
+    ("component", "module_path"),
     [
         ("text_encoder", "text_encoder:encoder.block.0.layer.1.DenseReluDense.wi_1"),
         ("transformer", "transformer:patch_embed."),
         ("vae", "vae.decode:decoder.conv_in.conv"),
     ],
 )
-def test_an_overflow_is_repaired(component: str, site: str) -> None:
-    """The site is named, one call is run again, and the pixels are near those of fp32."""
+def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
+    """The module path is named, one call is run again, and the pixels are near those of fp32."""
     reference = call_pipeline(make_pipeline("cogvideox", overflow=component), "cogvideox")
     pipe = make_pipeline("cogvideox", overflow=component, dtype=torch.float16)
     with testing.assert_untouched(pipe), guard(pipe, announce=quiet) as handle:
         pixels = call_pipeline(pipe, "cogvideox")
     assert np.sqrt(np.mean((pixels - reference) ** 2)) < 0.01
     (repair,) = handle.repairs
-    assert repair.site.startswith(site)
+    assert repair.module_path.startswith(module_path)
     assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
 
 
@@ -78,7 +78,7 @@ def test_a_fault_that_does_not_come_again_is_said_to() -> None:
     assert (repair.action, repair.kind, repair.step) == ("replayed", "intermittent", 1)
 
 
-def test_raise_stops_with_the_site() -> None:
+def test_raise_stops_with_the_module_path() -> None:
     """With `raise` nothing is repaired, and the message says where it began."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
     with (
@@ -120,10 +120,13 @@ def test_an_unknown_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("situation", "actions"),
     [
-        (Situation("range", "fp16", ("a",), True), ["rescaled", "island", "bf16", "fp32"]),
+        (Situation("range", "fp16", ("a",), True), ["rescaled", "fp32-module", "bf16", "fp32"]),
         (Situation("range", "fp16", (), False), ["rescaled", "fp32"]),
-        (Situation("clamped", "fp16", ("a", "b", "c")), ["rescaled", "island", "island", "fp32"]),
-        (Situation("written", "bf16", ("a",)), ["island", "fp32"]),
+        (
+            Situation("clamped", "fp16", ("a", "b", "c")),
+            ["rescaled", "fp32-module", "fp32-module", "fp32"],
+        ),
+        (Situation("written", "bf16", ("a",)), ["fp32-module", "fp32"]),
         (Situation("intermittent", "fp32"), ["replayed"]),
         (Situation("range", "fp32", ("a",)), []),
         (Situation("weight", "fp16", ("a",)), []),

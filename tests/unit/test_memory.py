@@ -39,7 +39,7 @@ from stopdown.memory.strategies import (
 )
 from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import put_door
+from stopdown.pipelines.call_interception import intercept
 from stopdown.pipelines.components import find_callees, find_components
 from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.pipelines.loader import load_pipeline
@@ -142,7 +142,7 @@ def test_a_limit_is_a_device_of_that_size() -> None:
 
 
 @pytest.mark.parametrize("name", ["cogvideox", "cogview3plus"])
-def test_a_rehearsed_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
+def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
     """A whole run without weights predicts the allocator's peak of the real run within 2 %."""
     pipe = make_pipeline(name)
     arguments = {
@@ -182,7 +182,7 @@ def run_sd(pipe: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def rehearsed_sd(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
+def dry_run_sd(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     folder = save_pipeline("sd", tmp_path_factory.mktemp("sd") / "m", dtype=torch.float32)
     empty = build_skeleton(resolve_source(folder), {})
     arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
@@ -209,17 +209,17 @@ needs_torchao = pytest.mark.skipif(
 @pytest.mark.parametrize("storage", ["fp8", pytest.param("int8", marks=needs_torchao)])
 @pytest.mark.parametrize("placement", ["resident", "component"])
 def test_weights_in_8_bits_take_what_is_predicted(
-    placement: Placement, storage: Storage, rehearsed_sd: DryRun, tmp_path: Path
+    placement: Placement, storage: Storage, dry_run_sd: DryRun, tmp_path: Path
 ) -> None:
     """The peak is as predicted and below that without; every bit of the weights comes back."""
     pipe = make_pipeline("sd")
     expected = run_sd(pipe)
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
-    predicted = predict(rehearsed_sd, Strategy(placement, storage=storage), steps=2)
-    assert predicted.peak_bytes < predict(rehearsed_sd, Strategy(placement), steps=2).peak_bytes
+    predicted = predict(dry_run_sd, Strategy(placement, storage=storage), steps=2)
+    assert predicted.peak_bytes < predict(dry_run_sd, Strategy(placement), steps=2).peak_bytes
     with (
         assert_untouched(pipe),
-        Offloader(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path) as offloader,
+        Offloader(pipe, predicted, (), dry_run_sd.strays, store=tmp_path) as offloader,
     ):
         start = count_parameters(pipe) + count_codes(offloader)
         found: list[Any] = []
@@ -300,21 +300,21 @@ def test_rows_of_zeros_and_large_ones_pack() -> None:
     assert found[2, 0] == weight[2, 0]
 
 
-def test_what_changes_the_picture_has_to_be_allowed(rehearsed_sd: DryRun) -> None:
+def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: DryRun) -> None:
     """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
     pairs = (
-        predict(rehearsed_sd, Strategy(storage="fp8"), steps=2),
-        predict(rehearsed_sd, Strategy("block"), steps=2),
+        predict(dry_run_sd, Strategy(storage="fp8"), steps=2),
+        predict(dry_run_sd, Strategy("block"), steps=2),
     )
     slower = Fit(pairs, (1.0, 1.0), {}, times=(1.0, 1.3))
     assert choose(slower, 10**9, ("fp8",)) is pairs[0]
     assert choose(slower, 10**9) is pairs[1]
 
 
-def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: DryRun) -> None:
+def test_what_changes_the_picture_has_to_save_time(dry_run_sd: DryRun) -> None:
     """fp8 is passed over where blocks take about as long, or all weights fit; else it is taken."""
     fp8, block, whole = (
-        predict(rehearsed_sd, one, steps=2)
+        predict(dry_run_sd, one, steps=2)
         for one in (Strategy(storage="fp8"), Strategy("block"), Strategy())
     )
     assert choose(Fit((fp8, block), (1.0, 1.0), {}, times=(1.0, 1.2)), 10**9, ("fp8",)) is block
@@ -326,17 +326,17 @@ def test_what_changes_the_picture_has_to_save_time(rehearsed_sd: DryRun) -> None
 
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
-    placement: Placement, rehearsed_sd: DryRun, tmp_path: Path
+    placement: Placement, dry_run_sd: DryRun, tmp_path: Path
 ) -> None:
     """The picture is the same bit for bit, the peak as predicted, and everything comes off again."""
     pipe = make_pipeline("sd")
     expected = run_sd(pipe)
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
     whole = count_parameters(pipe)
-    predicted = predict(rehearsed_sd, Strategy(placement), steps=2)
+    predicted = predict(dry_run_sd, Strategy(placement), steps=2)
     with (
         assert_untouched(pipe),
-        Offloader(pipe, predicted, (), rehearsed_sd.strays, store=tmp_path),
+        Offloader(pipe, predicted, (), dry_run_sd.strays, store=tmp_path),
     ):
         start = count_parameters(pipe)
         assert start < 0.1 * whole
@@ -348,9 +348,9 @@ def test_a_placement_changes_nothing_but_memory(
     assert not list(tmp_path.iterdir())
 
 
-def test_smaller_placements_take_less_and_move_more(rehearsed_sd: DryRun) -> None:
+def test_smaller_placements_take_less_and_move_more(dry_run_sd: DryRun) -> None:
     """From resident to leaf the predicted peak falls, and what is moved rises."""
-    found = [predict(rehearsed_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
+    found = [predict(dry_run_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
     assert [one.peak_bytes for one in found] == sorted((o.peak_bytes for o in found), reverse=True)
     assert [one.moved_bytes for one in found] == sorted(one.moved_bytes for one in found)
 
@@ -379,24 +379,24 @@ def raise_at(
             raise error
         return call(*args, **kwargs)
 
-    put_door(callee, fail, patches)
+    intercept(callee, fail, patches)
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
 @pytest.mark.parametrize("start", ["resident", "component", "block"])
 def test_a_call_without_memory_is_run_again(
-    component: str, start: Placement, rehearsed_sd: DryRun, tmp_path: Path
+    component: str, start: Placement, dry_run_sd: DryRun, tmp_path: Path
 ) -> None:
     """Out of memory in any component under any strategy: a smaller one, the same picture."""
     pipe = make_pipeline("sd")
     expected = run_sd(pipe)
-    all_of_them = [predict(rehearsed_sd, Strategy(one), steps=2) for one in PLACEMENTS]
+    all_of_them = [predict(dry_run_sd, Strategy(one), steps=2) for one in PLACEMENTS]
     taken = all_of_them[PLACEMENTS.index(start)]
     said: list[str] = []
     with Patches() as patches:
         raise_at(pipe, component, 1, patches)
         with Offloader(
-            pipe, taken, all_of_them, rehearsed_sd.strays, store=tmp_path, announce=said.append
+            pipe, taken, all_of_them, dry_run_sd.strays, store=tmp_path, announce=said.append
         ) as offloader:
             assert np.array_equal(run_sd(pipe), expected)
     after = PLACEMENTS[PLACEMENTS.index(start) + 1]
@@ -417,15 +417,15 @@ def test_a_call_without_memory_is_run_again(
     ],
 )
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
-    component: str, start: Strategy, rehearsed_sd: DryRun, tmp_path: Path
+    component: str, start: Strategy, dry_run_sd: DryRun, tmp_path: Path
 ) -> None:
     """From 8 bits a run goes on with its own weights again, and leaves them as they were."""
     pipe = make_pipeline("sd")
     before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
-    taken, leaf = (predict(rehearsed_sd, one, steps=2) for one in (start, Strategy("leaf")))
+    taken, leaf = (predict(dry_run_sd, one, steps=2) for one in (start, Strategy("leaf")))
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, component, 1, patches)
-        with Offloader(pipe, taken, (leaf,), rehearsed_sd.strays, store=tmp_path) as offloader:
+        with Offloader(pipe, taken, (leaf,), dry_run_sd.strays, store=tmp_path) as offloader:
             assert np.isfinite(run_sd(pipe)).all()
             assert count_codes(offloader) == 0
     assert [(one.component, one.after) for one in offloader.steps_down] == [(component, "leaf")]
@@ -489,15 +489,13 @@ def test_tiles_change_a_picture_a_little() -> None:
     assert pipe.vae.decode(latents).sample.shape != expected.shape
 
 
-def test_without_anything_smaller_it_says_what_would_do(
-    rehearsed_sd: DryRun, tmp_path: Path
-) -> None:
+def test_without_anything_smaller_it_says_what_would_do(dry_run_sd: DryRun, tmp_path: Path) -> None:
     """When even the smallest strategy fails, the message has its size and what to change."""
     pipe = make_pipeline("sd")
-    smallest = predict(rehearsed_sd, Strategy("leaf"), steps=2)
+    smallest = predict(dry_run_sd, Strategy("leaf"), steps=2)
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, "unet", 9, patches)
-        offloader = Offloader(pipe, smallest, (smallest,), rehearsed_sd.strays, store=tmp_path)
+        offloader = Offloader(pipe, smallest, (smallest,), dry_run_sd.strays, store=tmp_path)
         with offloader, pytest.raises(StopdownError) as caught:
             run_sd(pipe)
     text = str(caught.value)
@@ -505,13 +503,13 @@ def test_without_anything_smaller_it_says_what_would_do(
     assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
-def test_another_error_is_not_taken_for_it(rehearsed_sd: DryRun) -> None:
+def test_another_error_is_not_taken_for_it(dry_run_sd: DryRun) -> None:
     """An error that is not about memory passes, and nothing is tried again."""
     pipe = make_pipeline("sd")
-    taken = predict(rehearsed_sd, Strategy(), steps=2)
+    taken = predict(dry_run_sd, Strategy(), steps=2)
     with Patches() as patches:
         raise_at(pipe, "unet", 1, patches, RuntimeError("mat1 and mat2 cannot be multiplied"))
-        offloader = Offloader(pipe, taken, (taken,), rehearsed_sd.strays)
+        offloader = Offloader(pipe, taken, (taken,), dry_run_sd.strays)
         with offloader, pytest.raises(RuntimeError, match="mat1 and mat2"):
             run_sd(pipe)
     assert offloader.steps_down == []
@@ -623,12 +621,12 @@ def test_generate_keeps_weights_in_8_bits_when_allowed(
     assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
 
 
-def test_gradient_checkpointing_is_said_to_do_nothing(rehearsed_sd: DryRun, tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_said_to_do_nothing(dry_run_sd: DryRun, tmp_path: Path) -> None:
     """A component that has it on is named once, with why it saves nothing; without it nothing is said."""
     pipe, said = make_pipeline("sd"), list[str]()
     offloader = Offloader(
         pipe,
-        predict(rehearsed_sd, Strategy(), steps=2),
+        predict(dry_run_sd, Strategy(), steps=2),
         (),
         {},
         announce=said.append,
@@ -652,9 +650,9 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_the_cheapest_in_time_comes_first(rehearsed_sd: DryRun) -> None:
+def test_the_cheapest_in_time_comes_first(dry_run_sd: DryRun) -> None:
     """A slow link puts strategies that move little first, and a fast one gives the least memory."""
-    pairs = [predict(rehearsed_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
+    pairs = [predict(dry_run_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
     fit = Fit(tuple(pairs), (1e6, 1e6), {})
     slow = sort_by_time(fit, Speed(1e9, 1e3, ""))
     assert [one.strategy.placement for one in slow.predictions] == ["component", "leaf"]

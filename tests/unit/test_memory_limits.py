@@ -1,4 +1,4 @@
-"""Smaller sizes where they are allowed, and lessons that a plan keeps."""
+"""Smaller sizes where they are allowed, and entries that a plan keeps."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
 from stopdown.plans.calibrated import sample_weights
-from stopdown.plans.out_of_memory_history import MOST_LESSONS, add_lesson, find_failed
+from stopdown.plans.out_of_memory_history import MOST_KEPT, add_out_of_memory, find_failed
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
-from stopdown.records import ComponentPlan, MemoryLesson, Plan, RunRecord
+from stopdown.records import ComponentPlan, OutOfMemory, Plan, RunRecord
 from stopdown.testing import save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
 
 VIDEO = Grid(16, 8, "")
-LESSON = MemoryLesson("cpu", 1000, "64x64", 4096, ("resident",), "component")
+OUT_OF_MEMORY = OutOfMemory("cpu", 1000, "64x64", 4096, ("resident",), "component")
 
 
 class Heard:
@@ -185,9 +185,9 @@ def test_the_next_run_begins_with_what_worked(
         run_out_once(faulty)
         first = generate_small(folder, tmp_path / "a.png", "1GiB", **options)
     assert [one.component for one in first.steps_down] == ["unet"]
-    assert first.amended_plan == str(path)
-    lesson = read_plan(path).lessons[0]
-    assert (lesson.failed, lesson.worked) == ((first.steps_down[0].before,), first.strategy)
+    assert first.updated_plan == str(path)
+    entry = read_plan(path).out_of_memory[0]
+    assert (entry.failed, entry.worked) == ((first.steps_down[0].before,), first.strategy)
     heard = Heard()
     second = generate_small(folder, tmp_path / "b.png", "1GiB", heard, **options)
     assert second.strategy != first.steps_down[0].before
@@ -207,11 +207,11 @@ def test_the_next_run_begins_with_what_worked(
         ("cuda:0", 1000, 4096, ()),
     ],
 )
-def test_where_a_lesson_holds(
+def test_where_running_out_of_memory_counts_again(
     device: str, limit: int, pixels: int, expected: tuple[str, ...]
 ) -> None:
-    """A lesson counts on its device, within its limit and from its size on, and nowhere else."""
-    plan = dataclasses.replace(EMPTY, lessons=(LESSON,))
+    """A entry counts on its device, within its limit and from its size on, and nowhere else."""
+    plan = dataclasses.replace(EMPTY, out_of_memory=(OUT_OF_MEMORY,))
     assert find_failed(plan, device, limit, pixels) == expected
     assert find_failed(None, device, limit, pixels) == ()
 
@@ -219,12 +219,12 @@ def test_where_a_lesson_holds(
 EMPTY = Plan("m", "", "P", "fp16", {}, (), (), 4, "cpu", 0.0)
 
 
-def test_lessons_are_few_and_sealed() -> None:
-    """A lesson that is learnt twice counts once, the oldest goes, and the file fits its seal."""
+def test_what_ran_out_of_memory_is_kept_short_and_sealed() -> None:
+    """A entry that is learnt twice counts once, the oldest goes, and the file fits its seal."""
     plan = EMPTY
-    for limit in range(MOST_LESSONS + 2):
-        plan = add_lesson(plan, dataclasses.replace(LESSON, limit_bytes=limit))
-    plan = add_lesson(plan, plan.lessons[3])
-    assert len(plan.lessons) == MOST_LESSONS
-    assert plan.lessons[0].limit_bytes == 2
+    for limit in range(MOST_KEPT + 2):
+        plan = add_out_of_memory(plan, dataclasses.replace(OUT_OF_MEMORY, limit_bytes=limit))
+    plan = add_out_of_memory(plan, plan.out_of_memory[3])
+    assert len(plan.out_of_memory) == MOST_KEPT
+    assert plan.out_of_memory[0].limit_bytes == 2
     assert plan.seal == seal_plan(plan).seal

@@ -19,7 +19,7 @@ from stopdown.bounds.propagation import InputLimits, bound_call
 from stopdown.graph import operations
 from stopdown.graph.nodes import is_float, is_kind, operation
 from stopdown.graph.operations import read_operations
-from stopdown.scaling.exponent_rules import Site, state_equations
+from stopdown.scaling.exponent_rules import Operation, state_equations
 from stopdown.scaling.linear_system import ZERO, System
 
 DRAWS = 6
@@ -127,7 +127,7 @@ def find_inexact(sample: Sample, seed: int) -> Iterator[str]:
         if is_float(node):
             around.system.unknown(node)  # also where no rule asks for it
         if node.op == "call_function":
-            state_equations(Site(node, None, around))  # type: ignore[arg-type]
+            state_equations(Operation(node, None, around))  # type: ignore[arg-type]
     plain = run(sample, list(sample.tensors))
     for _ in range(DRAWS):
         found = solve(around.system, rng)

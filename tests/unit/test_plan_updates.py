@@ -28,19 +28,19 @@ EXPONENTS = st.dictionaries(NAMES, st.integers(-9, 9), max_size=3)
 SHARES = st.integers(0, 1000).map(lambda x: x / 1000)
 TEXTS = st.sampled_from(["", "Ten values are bounded."])
 STREAMS = st.none() | st.builds(
-    ResidualStream, PATHS, PATHS, PATHS, PATHS, st.booleans(), closed=PATHS
+    ResidualStream, PATHS, PATHS, PATHS, PATHS, st.booleans(), cast_output_down=PATHS
 )
 SCALINGS = st.builds(
     Scaling,
     exponents=EXPONENTS,
     eps=EXPONENTS,
     multiplies=EXPONENTS,
-    islands=PATHS,
+    fp32_modules=PATHS,
     headroom_bits=SHARES | st.none(),
     tightest=NAMES,
     certified=st.booleans(),
     pinned=st.dictionaries(NAMES, PATHS, max_size=2),
-    island_flops=SHARES,
+    fp32_flops=SHARES,
     kept_buffers=st.none() | PATHS,
     outputs=st.dictionaries(st.integers(0, 3), st.integers(-9, 9), max_size=2),
     stream=STREAMS,
@@ -99,50 +99,50 @@ def certify() -> ComponentPlan:
 def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
     """An fp32 layer put on top of a certificate: its claim goes, everything else stays."""
     entry = certify()
-    applied = (*adjustments_of(entry), Adjustment("island", "fp32", "a"))
-    amended = update_entry(entry, applied, 0, ["A run repaired it."])
-    before, now = entry.scaling, amended.scaling
+    applied = (*adjustments_of(entry), Adjustment("fp32-module", "fp32", "a"))
+    updated = update_entry(entry, applied, 0, ["A run repaired it."])
+    before, now = entry.scaling, updated.scaling
     assert before.certified
     assert not now.certified
     assert (now.values, now.bounded, now.trial) == (0, 0, None)
-    assert now.islands == ("a",)
-    changed = {"certified", "values", "bounded", "trial", "islands", "range_note"}
+    assert now.fp32_modules == ("a",)
+    changed = {"certified", "values", "bounded", "trial", "fp32_modules", "range_note"}
     for name in FIELDS - changed:
         assert getattr(now, name) == getattr(before, name), name
     for name in {x.name for x in dataclasses.fields(ComponentPlan)} - {"scaling", "reasons"}:
-        assert getattr(amended, name) == getattr(entry, name), name
-    assert "Its bounds did not hold in a run: it is not certified any more." in amended.reasons
-    assert not any("100 %" in reason for reason in amended.reasons)
+        assert getattr(updated, name) == getattr(entry, name), name
+    assert "Its bounds did not hold in a run: it is not certified any more." in updated.reasons
+    assert not any("100 %" in reason for reason in updated.reasons)
 
 
 def test_a_cast_entry_keeps_its_switches() -> None:
     """A component that a repair brought to bf16 is summed as its plan says."""
-    amended = update_entry(certify(), (Adjustment("cast", "bf16"),), 0, ["Why."])
-    assert (amended.precision, amended.accumulation) == ("bf16", BARE.accumulation)
+    updated = update_entry(certify(), (Adjustment("cast", "bf16"),), 0, ["Why."])
+    assert (updated.precision, updated.accumulation) == ("bf16", BARE.accumulation)
 
 
 BEFORE = Scaling(
     exponents={"encoder.a": -3},
-    islands=("encoder.c",),
-    island_flops=0.25,
+    fp32_modules=("encoder.c",),
+    fp32_flops=0.25,
     headroom_bits=1.0,
     tightest="VAE:encoder.a",
     certified=True,
     pinned={"odd": ("VAE:encoder",)},
     outputs={0: 2},
-    stream=ResidualStream(("encoder.d", "decoder.d"), ("encoder.e",), norms=("",)),
+    stream=ResidualStream(("encoder.d", "decoder.d"), ("encoder.e",), cast_input_up=("",)),
     limits={"encode.x": 1.0, "decode.z": 64.0},
     note="Why not.",
 )
-FOUND = Scaling(exponents={"decoder.a": -1}, island_flops=0.5, headroom_bits=2.0, tightest="new")
+FOUND = Scaling(exponents={"decoder.a": -1}, fp32_flops=0.5, headroom_bits=2.0, tightest="new")
 
 MERGED: dict[str, Any] = {
-    "island_flops": 0.75,
+    "fp32_flops": 0.75,
     "tightest": "VAE:encoder.a",
     "certified": False,
     "pinned": {"odd": ("VAE:encoder",)},
     "outputs": {0: 2},
-    "stream": ResidualStream(("encoder.d",), ("encoder.e",), norms=("",)),
+    "stream": ResidualStream(("encoder.d",), ("encoder.e",), cast_input_up=("",)),
     "limits": {"encode.x": 1.0},
     "note": "Why not.",
 }

@@ -69,8 +69,8 @@ GOOD, MISSING = Support(True, True, 0.2, "Native."), Support(False, True, 4.0, "
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     """What is read is what was written, exponents, tuples and all."""
     path = tmp_path / "plan.json"
-    for island_flops in (0.5, 0):
-        scaling = dataclasses.replace(ENTRY.scaling, island_flops=island_flops, headroom_bits=3)
+    for fp32_flops in (0.5, 0):
+        scaling = dataclasses.replace(ENTRY.scaling, fp32_flops=fp32_flops, headroom_bits=3)
         entry = dataclasses.replace(ENTRY, scaling=scaling)
         plan = files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
         files.write_plan(plan, path)
@@ -108,7 +108,7 @@ def test_a_plan_of_schema_1_is_read_and_written_as_today(tmp_path: Path) -> None
     path.write_text(json.dumps(content))
     assert files.read_plan(path) == plan
     files.write_plan(files.read_plan(path), path)
-    assert json.loads(path.read_text())["schema"] == 2
+    assert json.loads(path.read_text())["schema"] == 3
     assert files.read_plan(path) == plan
 
 
@@ -156,7 +156,7 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
     if change == "exponent":
         content["components"][0]["scaling"]["exponents"]["weight"] = -5
     elif change == "nested field":
-        content["components"][0]["scaling"]["islands"] = ["norm"]
+        content["components"][0]["scaling"]["fp32_modules"] = ["norm"]
     else:
         content["seal"] = "0" * 64
     path.write_text(json.dumps(content))
@@ -168,7 +168,7 @@ def test_a_plan_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
     """A file that was sealed without a field of today keeps its seal, and the field its default."""
     path = tmp_path / "plan.json"
     content = json.loads(to_json(PLAN))
-    assert content.pop("lessons") == []
+    assert content.pop("out_of_memory") == []
     content["seal"] = files._compute_seal(json.dumps(content))
     path.write_text(json.dumps(content))
     assert dataclasses.replace(files.read_plan(path), seal="") == dataclasses.replace(PLAN, seal="")
@@ -279,11 +279,11 @@ def test_a_cached_plan_that_was_edited_is_made_again(
 
 
 def test_a_decision_says_what_the_plan_did() -> None:
-    """Tensors, exponents, islands and headroom in one sentence; each direction has its own."""
+    """Tensors, exponents, fp32 modules and headroom in one sentence; each direction has its own."""
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     (decision,) = applier.decide_by_plan(PLAN, "plan.json", facts)
     assert decision.reason == (
-        "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 islands, 3.2 bits of headroom "
+        "fp16 rescaled by plan.json: 2 tensors by exponents -6..3, 0 fp32 modules, 3.2 bits of headroom "
         "(calibrated on 4 calls)."
     )
     assert decision.stored == "bf16"
@@ -295,10 +295,10 @@ def test_a_component_in_fp32_says_why() -> None:
     assert applier.describe_entry(entry, "p.json") == "fp32 by p.json. It cannot be captured."
 
 
-def test_reasons_name_islands_and_pinned_operations() -> None:
+def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     """What stays in fp32 and what was kept for want of a rule stand in the plan as sentences."""
     scaling = Scaling(
-        exponents={"a": -2}, islands=("norm",), island_flops=0.125, headroom_bits=2.0,
+        exponents={"a": -2}, fp32_modules=("norm",), fp32_flops=0.125, headroom_bits=2.0,
         tightest="X:y (add)", pinned={"bessel": ("X:",)},
     )  # fmt: skip
     bare = ComponentPlan("vae", "X", "", "fp32")
@@ -316,8 +316,10 @@ def test_reasons_name_islands_and_pinned_operations() -> None:
 @pytest.mark.parametrize(("share", "rest"), [(0.0, "."), (0.012, ", but for 1.2 % of that work.")])
 def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_path: Path) -> None:
     """A stream that ends where a module does is no residual stream; the file keeps where it ends."""
-    stream = ResidualStream(("embed.proj",), ("embed.proj",), returns=False, closed=("embed",))
-    scaling = Scaling(multiplies={"embed": -4}, island_flops=share, stream=stream)
+    stream = ResidualStream(
+        ("embed.proj",), ("embed.proj",), returns=False, cast_output_down=("embed",)
+    )
+    scaling = Scaling(multiplies={"embed": -4}, fp32_flops=share, stream=stream)
     entry = calibrated.describe_scaling(
         ComponentPlan("transformer", "X", "", "fp32"), scaling, "fp16", 3
     )
@@ -469,7 +471,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
         "its linear.weight[0:2] is up to 1, and times 2**-30 fp16 does not hold it",
     ),
     "beyond fp32": (
-        {"exponents": {"linear.weight": 130}, "islands": ("linear",)},
+        {"exponents": {"linear.weight": 130}, "fp32_modules": ("linear",)},
         "its linear.weight is up to 1, and times 2**130 fp32 does not hold it",
     ),
     "beyond everything": (
@@ -480,7 +482,7 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"exponents": {"linear.weight[4:9]": 1}}, "it has no floating linear.weight[4:9]"),
     "whole numbers": ({"exponents": {"ids": 1}}, "it has no floating ids"),
     "no module": ({"multiplies": {"other": 1}}, "it has no module other"),
-    "no island": ({"islands": ("other",)}, "it has no module other"),
+    "no fp32 module": ({"fp32_modules": ("other",)}, "it has no module other"),
     "no eps": ({"eps": {"norm.forward": 1}}, "it has no number norm.forward"),
     "no norm": ({"eps": {"other.eps": 1}}, "it has no number other.eps"),
 }
@@ -505,7 +507,7 @@ def test_exponents_that_fit_are_let_through() -> None:
     """Rows, a bias that becomes very small, and an fp32 layer with what fp16 would not hold."""
     fitting = (
         {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
-        {"exponents": {"linear.weight": 100}, "islands": ("linear",)},
+        {"exponents": {"linear.weight": 100}, "fp32_modules": ("linear",)},
         {"exponents": {"table[0:6]": -2, "table[6:9]": -2}},  # as plans of before name all of it
     )
     for values in fitting:

@@ -59,10 +59,10 @@ def make_plan(*entries: ComponentPlan) -> Plan:
     return Plan("m", "", "P", "fp16", {}, entries, (), 4, "cpu", 0.0)
 
 
-def test_a_card_without_bf16_compares_rescaled_islands_and_fp32() -> None:
-    """What is stored in bf16 is rescaled first there; islands and fp32 are compared with it."""
+def test_a_card_without_bf16_compares_rescaled_fp32_modules_and_fp32() -> None:
+    """What is stored in bf16 is rescaled first there; fp32 modules and fp32 are compared with it."""
     ways = list_ways(FACTS, TURING, "auto")
-    assert [way.name for way in ways] == ["fp16 rescaled", "fp32", "fp16 with fp32 islands"]
+    assert [way.name for way in ways] == ["fp16 rescaled", "fp32", "fp16 with fp32 modules"]
     assert [way.bits for way in ways] == [11, 24, 11]
     assert ways[2].remark == "In fp32: wo, as their authors have it."
 
@@ -86,10 +86,10 @@ def test_a_precision_that_is_named_is_alone() -> None:
     """fp16 and fp32 are predicted by themselves, a plan beside fp32."""
     assert [way.name for way in list_ways(FACTS, TURING, "fp16")] == ["fp16 rescaled"]
     assert [way.name for way in list_ways(FACTS, TURING, "fp32")] == ["fp32"]
-    plan = make_plan(make_entry(scaling=Scaling(islands=("mid_block",), island_flops=0.25)))
+    plan = make_plan(make_entry(scaling=Scaling(fp32_modules=("mid_block",), fp32_flops=0.25)))
     named = list_ways(FACTS, TURING, "p.json", plan)
     assert [way.name for way in named] == ["by p.json", "fp32"]
-    assert named[0].remark == "1 island in fp32, 25.0% of the matmul work."
+    assert named[0].remark == "1 fp32 module in fp32, 25.0% of the matmul work."
 
 
 def test_the_least_time_that_fits_is_taken_across_precisions() -> None:
@@ -129,10 +129,10 @@ def test_times_are_ratios_to_the_first_way() -> None:
     ]
 
 
-def test_islands_run_at_their_own_speed() -> None:
+def test_fp32_modules_run_at_their_own_speed() -> None:
     """A quarter of the work in fp32, at an eighth of the speed, takes 2.75 times as long."""
     way = Way(
-        "by p.json", {}, "p.json", plan=make_plan(make_entry(scaling=Scaling(island_flops=0.25)))
+        "by p.json", {}, "p.json", plan=make_plan(make_entry(scaling=Scaling(fp32_flops=0.25)))
     )
     mixed = weigh_speed(way, Speed(8e9, 1e9, ""), Speed(1e9, 1e9, ""))
     assert mixed is not None
@@ -140,10 +140,10 @@ def test_islands_run_at_their_own_speed() -> None:
     assert weigh_speed(NARROW, None, None) is None
 
 
-def test_a_plans_islands_are_fp32_in_its_stand_in(tmp_path: Path) -> None:
-    """A skeleton by a plan has fp16 weights, and fp32 ones in its islands."""
+def test_a_plans_fp32_modules_are_fp32_in_its_skeleton(tmp_path: Path) -> None:
+    """A skeleton by a plan has fp16 weights, and fp32 ones in its fp32 modules."""
     source = resolve_source(save_pipeline("sd", tmp_path / "m", dtype=torch.float32))
-    plan = make_plan(make_entry(scaling=Scaling(islands=("mid_block",))))
+    plan = make_plan(make_entry(scaling=Scaling(fp32_modules=("mid_block",))))
     way = Way("by p.json", {"unet": "fp16"}, "p.json", keeps_fp32=False, plan=plan)
     unet = find_components(build_way(source, way))["unet"]
     kinds = {name.startswith("mid_block."): x.dtype for name, x in unet.named_parameters()}

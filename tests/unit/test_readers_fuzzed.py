@@ -136,7 +136,7 @@ PLAN = Plan(
             scaling=Scaling(
                 exponents={"weight": -6, "bias[0:2]": 3},
                 multiplies={"norm": 2},
-                islands=("proj",),
+                fp32_modules=("proj",),
                 limits={"forward.x": 4.0},
                 stream=ResidualStream(("a",), ("b",)),
             ),

@@ -13,8 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stopdown import records
+from stopdown.comparison.records import Heat, Parting
 from stopdown.errors import InputError
-from stopdown.records import Decision, Finding, RunRecord, from_json, read_record, to_json
+from stopdown.plans.plan_files import read_plan, write_plan
+from stopdown.records import (
+    Decision,
+    Finding,
+    OutOfMemory,
+    ResidualStream,
+    RunRecord,
+    ScriptRecord,
+    from_json,
+    read_record,
+    to_json,
+)
 
 RECORDS = [item for item in vars(records).values() if dataclasses.is_dataclass(item)]
 
@@ -113,7 +125,7 @@ def edit(**changes: Any) -> str:
     [
         (
             {"schema": 99},
-            "The RunRecord has schema 99. This version of Stopdown reads schema 1 here. "
+            "The RunRecord has schema 99. This version of Stopdown reads schema 2 here. "
             "Make it again with this version.",
         ),
         (
@@ -180,6 +192,51 @@ def test_json_is_for_people_too() -> None:
     """A record is indented, ends with a line, and holds no escape for what UTF-8 can say."""
     text = to_json(Finding("black-frames", "output", "Größe: 9 × 64", "…"))
     assert text == (
-        '{\n  "kind": "black-frames",\n  "site": "output",\n  "evidence": "Größe: 9 × 64",\n'
+        '{\n  "kind": "black-frames",\n  "module_path": "output",\n  "evidence": "Größe: 9 × 64",\n'
         '  "remedy": "…",\n  "why": "",\n  "severity": "wrong"\n}\n'
     )
+
+
+BEFORE = Path(__file__).parent / "records_of_before"
+"""Texts that earlier versions wrote, as they wrote them."""
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_plan_of_an_earlier_schema_is_read_under_todays_names(
+    schema: int, tmp_path: Path
+) -> None:
+    """Modules in fp32, streams and what ran out of memory: read, sealed, and written as schema 3."""
+    plan = read_plan(BEFORE / f"plan_schema_{schema}.json")
+    transformer = {entry.component: entry.scaling for entry in plan.components}["transformer"]
+    assert (transformer.fp32_modules, transformer.headroom_bits) == (("x_embedder",), 6.034)
+    assert transformer.stream == ResidualStream(("a",), ("b",), ("c",), ("d",), False, ("e",))
+    assert plan.out_of_memory == (
+        OutOfMemory("cpu", 1000, "64x64", 4096, ("resident",), "component"),
+    )
+    path = write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(path) == plan
+    text = path.read_text()
+    assert json.loads(text)["schema"] == 3
+    assert not [name for name in ("islands", "widened", "lessons") if f'"{name}"' in text]
+
+
+def test_a_record_of_schema_1_is_read_under_todays_names() -> None:
+    """Module paths, and the names of repairs and findings."""
+    record = read_record(BEFORE / "script_schema_1.json", ScriptRecord)
+    (repair,), (finding,) = record.runs[0].repairs, record.findings
+    assert (repair.module_path, repair.action) == ("transformer:x_embedder", "fp32-module")
+    assert (finding.module_path, finding.kind) == ("transformer:x_embedder", "fp32-module-lost")
+    assert from_json(to_json(record), ScriptRecord) == record
+
+
+def test_every_earlier_name_is_read() -> None:
+    """What a field was called fills the field of today."""
+    for kind in (*RECORDS, Parting, Heat):
+        hints = get_type_hints(kind)
+        renamed = {
+            x.metadata["was"]: x.name for x in dataclasses.fields(kind) if "was" in x.metadata
+        }
+        for before, today in renamed.items():
+            assert today in hints
+            assert before not in hints
+            assert records._lift({before: None}, kind) == {today: None}

@@ -14,7 +14,7 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale, rescale_
-from stopdown.scaling.residual import demand_agreement, open_islands
+from stopdown.scaling.residual import demand_agreement, open_fp32_modules
 from stopdown.testing import compare_snapshot, take_snapshot
 
 CASES = ["CogVideoX rotary", "T5", "SD UNet", "Flux"]
@@ -52,7 +52,7 @@ def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
     bf16 = measure_error(module, calls, torch.bfloat16, None)
     rescaling = rescale_(module, calls=calls, residual="fp32")
     assert rescaling.residual == "fp32"
-    assert rescaling.islands == ()
+    assert rescaling.fp32_modules == ()
     assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
     assert measure_error(module, calls, torch.float16, rescaling) < bf16 / 6
     rescaling.undo()
@@ -96,21 +96,21 @@ def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.Mo
     stream, note = rescale.plan_stream(module, calls, torch.float16)
     assert stream is not None
     assert note == ""
-    assert "time_embedding.linear_1" in stream.narrowed
+    assert "time_embedding.linear_1" in stream.cast_input_down
 
 
-ISLANDS = {"transformer_blocks.0.attn1.to_q": False, "transformer_blocks.0.attn1": True}
+FP32_MODULES = {"transformer_blocks.0.attn1.to_q": False, "transformer_blocks.0.attn1": True}
 """Modules of a CogVideoX transformer that may stay in fp32, to whether they write the stream."""
 
 
-@pytest.mark.parametrize("path", ISLANDS)
-def test_an_island_beside_an_fp32_stream_gets_fp32(path: str) -> None:
+@pytest.mark.parametrize("path", FP32_MODULES)
+def test_an_fp32_module_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     """Its inputs are not cast to fp16 inside it, and what it adds to the stream stays fp32."""
     module, calls = make_overflowing("CogVideoX rotary")
     bf16 = measure_error(module, calls, torch.bfloat16, None)
     rescaling = rescale_(module, calls=calls, residual="fp32")
     seen: list[torch.dtype] = []
-    scaling = replace(rescaling.scaling, islands=(path,))
+    scaling = replace(rescaling.scaling, fp32_modules=(path,))
     cast = cast_(module, torch.float16, scaling)
     after = module.get_submodule(path).register_forward_hook(
         lambda owner, args, output: seen.extend(x.dtype for x in iterate_tensors(output))
@@ -118,7 +118,7 @@ def test_an_island_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     outputs = run_calls(calls, torch.float16)
     after.remove()
     cast.undo()
-    assert set(seen) == {torch.float32 if ISLANDS[path] else torch.float16}
+    assert set(seen) == {torch.float32 if FP32_MODULES[path] else torch.float16}
     reference = run_calls(calls, torch.float32)
     assert max(map(relative_l2, outputs, reference)) < bf16 / 6
 
@@ -127,7 +127,7 @@ def test_an_island_beside_an_fp32_stream_gets_fp32(path: str) -> None:
     ("name", "bits", "opened", "most"),
     [("CogVideoX sinusoidal", 15, "patch_embed", 0.0), ("PixArt", 9, ".attn2", 0.02)],
 )
-def test_products_inside_an_island_are_done_in_fp16(
+def test_products_inside_an_fp32_module_are_done_in_fp16(
     name: str, bits: int, opened: str, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums with a table that nothing scales are fp32, and the linears beside them are not."""
@@ -138,26 +138,26 @@ def test_products_inside_an_island_are_done_in_fp16(
     rescaling = rescale_(module, calls=calls)
     stream = rescaling.scaling.stream
     assert stream is not None
-    assert [path.endswith(opened) for path in stream.closed] == [True]
-    assert (rescaling.islands, rescaling.residual) == ((), "native")
-    assert rescaling.scaling.island_flops <= most
+    assert [path.endswith(opened) for path in stream.cast_output_down] == [True]
+    assert (rescaling.fp32_modules, rescaling.residual) == ((), "native")
+    assert rescaling.scaling.fp32_flops <= most
     assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
     assert measure_error(module, calls, torch.float16, rescaling) < bf16 / 6
     cast = cast_(module, torch.float16, rescaling)
-    inside = module.get_submodule(stream.closed[0])
+    inside = module.get_submodule(stream.cast_output_down[0])
     linears = [x for x in inside.modules() if isinstance(x, torch.nn.Linear | torch.nn.Conv2d)]
     assert {x.weight.dtype for x in linears} == {torch.float16}
     cast.undo()
     rescaling.undo()
     assert compare_snapshot(before, module) == []
-    monkeypatch.setattr(rescale, "open_islands", lambda *given: None)
-    assert rescale_(module, calls=calls).islands == stream.closed
+    monkeypatch.setattr(rescale, "open_fp32_modules", lambda *given: None)
+    assert rescale_(module, calls=calls).fp32_modules == stream.cast_output_down
 
 
-def test_an_island_without_products_inside_stays_one() -> None:
+def test_an_fp32_module_without_products_inside_stays_one() -> None:
     """There is nothing to open in a linear."""
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    assert open_islands(module, None, ("0",), []) is None
+    assert open_fp32_modules(module, None, ("0",), []) is None
 
 
 def test_an_unknown_residual_is_refused() -> None:
@@ -219,7 +219,7 @@ def test_a_wide_output_behind_fp32_sums_of_the_whole_module() -> None:
     rescaling = rescale_(module, (x,), verify=False)
     stream = rescaling.scaling.stream
     assert stream is not None
-    assert (stream.closed, list(rescaling.scaling.outputs)) == (("",), [0])
+    assert (stream.cast_output_down, list(rescaling.scaling.outputs)) == (("",), [0])
     assert torch.equal(module(x), reference)
     with cast_(module, torch.float16, rescaling):
         output = module(x.half())

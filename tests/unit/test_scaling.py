@@ -121,7 +121,7 @@ def test_any_network_is_exact_in_range_and_undone(
     rescaling = rescale_(module, (x,), residual=residual)
     assert torch.equal(module(x), reference)
     assert rescaling.headroom_bits > 0
-    assert rescaling.islands == ()
+    assert rescaling.fp32_modules == ()
     cast_(module, torch.float16, rescaling)
     low = module(x.half())
     assert bool(low.isfinite().all())
@@ -211,7 +211,7 @@ def test_sizes_and_shapes_are_not_operations_without_a_rule() -> None:
     reference = module(x)
     rescaling = rescale_(module, (x,))
     assert rescaling.pinned == {}
-    assert rescaling.islands == ()
+    assert rescaling.fp32_modules == ()
     assert torch.equal(module(x), reference)
 
 
@@ -252,7 +252,7 @@ def test_the_autoencoder_of_wan_needs_nothing_in_fp32() -> None:
 
     module, latents = Decoder().eval(), torch.randn(1, 4, 1, 4, 4)
     rescaling = rescale_(module, (latents,))
-    assert (rescaling.pinned, rescaling.islands) == ({}, ())
+    assert (rescaling.pinned, rescaling.fp32_modules) == ({}, ())
 
 
 class Feed(nn.Module):
@@ -285,9 +285,9 @@ class Fed(Feed):
         self.inner = Bare()
 
 
-@pytest.mark.parametrize(("kind", "islands"), [(Feed, ()), (Fed, ("inner",))])
-def test_what_cannot_be_scaled_becomes_an_island(
-    kind: type[nn.Module], islands: tuple[str, ...]
+@pytest.mark.parametrize(("kind", "fp32_modules"), [(Feed, ()), (Fed, ("inner",))])
+def test_what_cannot_be_scaled_is_kept_in_fp32(
+    kind: type[nn.Module], fp32_modules: tuple[str, ...]
 ) -> None:
     """A value that a gelu reads beyond fp16 is kept in fp32, between cast hooks; linears beside it
     compute in fp16."""
@@ -296,8 +296,8 @@ def test_what_cannot_be_scaled_becomes_an_island(
     next(module.parameters()).mul_(2.0 ** (12 if kind is Feed else 18))
     reference = module(x)
     rescaling = rescale_(module, (x,))
-    assert rescaling.islands == islands
-    assert (rescaling.scaling.island_flops == 0) == (kind is Feed)
+    assert rescaling.fp32_modules == fp32_modules
+    assert (rescaling.scaling.fp32_flops == 0) == (kind is Feed)
     assert torch.equal(module(x), reference)
     cast = cast_(module, torch.float16, rescaling)
     low = module(x.half())
@@ -382,7 +382,7 @@ def test_clamps_at_the_end_of_fp16_do_not_bite() -> None:
 
 
 def test_a_cube_inside_a_tanh_may_overflow() -> None:
-    """The tanh of an Inf is 1, as it is of the cube: no island for a GELU written out by hand."""
+    """The tanh of an Inf is 1, as it is of the cube: no fp32 module for a GELU written out by hand."""
 
     class Gelu(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -394,7 +394,7 @@ def test_a_cube_inside_a_tanh_may_overflow() -> None:
     x = torch.randn(3, 4)
     reference = module(x)
     rescaling = rescale_(module, (x,))
-    assert rescaling.islands == ()
+    assert rescaling.fp32_modules == ()
     cast_(module, torch.float16, rescaling)
     assert float((module(x.half()).float() - reference).norm() / reference.norm()) < 0.01
 
@@ -500,12 +500,12 @@ def test_a_module_that_is_in_range_is_left_alone() -> None:
     torch.manual_seed(0)
     module, x = Network([("layer", "gated")]).eval(), torch.randn(2, 5, 4)
     rescaling = rescale_(module, (x,))
-    assert (rescaling.exponents, rescaling.multiplies, rescaling.islands) == ({}, {}, ())
+    assert (rescaling.exponents, rescaling.multiplies, rescaling.fp32_modules) == ({}, {}, ())
     assert rescaling.certified is False
 
 
 def test_sequences_padded_with_zeros_keep_their_exponent() -> None:
-    """Two lengths padded to one scale like any other value; no island, and it is exact."""
+    """Two lengths padded to one scale like any other value; no fp32 module, and it is exact."""
 
     class Padded(nn.Module):
         def __init__(self) -> None:
@@ -521,7 +521,7 @@ def test_sequences_padded_with_zeros_keep_their_exponent() -> None:
     module.embed.weight.mul_(2.0**20)
     reference = module(x)
     rescaling = rescale_(module, (x,))
-    assert (rescaling.pinned, rescaling.islands) == ({}, ())
+    assert (rescaling.pinned, rescaling.fp32_modules) == ({}, ())
     assert rescaling.exponents["embed.weight"] < -4
     assert torch.equal(module(x), reference)
 
@@ -545,7 +545,7 @@ def test_a_clamp_that_belongs_to_the_model_may_be_hit() -> None:
     module.embed.weight.mul_(2.0**15)
     module.embed.bias.fill_(2.0**15)
     rescaling = rescale_(module, (x,))
-    assert rescaling.islands == ()
+    assert rescaling.fp32_modules == ()
     cast_(module, torch.float16, rescaling)
     right = module.out(module.embed(x.half()).clip(-65504, 65504) / 65504)
     assert torch.equal(module(x.half()), right)
@@ -648,7 +648,7 @@ def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
     reference = module(x)
     rescaling = rescale_(module, (x,), verify=False)
     assert torch.equal(module(x), reference)
-    assert set(rescaling.islands) == {"1.norm", "2.norm", "3.norm", "4"}
+    assert set(rescaling.fp32_modules) == {"1.norm", "2.norm", "3.norm", "4"}
     assert rescaling.scaling.stream is None
     with cast_(module, torch.float16, rescaling):
         assert relative_l2(module(x.half()), reference) < 0.01

@@ -60,7 +60,7 @@ def test_merged_exponents_hold_for_each_block() -> None:
     """The largest of them decides for all, each counts in the price, and the search is kept apart."""
     problem = make_problem(1e6, 1e7, 2e5)
     merged = merge_alike(problem, name_likenesses(make_blocks(4, 4, 4)))
-    found = solve_problem(merged, hard_top_bits=1.0, islands=False)
+    found = solve_problem(merged, hard_top_bits=1.0, fp32_modules=False)
     assert found is not None
     assert find_used(merged, found.exponents) == {"blocks.0", "blocks.1", "blocks.2"}
     exponent = found.exponents[merged.system.find(problem.multiplies["blocks.2"])]
@@ -73,7 +73,7 @@ def test_the_final_exponents_are_found_block_by_block() -> None:
     """With the multiplies that were chosen, a smaller value is scaled by less."""
     problem = make_problem(1e6, 1e9)
     kept = keep_multiplies(problem, frozenset({"blocks.0", "blocks.1"}))
-    found = solve_problem(kept, hard_top_bits=1.0, islands=False)
+    found = solve_problem(kept, hard_top_bits=1.0, fp32_modules=False)
     assert found is not None
     small, large = (found.exponents[kept.system.find(x)] for x in kept.multiplies.values())
     assert large < small < 0
@@ -83,7 +83,7 @@ def test_a_multiply_that_was_not_chosen_is_none() -> None:
     """Its exponent is 0, so the problem that needs it has no solution."""
     kept = keep_multiplies(make_problem(1e6, 1e6), frozenset({"blocks.0"}))
     assert kept.multiplies.keys() == {"blocks.0"}
-    assert solve_problem(kept, hard_top_bits=1.0, islands=False) is None
+    assert solve_problem(kept, hard_top_bits=1.0, fp32_modules=False) is None
 
 
 def test_blocks_that_want_different_exponents_are_searched_one_by_one(
@@ -93,7 +93,7 @@ def test_blocks_that_want_different_exponents_are_searched_one_by_one(
     monkeypatch.setattr(rescale, "_FEW", 0)
     problem, module = make_problem(1.0, 1e7), make_blocks(4, 4)
     merged = merge_alike(problem, name_likenesses(module))
-    assert solve_problem(merged, hard_top_bits=1.0, islands=False) is None
+    assert solve_problem(merged, hard_top_bits=1.0, fp32_modules=False) is None
     assert rescale._choose_multiplies(module, problem, 1.0) is problem
 
 

@@ -92,13 +92,13 @@ def test_a_denoiser_that_reads_its_mask_is_seen() -> None:
     """Its work is counted, a linear that was left in fp32 inside it is found, nothing is unchecked."""
     pipe = make_mochi()
     pipe.transformer.half()
-    site = "transformer_blocks.1.attn1.to_q"
-    pipe.transformer.get_submodule(site).float()
+    module_path = "transformer_blocks.1.attn1.to_q"
+    pipe.transformer.get_submodule(module_path).float()
     sizes = {"height": 32, "width": 32, "num_frames": 7, "num_inference_steps": 2}
     checked = inspect_pipeline(pipe, device="v100", arguments=sizes)
     assert checked.seen.unseen == []
     assert checked.seen.callees["transformer"].work.flops[torch.float16] > 0
-    assert f"transformer:{site}" in {finding.site for finding in checked.findings}
+    assert f"transformer:{module_path}" in {finding.module_path for finding in checked.findings}
 
 
 def test_what_cannot_be_seen_says_what_sees_it() -> None:
@@ -114,6 +114,6 @@ def test_what_cannot_be_seen_says_what_sees_it() -> None:
 
     pipe.transformer.__class__ = Reading
     (finding,) = (x for x in check(pipe) if x.kind == "unchecked")
-    assert finding.site == "transformer"
+    assert finding.module_path == "transformer"
     assert finding.evidence.startswith("Its code stopped without values: DataDependentOutput")
     assert finding.remedy.startswith("Run it once with its weights and a watch on every call: ")

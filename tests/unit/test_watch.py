@@ -77,7 +77,7 @@ def test_awake_at_a_step(name: str, kind: Any) -> None:
         ("wan", "text_encoder"),
     ],
 )
-def test_awake_at_every_door(name: str, component: str) -> None:
+def test_awake_at_every_component_call(name: str, component: str) -> None:
     """A fault in an encoder or decoder is found there; these have no step."""
     pipe = make_pipeline(name)
     with testing.inject(pipe, component, step=0):

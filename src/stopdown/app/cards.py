@@ -10,7 +10,7 @@ from rich.text import Text
 from stopdown.number_formats import format_bytes
 from stopdown.records import JournalUse, RunRecord
 
-_STAGES = ("prepare", "load", "rehearse", "encode", "denoise", "decode", "other", "write")
+_STAGES = ("prepare", "load", "dry_run", "encode", "denoise", "decode", "other", "write")
 
 
 def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
@@ -84,7 +84,8 @@ def _make_room(record: RunRecord) -> Text:
 
 def _make_repairs(record: RunRecord) -> Text:
     lines = [
-        f"\nrepaired  {x.site}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. {x.reason}"
+        f"\nrepaired  {x.module_path}: {x.action}, {x.replays} call run again, {x.elapsed_s:.1f} s. "
+        f"{x.reason}"
         for x in record.repairs
     ]
     return Text("".join(lines), style="yellow")

@@ -216,7 +216,11 @@ def print_check(record: CheckRecord, console: Console) -> None:
     for line in record.mended:
         show(("mended ", "bold"), line)
     for finding in record.findings:
-        show((f"\n{finding.severity}: ", "bold"), f"{finding.kind} at ", (finding.site, "bold"))
+        show(
+            (f"\n{finding.severity}: ", "bold"),
+            f"{finding.kind} at ",
+            (finding.module_path, "bold"),
+        )
         show(f"  {finding.evidence}")
         show(f"  {finding.why}")
         show(("  → ", "bold"), finding.remedy)

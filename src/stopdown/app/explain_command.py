@@ -123,8 +123,8 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     for clue in diagnosis.evidence:
         place = f"line {clue.line}, " if clue.line else ""
         show(f"  {place}{clue.meaning}: ", (clue.text, "italic"))
-    if diagnosis.site:
-        show(f"  in {diagnosis.site}")
+    if diagnosis.frame:
+        show(f"  in {diagnosis.frame}")
     show(("\nWhat to do", "bold"))
     for remedy in diagnosis.remedy:
         show(f"  - {remedy}")

@@ -219,7 +219,7 @@ def _generate(
         fitted = fit_run(loaded, request, device, options, display, stages, configs)
         offloader, request = fitted.offloader, fitted.request
         with offloader or contextlib.nullcontext():
-            frames, seen, amended = _run(loaded, request, options, display, stages, journal)
+            frames, seen, updated = _run(loaded, request, options, display, stages, journal)
     output, findings = _write(options, frames, stages, numbered)
     return RunRecord(
         source=options.source,
@@ -242,8 +242,11 @@ def _generate(
         strategy=offloader.taken.strategy.name if offloader else "",
         steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
-        amended_plan=_keep_amended(
-            fitted.add_lesson(amended), _REPAIR if amended else _LESSON, options, display
+        updated_plan=_keep_updated(
+            fitted.add_out_of_memory(updated),
+            _REPAIR if updated else _OUT_OF_MEMORY,
+            options,
+            display,
         ),
         unwatched=seen.unwatched,
         uncertified=seen.uncertified,
@@ -414,23 +417,23 @@ def _run(
     begun = time.perf_counter()
     with guarding, torch.no_grad():
         result = _call(loaded.pipe, arguments)
-        amended = guarding.updated_plan()
+        updated = guarding.updated_plan()
     whole = time.perf_counter() - begun
     seen = guarding.record
     for call in seen.calls:
         stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
     stages["other"] = whole - sum(stages.get(name, 0.0) for name in ("encode", "denoise", "decode"))
-    return to_uint8(read_frames(result)), seen, amended
+    return to_uint8(read_frames(result)), seen, updated
 
 
-_REPAIR, _LESSON = "The repair", "What running out of memory taught"
+_REPAIR, _OUT_OF_MEMORY = "The repair", "What running out of memory taught"
 
 
-def _keep_amended(
-    amended: Plan | None, what: str, options: GenerateOptions, display: Display
+def _keep_updated(
+    updated: Plan | None, what: str, options: GenerateOptions, display: Display
 ) -> str | None:
     """Write a plan with what a run taught for the next one: where, or None when nothing was written."""
-    if amended is None:
+    if updated is None:
         return None
     from stopdown.plans.plan_files import write_cached_plan, write_plan
     from stopdown.plans.precision import parse_request
@@ -438,12 +441,12 @@ def _keep_amended(
     path = parse_request(options.precision).plan
     if path is None:
         try:
-            path = str(write_cached_plan(amended))
+            path = str(write_cached_plan(updated))
         except OutputError as error:  # it costs the next run a repair, and this one nothing
             display.announce(f"{what} holds for this run and was not kept. {error.what}")
             return None
     elif options.keep_repairs:
-        write_plan(amended, path)
+        write_plan(updated, path)
     else:
         display.announce(f"{what} holds for this run; --keep-repairs writes it into {path}.")
         return None

@@ -152,7 +152,7 @@ def _try_way(
         progress=lambda done, total: display.progress("plan", f"in {way.name}", done, total),
     )
     device = options.device or "auto"
-    wide = _find_speed(device, {"fp32"}) if way.island_share else None
+    wide = _find_speed(device, {"fp32"}) if way.fp32_share else None
     speed = weigh_speed(way, _find_speed(device, formats), wide)
     return Budgeted(way, sort_by_time(fit, speed), speed)
 

@@ -1,4 +1,4 @@
-"""How `generate` stays within `--memory`: a strategy, a smaller size where that is allowed, a lesson."""
+"""How `generate` stays within `--memory`: a strategy, or a smaller size where that is allowed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.records import MemoryLesson, Plan, Reduction
+from stopdown.records import OutOfMemory, Plan, Reduction
 
 if TYPE_CHECKING:
     from stopdown.app.display import Display
@@ -42,23 +42,23 @@ class Fitted:
     limit_bytes: int = 0
     size: Size | None = None
 
-    def add_lesson(self, amended: Plan | None) -> Plan | None:
+    def add_out_of_memory(self, updated: Plan | None) -> Plan | None:
         """The plan with what running out of memory taught; as it came when nothing was learnt.
 
         Args:
-            amended: the plan with repairs in it; None when there were none.
+            updated: the plan with repairs in it; None when there were none.
         """
-        from stopdown.plans.out_of_memory_history import add_lesson
+        from stopdown.plans.out_of_memory_history import add_out_of_memory
 
-        plan = amended if amended is not None else self.plan
+        plan = updated if updated is not None else self.plan
         if (
             plan is None
             or self.offloader is None
             or self.size is None
             or not self.offloader.steps_down
         ):
-            return amended
-        lesson = MemoryLesson(
+            return updated
+        entry = OutOfMemory(
             device=self.device,
             limit_bytes=self.limit_bytes,
             size=str(self.size),
@@ -66,7 +66,7 @@ class Fitted:
             failed=tuple(dict.fromkeys(one.before for one in self.offloader.steps_down)),
             worked=self.offloader.taken.strategy.name,
         )
-        return add_lesson(plan, lesson)
+        return add_out_of_memory(plan, entry)
 
 
 def fit_run(
@@ -115,7 +115,7 @@ def fit_run(
         failed=failed,
         announce=display.announce,
     )
-    stages["rehearse"] = time.perf_counter() - begun
+    stages["dry_run"] = time.perf_counter() - begun
     return Fitted(request, offloader, reduced, plan, str(device), limit, size)
 
 

@@ -235,7 +235,7 @@ def print_plan(made: Plan, output: Path, console: Console) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("component", "runs in", "tensors", "exponents", "islands", "headroom"):
+    for heading in ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom"):
         table.add_column(heading, no_wrap=True)
     for entry in made.components:
         table.add_row(*_describe_row(entry))
@@ -268,6 +268,6 @@ def _describe_row(entry: ComponentPlan) -> tuple[str, ...]:
         entry.precision,
         str(len({name.partition("[")[0] for name in scaling.exponents})),
         f"{min(exponents)}..{max(exponents)}" if exponents else "",
-        str(len(scaling.islands)),
+        str(len(scaling.fp32_modules)),
         "" if scaling.headroom_bits is None else f"{scaling.headroom_bits:.1f} bits",
     )

@@ -326,10 +326,10 @@ def print_script(record: ScriptRecord, console: Console) -> None:
         )
         said = f"stopdown: run {number}, {run.pipeline}: {counts}."
         for repair in run.repairs:
-            said += f" {repair.site}: {repair.action}, {repair.replays} call run again."
-        if run.taken_over:
-            said += f" From an earlier run: {', '.join(run.taken_over)}."
+            said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."
+        if run.reused:
+            said += f" From an earlier run: {', '.join(run.reused)}."
         print_prose(console, said)
     for finding in record.findings:
-        text = f"stopdown: {finding.kind} in {finding.site}: {finding.evidence} {finding.remedy}"
+        text = f"stopdown: {finding.kind} in {finding.module_path}: {finding.evidence} {finding.remedy}"
         print_prose(console, text, "yellow")

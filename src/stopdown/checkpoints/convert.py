@@ -362,7 +362,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     raise OptionError(
         f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
         f"{' '.join(parts)}",
-        expected="Files hold weights and configurations: no multiplies, islands or casts.",
+        expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
         remedy=f"Write as stored what cannot be: {leave}."
         + (" Or take the difference: --allow-eps." if is_eps else "")
         + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",

@@ -1,6 +1,6 @@
 """What files can hold of a component's plan: folds, and the eps that its configuration sets.
 
-A weight file has no place for multiplies, islands and casts, and a `config.json` sets the eps of many
+A weight file has no place for multiplies, fp32 modules and casts, and a `config.json` sets the eps of many
 norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has a
 field. Else eps have to stay as they are, or the exponents are found again. In this order:
 
@@ -118,18 +118,18 @@ def express_component(
 
 
 def describe_rest(entry: ComponentPlan) -> str:
-    """What a plan has besides folds: `2 multiplies and the islands patch_embed`."""
+    """What a plan has besides folds: `2 multiplies and the fp32_modules patch_embed`."""
     parts, scaling = [], entry.scaling
     if count := len(scaling.multiplies):
         parts.append(f"{count} multipl{'y' if count == 1 else 'ies'}")
-    if scaling.islands:
+    if scaling.fp32_modules:
         parts.append(
-            f"the fp32 island{'s' * (len(scaling.islands) > 1)} {', '.join(scaling.islands)}"
+            f"the fp32 module{'s' * (len(scaling.fp32_modules) > 1)} {', '.join(scaling.fp32_modules)}"
         )
     if scaling.outputs:
         parts.append("an output in fp32")
     if scaling.stream is not None:
-        inside = ", ".join(scaling.stream.closed)
+        inside = ", ".join(scaling.stream.cast_output_down)
         parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
     return " and ".join(parts) or "eps that no configuration sets"
 
@@ -137,7 +137,9 @@ def describe_rest(entry: ComponentPlan) -> str:
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
     scaling = entry.scaling
-    beyond = scaling.multiplies or scaling.islands or scaling.outputs or scaling.stream is not None
+    beyond = (
+        scaling.multiplies or scaling.fp32_modules or scaling.outputs or scaling.stream is not None
+    )
     return not beyond and _are_stored(module, scaling.exponents)
 
 

@@ -206,7 +206,9 @@ def _read_outcome(path: Path) -> Outcome:
     tensors = load_file(path)
     count = sum(name.startswith("latents.") for name in tensors)
     trace = Trace(
-        amax={(c, step, site): float(value) for c, step, site, value in plain["amax"]},
+        amax={
+            (c, step, module_path): float(value) for c, step, module_path, value in plain["amax"]
+        },
         samples={tuple(key): tensors[f"samples.{i}"] for i, key in enumerate(plain["samples"])},
         outputs=[
             (c, step, tensors[f"outputs.{i}"]) for i, (c, step) in enumerate(plain["outputs"])

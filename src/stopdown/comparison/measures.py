@@ -185,16 +185,18 @@ def _rank(amax: float) -> float:
 def draw_heats(trace: Trace) -> tuple[Heat, ...]:
     """Headroom by component, block and step."""
     heats = []
-    for component, sites in trace.order.items():
+    for component, module_paths in trace.order.items():
         steps = sorted({step or 0 for name, step, _ in trace.amax if name == component})
-        called = [s for s in sites if any((component, x, s) in trace.amax for x in (None, *steps))]
+        called = [
+            s for s in module_paths if any((component, x, s) in trace.amax for x in (None, *steps))
+        ]
         bits = tuple(tuple(_find_bits(trace, component, s, x) for x in steps) for s in called)
         heats.append(Heat(component, tuple(called), bits))
     return tuple(heats)
 
 
-def _find_bits(trace: Trace, component: str, site: str, step: int) -> float | None:
-    for key in ((component, step, site), (component, None, site)):
+def _find_bits(trace: Trace, component: str, module_path: str, step: int) -> float | None:
+    for key in ((component, step, module_path), (component, None, module_path)):
         if key in trace.amax:
             bits = count_bits(trace.amax[key])
             return None if bits is None else round(bits, 2)
@@ -211,12 +213,12 @@ def join_heats(one: Sequence[Heat], other: Sequence[Heat]) -> tuple[Heat, ...]:
 
 
 def _join_heat(one: Heat, other: Heat) -> Heat:
-    mine = dict(zip(one.sites, one.bits, strict=True))
-    for site, bits in zip(other.sites, other.bits, strict=True):
-        before = mine.get(site, ())
+    mine = dict(zip(one.module_paths, one.bits, strict=True))
+    for module_path, bits in zip(other.module_paths, other.bits, strict=True):
+        before = mine.get(module_path, ())
         longest = max(len(before), len(bits))
         padded = [[*row, *[None] * (longest - len(row))] for row in (before, bits)]
-        mine[site] = tuple(_take_tighter(a, b) for a, b in zip(*padded, strict=True))
+        mine[module_path] = tuple(_take_tighter(a, b) for a, b in zip(*padded, strict=True))
     return Heat(one.component, tuple(mine), tuple(mine.values()))
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stopdown.number_formats import FP16
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, put_door, put_layer
+from stopdown.pipelines.call_interception import Call, find_module, intercept, put_layer
 from stopdown.pipelines.components import Callee, find_callees, find_components
 
 SAMPLES = 64
@@ -95,7 +95,7 @@ class Probe:
                 if id(module) not in self._pending:  # a direction with a copy of its own
                     self._pending[id(module)] = _Pending()
                     self._hook(module)
-                put_door(callee, functools.partial(self._around, callee), self._patches)
+                intercept(callee, functools.partial(self._around, callee), self._patches)
             self._count_steps()
         except BaseException:
             self._patches.undo()
@@ -112,7 +112,7 @@ class Probe:
                 if next(module.children(), None) is None:
                     handle = module.register_forward_hook(functools.partial(_clamp, pending))
                     self._patches.defer(handle.remove)
-        pending.blocks = find_sites(owner)
+        pending.blocks = find_block_paths(owner)
         for path in pending.blocks:
             note = functools.partial(_note, pending, path)
             handle = owner.get_submodule(path).register_forward_hook(note)
@@ -216,7 +216,7 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
     return torch.nan_to_num(output, nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
 
 
-def find_sites(owner: torch.nn.Module) -> tuple[str, ...]:
+def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the blocks of a component: members of module lists, and what stands beside them."""
     found = []
     for path, module in owner.named_modules():

@@ -99,14 +99,14 @@ class Parting:
 
     Attributes:
         component, step: the call.
-        site: the first block of it that parts: `transformer:transformer_blocks.1`.
+        module_path: the first block of it that parts: `transformer:transformer_blocks.1`.
         rel_err: relative error there, over a sample of its values; None when it is not finite.
         limit: what it passed.
     """
 
     component: str
     step: int | None
-    site: str
+    module_path: str = field(metadata={"was": "site"})
     rel_err: float | None
     limit: float
 
@@ -200,13 +200,13 @@ class Heat:
 
     Attributes:
         component: `transformer`, `vae.decode`.
-        sites: paths of the blocks, in the order of the module.
-        bits: for each site one value for each step: bits to the end of fp16; None when it was not
+        module_paths: paths of the blocks, in the order of the module.
+        bits: for each module path one value for each step: bits to the end of fp16; None when it was not
             called, -1000 when a value was not finite.
     """
 
     component: str
-    sites: tuple[str, ...]
+    module_paths: tuple[str, ...] = field(metadata={"was": "sites"})
     bits: tuple[tuple[float | None, ...], ...]
 
 

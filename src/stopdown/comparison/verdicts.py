@@ -85,7 +85,7 @@ def _name_start(cell: Cell) -> str:
     """Where the first of them came from, as far as the guard saw it."""
     for fault in cell.faults:
         step = "" if fault.step is None else f" at step {fault.step + 1}"
-        return f", the first in {fault.site}{step}"
+        return f", the first in {fault.module_path}{step}"
     return ""
 
 

@@ -175,7 +175,7 @@ def _check_live(
         options = _Options(calls, resolve_request(asked, calls))
         skeletons = [copy_skeleton(pipe, dtypes) for dtypes in options.list_dtypes()]
         parts = _examine_all(skeletons, options, place, arguments)
-        widening = {site for part in parts for site in part.widening}
+        widening = {module_path for part in parts for module_path in part.widening}
         fresh = [
             copy_skeleton(pipe, dtypes) for dtypes in options.list_dtypes()
         ]  # those are used up
@@ -297,10 +297,10 @@ def _merge(parts: list[Examination]) -> Examination:
     return Examination(
         [observation for part in parts for observation in part.observations],
         {call: callee for part in parts for call, callee in part.callees.items()},
-        {key: site for part in parts for key, site in part.operations.items()},
+        {key: module_path for part in parts for key, module_path in part.operations.items()},
         list(dict.fromkeys(entry for part in parts for entry in part.unseen)),
         parts[0].scheduler,
-        {site for part in parts for site in part.widening},
+        {module_path for part in parts for module_path in part.widening},
     )
 
 
@@ -326,12 +326,12 @@ def _join(
 ) -> Checked:
     seen = _merge(parts)
     words = word_observations(seen.observations)
-    blamed = {finding.site for finding in words if finding.kind == "mixed-parameters"}
-    rescaled = {finding.site for finding in found if finding.kind == "rescaled-weights"}
+    blamed = {finding.module_path for finding in words if finding.kind == "mixed-parameters"}
+    rescaled = {finding.module_path for finding in found if finding.kind == "rescaled-weights"}
     findings = sort_findings(
         [
             *(f for f in words if not _is_kept_away(f, rescaled)),
-            *(f for f in found if f.kind != "several-dtypes" or f.site not in blamed),
+            *(f for f in found if f.kind != "several-dtypes" or f.module_path not in blamed),
             *environment_findings.check_schedule(seen),
             *(finding for part in parts for finding in environment_findings.check_upcast(part)),
             *environment_findings.check_needs(seen),
@@ -345,7 +345,7 @@ def _join(
 
 def _is_kept_away(finding: Finding, rescaled: Collection[str]) -> bool:
     """Whether a clamp is said to bite in a component whose weights keep their values below it."""
-    return finding.kind == "clamp-may-bite" and finding.site.partition(":")[0] in rescaled
+    return finding.kind == "clamp-may-bite" and finding.module_path.partition(":")[0] in rescaled
 
 
 def _read_headers(source: Source) -> hub.Headers:

@@ -36,11 +36,11 @@ def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
 
 
 def _check_fault(fault: Any, seen: Examination) -> Iterator[Finding]:
-    for (operation, name), site in seen.operations.items():
+    for (operation, name), module_path in seen.operations.items():
         is_format = not fault.formats or name in fault.formats
         if is_format and operation in fault.operations:
             evidence = f"{operation} in {name}: {fault.what} ({fault.source})"
-            yield make_finding("device-fault", site, evidence)
+            yield make_finding("device-fault", module_path, evidence)
             return
 
 
@@ -108,9 +108,11 @@ def check_needs(seen: Examination) -> Iterator[Finding]:
                 and not callee.is_rescaled
             ):
                 evidence = f"{callee.component} is a {callee.kind} in {main}."
-                site = callee.component.partition(".")[0]
+                module_path = callee.component.partition(".")[0]
                 reason = f"{need.reason} ({need.source})."
-                yield make_finding("model-needs", site, evidence, reason=reason, remedy=need.remedy)
+                yield make_finding(
+                    "model-needs", module_path, evidence, reason=reason, remedy=need.remedy
+                )
 
 
 def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Finding]:

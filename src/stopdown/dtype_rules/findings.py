@@ -44,13 +44,13 @@ def is_fault(kind: str) -> bool:
     return kind not in read_kinds() or read_kinds()[kind].is_fault
 
 
-def make_finding(kind: str, site: str, evidence: str, **facts: str) -> Finding:
+def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
     """A finding of a kind, with its why and remedy filled in."""
     words = read_kinds()[kind]
-    values = _Blanks(component=site.partition(":")[0].partition(".")[0], **facts)
+    values = _Blanks(component=module_path.partition(":")[0].partition(".")[0], **facts)
     return Finding(
         kind,
-        site,
+        module_path,
         evidence,
         words.remedy.format_map(values),
         words.why.format_map(values),
@@ -67,7 +67,7 @@ class _Blanks(dict[str, str]):
 
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     """Findings, worst first; equal ones once."""
-    unique = {(f.kind, f.site): f for f in reversed(list(findings))}
+    unique = {(f.kind, f.module_path): f for f in reversed(list(findings))}
     ordered = reversed(list(unique.values()))
     return sorted(ordered, key=lambda finding: SEVERITIES.index(finding.severity))
 
@@ -88,7 +88,7 @@ def _find_cause(seen: Observation) -> tuple[str, ...]:
     if seen.kind == "mixed-parameters":
         owner = facts.get("parameter", "").rpartition(".")[0]
         return seen.kind, component, generalise(owner)
-    if seen.kind in ("island-not-cast-back", "clamp-may-bite", "not-implemented"):
+    if seen.kind in ("fp32-module-not-cast-back", "clamp-may-bite", "not-implemented"):
         return seen.kind, component, seen.operation, facts.get("dtype", "")
     return seen.kind, component, seen.operation, generalise(seen.path)
 
@@ -100,20 +100,20 @@ def generalise(path: str) -> str:
 
 def _word(group: list[Observation]) -> Finding:
     first = group[0]
-    places = list(dict.fromkeys(seen.site for seen in group))
+    places = list(dict.fromkeys(seen.module_path for seen in group))
     more = f" So do {len(places) - 1} more places." if len(places) > 1 else ""
-    site = _choose_site(first)
+    module_path = _choose_module_path(first)
     evidence = _EVIDENCE[first.kind](first) + more
     facts = {"path": first.path, **first.facts, "dtype": first.facts.get("main", "")}
-    return make_finding(first.kind, site, evidence, **facts)
+    return make_finding(first.kind, module_path, evidence, **facts)
 
 
-def _choose_site(seen: Observation) -> str:
+def _choose_module_path(seen: Observation) -> str:
     component = seen.component.partition(".")[0]
     if seen.kind == "mixed-parameters":
         owner = seen.facts.get("parameter", "").rpartition(".")[0]
         return f"{component}:{owner}" if owner else component
-    return seen.site
+    return seen.module_path
 
 
 def _describe_boundary(seen: Observation) -> str:
@@ -169,7 +169,7 @@ _EVIDENCE: dict[str, Callable[[Observation], str]] = {
     "boundary": _describe_boundary,
     "mixed-operands": _describe_operands,
     "widens-itself": _describe_operands,
-    "island-not-cast-back": _describe_operands,
+    "fp32-module-not-cast-back": _describe_operands,
     "mixed-parameters": _describe_parameter,
     "not-implemented": _describe_format,
     "positions-collapse": _describe_positions,

@@ -85,10 +85,10 @@ class Examination:
     Attributes:
         observations: what the judges found, in the order of the run.
         callees: each component call that was used, by its component.
-        operations: (operation, format) → the site of its first use.
+        operations: (operation, format) → the module path of its first use.
         unseen: what could not be walked, with the reason.
         scheduler: after the run.
-        widening: sites of modules that cast their input to fp32 themselves, beside fp32 parameters.
+        widening: module paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
     """
 
     observations: list[Observation] = field(default_factory=list)
@@ -197,8 +197,8 @@ class _Run:
             name = callee.component.partition(".")[0]
             self.result.widening |= {f"{name}:{path}".removesuffix(":") for path in judge.widening}
             for key, path in judge.operations.items():
-                site = f"{name}:{path}".removesuffix(":")
-                self.result.operations.setdefault(key, site)
+                module_path = f"{name}:{path}".removesuffix(":")
+                self.result.operations.setdefault(key, module_path)
         seen.work = walk.work
         return output
 

@@ -33,9 +33,9 @@ ROUNDS = 8
 """Mending one thing can show the next, or be all there was: a check follows each round."""
 
 _ORDER = (
-    ("mixed-parameters", "several-dtypes", "island-lost", "sigmas-collapse"),
+    ("mixed-parameters", "several-dtypes", "fp32-module-lost", "sigmas-collapse"),
     ("force-upcast-unread", "autocast-overrides"),
-    ("widens-itself", "island-not-cast-back", "mixed-operands"),
+    ("widens-itself", "fp32-module-not-cast-back", "mixed-operands"),
     ("boundary",),
 )
 """Kinds of findings, causes before what they may lead to."""
@@ -49,7 +49,7 @@ class _Case:
         pipe: a Diffusers pipeline.
         name: of the component.
         path: of the module in it.
-        widening: sites of modules that cast their input to fp32 themselves.
+        widening: module paths of modules that cast their input to fp32 themselves.
         patches: where the changes are put.
     """
 
@@ -128,7 +128,7 @@ def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) 
 
 def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: Patches) -> str:
     """Mend one finding; what was done, "" when nothing can be."""
-    name, _, path = finding.site.partition(":")
+    name, _, path = finding.module_path.partition(":")
     remedy = _REMEDIES.get(finding.kind)
     module = find_components(pipe).get(name)
     if remedy is None or (module is None and finding.kind != "sigmas-collapse"):
@@ -196,7 +196,7 @@ def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches
         tensor.data = tensor.data.to(dtype)
 
 
-def _cast_at_door(case: _Case) -> str:
+def _cast_arguments(case: _Case) -> str:
     main = read_precisions(case.module)[0]
     for callee in find_callees(case.pipe):
         if callee.component.partition(".")[0] == case.name:
@@ -259,9 +259,9 @@ def _renew_scheduler(case: _Case) -> str:
 _REMEDIES: dict[str, Callable[[_Case], str]] = {
     "mixed-parameters": _unify,
     "several-dtypes": _unify,
-    "island-lost": _restore_kept,
-    "boundary": _cast_at_door,
-    "island-not-cast-back": _cast_at_module,
+    "fp32-module-lost": _restore_kept,
+    "boundary": _cast_arguments,
+    "fp32-module-not-cast-back": _cast_at_module,
     "mixed-operands": _cast_at_module,
     "widens-itself": _widen_parameters,
     "autocast-overrides": _stop_autocast,

@@ -1,4 +1,4 @@
-"""What a walk sees, judged by the rules of a backend: observations with their site.
+"""What a walk sees, judged by the rules of a backend: observations with their module path.
 
 A judge is told of every step of a component's call. What it finds wrong becomes an `Observation`;
 `findings` makes findings of them. An operand is at fault when it has another dtype than most weights of
@@ -46,7 +46,7 @@ class Observation:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def site(self) -> str:
+    def module_path(self) -> str:
         """`component:dotted.path`, the component without its direction."""
         component = self.component.partition(".")[0]
         return f"{component}:{self.path}" if self.path else component
@@ -152,7 +152,7 @@ class Judge:
         root = odd.origin.parameter
         if not root:
             return "mixed-operands"
-        return "island-not-cast-back" if root in self.case.kept_fp32 else "mixed-parameters"
+        return "fp32-module-not-cast-back" if root in self.case.kept_fp32 else "mixed-parameters"
 
     def _judge_formats(self, step: Step) -> None:
         operation = look_up(step.name)

@@ -36,7 +36,7 @@ def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[s
 
 
 def find_widening(
-    module: torch.nn.Module, name: str, sites: Collection[str]
+    module: torch.nn.Module, name: str, module_paths: Collection[str]
 ) -> dict[str, torch.nn.Module]:
     """The modules of a component that cast their input to fp32 themselves, by path.
 
@@ -45,10 +45,14 @@ def find_widening(
 
     Args:
         name: of the component.
-        sites: where a run has seen it, as in `Examination.widening`.
+        module_paths: where a run has seen it, as in `Examination.widening`.
     """
     parts = dict(module.named_modules())
-    paths = {site.partition(":")[2] for site in sites if site.partition(":")[0] == name}
+    paths = {
+        module_path.partition(":")[2]
+        for module_path in module_paths
+        if module_path.partition(":")[0] == name
+    }
     kinds = {type(part) for path, part in parts.items() if path in paths}
     kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
     return {path: part for path, part in parts.items() if path in paths or type(part) in kinds}
@@ -59,7 +63,7 @@ def check_dtypes(pipe: Any, widening: Collection[str] = ()) -> Iterator[Finding]
 
     Args:
         pipe: a Diffusers pipeline, or one without weights.
-        widening: sites of modules that cast their input to fp32 themselves: fp32 is right for them.
+        widening: module paths of modules that cast their input to fp32 themselves: fp32 is right for them.
     """
     for name, module in find_components(pipe).items():
         precisions = read_precisions(module)
@@ -86,8 +90,8 @@ def _check_kept(
             f"{name_dtype(main)}: {list_some(lost)}."
         )
         owner = lost[0].rpartition(".")[0]
-        site = f"{name}:{owner}" if owner else name
-        yield make_finding("island-lost", site, evidence, dtype=str(main))
+        module_path = f"{name}:{owner}" if owner else name
+        yield make_finding("fp32-module-lost", module_path, evidence, dtype=str(main))
 
 
 def _check_others(
@@ -110,8 +114,8 @@ def _check_others(
             f"{name_dtype(main)}."
         )
         owner = paths[0].rpartition(".")[0]
-        site = f"{name}:{owner}" if owner else name
-        yield make_finding("several-dtypes", site, evidence, dtype=str(main))
+        module_path = f"{name}:{owner}" if owner else name
+        yield make_finding("several-dtypes", module_path, evidence, dtype=str(main))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -203,7 +207,7 @@ def check_files(
                         yield from check_tensor(f"{name}:{key}", tensor, target)
 
 
-def check_tensor(site: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
+def check_tensor(module_path: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
     """Findings about one weight cast to a format.
 
     Cost: up to four passes and two host reads.
@@ -216,19 +220,19 @@ def check_tensor(site: str, tensor: torch.Tensor, target: str) -> Iterator[Findi
     if not largest < float("inf"):
         bad = int((~torch.isfinite(tensor)).sum())
         evidence = f"{bad} of {tensor.numel()} values are NaN or Inf, as stored in {stored}."
-        yield make_finding("weight-not-finite", site, evidence)
+        yield make_finding("weight-not-finite", module_path, evidence)
     elif largest > entry.largest:
         over = int((tensor.abs() > entry.largest).sum())
         evidence = (
             f"{over} of {tensor.numel()} values are beyond {entry.largest:g}, where {target} ends; "
             f"the largest is {largest:.4g}."
         )
-        yield make_finding("weight-out-of-range", site, evidence, stored=stored)
+        yield make_finding("weight-out-of-range", module_path, evidence, stored=stored)
     elif target == "fp16" and largest > 0:
-        yield from _check_small(site, tensor, target)
+        yield from _check_small(module_path, tensor, target)
 
 
-def _check_small(site: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
+def _check_small(module_path: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:
     entry, magnitudes = FORMATS[target], tensor.abs()
     used = int((magnitudes > 0).sum())
     small = int(((magnitudes > 0) & (magnitudes < entry.smallest_normal)).sum())
@@ -238,4 +242,4 @@ def _check_small(site: str, tensor: torch.Tensor, target: str) -> Iterator[Findi
             f"{small} of {used} values are below {entry.smallest_normal:.3g}, the smallest normal "
             f"number of {target}; {lost} become 0."
         )
-        yield make_finding("weight-subnormal", site, evidence)
+        yield make_finding("weight-subnormal", module_path, evidence)

@@ -26,7 +26,7 @@ from stopdown.environment import choose_device
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, put_door
+from stopdown.pipelines.call_interception import Call, find_module, intercept
 from stopdown.pipelines.components import (
     Callee,
     cast_component_,
@@ -90,7 +90,7 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
             _widen(module, patches)
         for callee in find_callees(pipe):
             if callee.component.partition(".")[0] in narrow:
-                put_door(callee, functools.partial(look, callee), patches)
+                intercept(callee, functools.partial(look, callee), patches)
         given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
         where = choose_device(str(getattr(pipe, "device", "cpu")))
         sizes, _ = choose_size(
@@ -124,18 +124,18 @@ def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
     """One finding for the same module in all blocks."""
     worst = group[0]
     name = component.partition(".")[0]
-    site = f"{name}:{worst.path}" if worst.path else name
+    module_path = f"{name}:{worst.path}" if worst.path else name
     if not _is_sum_alone(worst):
-        return make_finding("product-overflows", site, _tell(worst, group))
+        return make_finding("product-overflows", module_path, _tell(worst, group))
     fault = next(_find_faults(worst, profile), None)
     fact = profile.formats.get("fp16")
     if fault is not None:
         why = f" {profile.title}: {fault.what} ({fault.source})"
-        found = make_finding("sum-overflows", site, _tell(worst, group) + why)
+        found = make_finding("sum-overflows", module_path, _tell(worst, group) + why)
         return dataclasses.replace(found, remedy=f"{fault.remedy} {found.remedy}".strip())
     if fact is not None and fact.accumulates == "fp16":
-        return make_finding("sum-overflows", site, _tell(worst, group))
-    return make_finding("sum-may-overflow", site, _tell(worst, group))
+        return make_finding("sum-overflows", module_path, _tell(worst, group))
+    return make_finding("sum-may-overflow", module_path, _tell(worst, group))
 
 
 def _find_faults(entry: Sum, profile: Profile) -> Iterator[DeviceFault]:

@@ -666,7 +666,7 @@ def _blame(error: BaseException) -> str:
     frame = (ours or frames)[-1] if frames else None
     if frame is None:
         return "no line is known"
-    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
+    return f"{frame.filename.rpartition('module_path-packages/')[2]}:{frame.lineno}: {frame.line}"
 
 
 def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:

@@ -5,7 +5,7 @@ name a size that is far smaller (a small model, a test), that one is taken; then
 fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
 
 **Catches** a run that would end for want of memory.
-**Does not catch** what `rehearsing` does not; a size that was asked for is left alone.
+**Does not catch** what `dry_run` does not; a size that was asked for is left alone.
 """
 
 from __future__ import annotations

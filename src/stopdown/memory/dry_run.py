@@ -30,7 +30,7 @@ from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import Packing, weigh_packing
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, map_tensors, put_door, sign_arguments
+from stopdown.pipelines.call_interception import Call, intercept, map_tensors, sign_arguments
 from stopdown.pipelines.components import Callee, find_blocks, find_callees, find_components
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -131,7 +131,7 @@ class Seen:
 
 @dataclass
 class DryRunner:
-    """Rehearses runs of one empty pipeline; calls that it has seen answer at once.
+    """Dry runs of one pipeline without weights; calls that it has seen answer at once.
 
     Attributes:
         pipe: from `skeletons`.
@@ -161,7 +161,7 @@ class DryRunner:
         with Patches() as patches, torch.no_grad(), tracker:
             for callee in find_callees(self.pipe):
                 layer = functools.partial(self._stand, callee, tracker, calls, variant)
-                put_door(callee, layer, patches)
+                intercept(callee, layer, patches)
             _call(self.pipe, arguments)
         parts = find_components(self.pipe)
         strays = {name: dict(self.seen.strays.get(name, {})) for name in parts}

@@ -93,7 +93,7 @@ def predict_all(
         fused=fused,
         storages=storages if any(map(find_storable, modules)) else (),
     )
-    rehearser = DryRunner(pipe, fused, on_cpu, Seen() if seen is None else seen)
+    dry_runner = DryRunner(pipe, fused, on_cpu, Seen() if seen is None else seen)
     found: dict[str, DryRun] = {}
     variants = {strategy.variant: strategy for strategy in strategies}
     for number, (variant, strategy) in enumerate(variants.items()):
@@ -101,7 +101,7 @@ def predict_all(
             progress(number, len(variants))
         with Patches() as patches:
             put_variant(pipe, strategy, patches)
-            found[variant] = rehearser.dry_run(arguments, variant)
+            found[variant] = dry_runner.dry_run(arguments, variant)
     plain = next(iter(found.values()))
     fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
     predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)

@@ -21,7 +21,7 @@ from stopdown.memory.eight_bits import choose_packed
 from stopdown.memory.strategies import Placement, Storage, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, put_door, put_layer
+from stopdown.pipelines.call_interception import Call, intercept, put_layer
 from stopdown.pipelines.components import find_blocks, find_callees, find_components, is_autoencoder
 
 _MOST_SCORE_BYTES = 2**28
@@ -41,7 +41,7 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
         if strategy.pieces > 1 and callee.stage == "denoise":
             _put_pieces(callee.owner, strategy.pieces, patches)
         if strategy.split:
-            put_door(callee, _split_attention, patches)
+            intercept(callee, _split_attention, patches)
 
 
 def put_placement(

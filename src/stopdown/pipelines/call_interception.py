@@ -101,7 +101,7 @@ def _find_stack(found: object) -> _Stack | None:
     return getattr(found, "stopdown_stack", None)
 
 
-def put_door(callee: Callee, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
+def intercept(callee: Callee, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
     """Lead one component call through `layer`, until `patches` is undone."""
     put_layer(callee.owner, find_slot(callee), layer, patches, innermost=innermost)
 
@@ -151,7 +151,7 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_cast(callee, call, args, kwargs, dtype if sample is None else sample.dtype)
 
-    put_door(callee, cast, patches)
+    intercept(callee, cast, patches)
 
 
 def call_cast(

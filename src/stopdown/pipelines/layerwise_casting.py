@@ -19,7 +19,7 @@ from stopdown.pipelines.components import is_autoencoder, read_precisions
 def find_storable(module: torch.nn.Module) -> dict[str, dict[str, torch.nn.Parameter]]:
     """Path of a layer → the weights in it that can wait in 8 bits, by their own names.
 
-    Biases, what is not in the format of most of the component (fp32 islands), and autoencoders, which
+    Biases, what is not in the format of most of the component (fp32 modules), and autoencoders, which
     are small and draw the picture themselves, are left out.
     """
     if is_autoencoder(module):

@@ -171,7 +171,7 @@ def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
 def _choose_loaded(
     kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
 ) -> torch.dtype:
-    """The dtype of a tensor once its component is loaded in `dtype`: islands are in fp32."""
+    """The dtype of a tensor once its component is loaded in `dtype`: fp32 modules are in fp32."""
     if not tensor.is_floating_point() or not is_weight:
         return tensor.dtype
     kept = find_kept_fp32(kind, name_dtype(dtype))

@@ -21,7 +21,7 @@ from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, put_cast, put_door
+from stopdown.pipelines.call_interception import Call, intercept, put_cast
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
@@ -176,7 +176,7 @@ def _widen(module: torch.nn.Module) -> None:
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:
-    """Cast a pipeline without weights as a plan would: islands, residual streams, casts of arguments.
+    """Cast a pipeline without weights as a plan would: fp32 modules, residual streams, casts of arguments.
 
     Args:
         skeleton: from `build_skeleton` or `copy_skeleton`, in fp32; it is changed for good.
@@ -220,7 +220,7 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
     for callee in find_callees(pipe):
         accumulation = wanted.get(callee.component.partition(".")[0])
         if accumulation is not None:
-            put_door(callee, functools.partial(_call_accumulating, accumulation), patches)
+            intercept(callee, functools.partial(_call_accumulating, accumulation), patches)
 
 
 def _call_accumulating(
@@ -354,7 +354,7 @@ def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[
             planned[fact.name].precision,
             describe_entry(planned[fact.name], name),
             fact.stored_mostly,
-            planned[fact.name].scaling.islands,
+            planned[fact.name].scaling.fp32_modules,
         )
         for fact in facts
         if fact.name in planned
@@ -378,11 +378,14 @@ def describe_entry(entry: ComponentPlan, name: str) -> str:
         return f"{entry.precision} by {name}. {' '.join(entry.reasons)}"
     scaling = entry.scaling
     folds = count_folds(scaling).replace(" is scaled", "").replace(" are scaled", "")
-    parts = [folds, f"{len(scaling.islands)} island{'s' * (len(scaling.islands) != 1)}"]
+    parts = [
+        folds,
+        f"{len(scaling.fp32_modules)} fp32 module{'s' * (len(scaling.fp32_modules) != 1)}",
+    ]
     if count := len(scaling.multiplies):
         parts.append(f"{count} {'multiply' if count == 1 else 'multiplies'}")
     if scaling.stream is not None:
-        inside = ", ".join(scaling.stream.closed)
+        inside = ", ".join(scaling.stream.cast_output_down)
         parts.append(f"fp32 sums in {inside}" if inside else "fp32 residual stream")
     if scaling.headroom_bits is not None:
         parts.append(f"{scaling.headroom_bits:.1f} bits of headroom")

@@ -376,20 +376,22 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         reasons.append(f"For that {count_folds(scaling)}.")
     else:
         reasons.append("No weight had to be scaled.")
-    if scaling.islands:
-        share = f"{100 * scaling.island_flops:.1f} % of the matmul work"
-        reasons.append(f"{', '.join(scaling.islands)} cannot be scaled and stay in fp32: {share}.")
+    if scaling.fp32_modules:
+        share = f"{100 * scaling.fp32_flops:.1f} % of the matmul work"
+        reasons.append(
+            f"{', '.join(scaling.fp32_modules)} cannot be scaled and stay in fp32: {share}."
+        )
     if scaling.outputs:
         numbers = ", ".join(map(str, scaling.outputs))
         reasons.append(f"What it returns as number {numbers} is beyond fp16, and is fp32.")
-    if scaling.stream is not None and scaling.stream.closed:
-        share = f", but for {100 * scaling.island_flops:.1f} % of that work"
+    if scaling.stream is not None and scaling.stream.cast_output_down:
+        share = f", but for {100 * scaling.fp32_flops:.1f} % of that work"
         reasons.append(
-            f"Inside {', '.join(scaling.stream.closed)} sums are fp32, because nothing there can be "
-            f"scaled; what multiplies matrices runs in fp16{share if scaling.island_flops else ''}."
+            f"Inside {', '.join(scaling.stream.cast_output_down)} sums are fp32, because nothing "
+            f"there can be scaled; what multiplies matrices runs in fp16{share if scaling.fp32_flops else ''}."
         )
     elif scaling.stream is not None:
-        count = len(scaling.stream.widened)
+        count = len(scaling.stream.cast_output_up)
         reasons.append(
             f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
             "multiplies many rows by matrices runs in fp16."

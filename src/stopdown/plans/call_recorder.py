@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import StopdownError
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, put_door, put_layer, sign_arguments
+from stopdown.pipelines.call_interception import Call, intercept, put_layer, sign_arguments
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.library_messages import quiet_truncation
 from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
@@ -73,7 +73,7 @@ class _Recorder:
 
     def stand(self, patches: Patches) -> None:
         for callee in find_callees(self.pipe):
-            put_door(callee, functools.partial(self._record, callee), patches)
+            intercept(callee, functools.partial(self._record, callee), patches)
         scheduler = getattr(self.pipe, "scheduler", None)
         for method, layer in (("step", self._step), ("set_timesteps", self._begin)):
             if callable(getattr(scheduler, method, None)):

@@ -241,7 +241,7 @@ def _plan_component(
         scaling = scale_unmeasured(module, calls, checkpoint.load, find_scaling)
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
-    if "" in scaling.islands:
+    if "" in scaling.fp32_modules:
         why = "Only the whole component in fp32 keeps its bounds in range."
         return _fall_back(source, bare, why)
     return describe_scaling(bare, dataclasses.replace(scaling, trial=_UNTRIED), "fp16", 0)

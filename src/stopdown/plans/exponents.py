@@ -77,7 +77,7 @@ def _find_exact(
 ) -> Scaling:
     placed = [[_place_call(module, call) for call in group] for group in kinds]
     scaling = scale_anyhow(module, placed, dtype, residual, ranges)
-    if "" in scaling.islands:
+    if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return scaling
 

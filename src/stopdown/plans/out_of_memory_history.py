@@ -1,7 +1,7 @@
 """What running out of memory taught, kept in a plan for the next run.
 
-A lesson holds where it may teach again: on the same device, within the same limit or a smaller one, for
-the same size or a larger one. Then the strategies that failed are passed over, with all that are
+An entry counts where the same may happen again: on the same device, within the same
+limit or a smaller one, for the same size or a larger one. Then the strategies that failed are passed over, with all that are
 predicted to take as much.
 """
 
@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from stopdown.plans.plan_files import seal_plan
-from stopdown.records import MemoryLesson, Plan
+from stopdown.records import OutOfMemory, Plan
 
-MOST_LESSONS = 16
-"""Lessons that a plan holds; the oldest go first."""
+MOST_KEPT = 16
+"""Entries that a plan holds; the oldest go first."""
 
 
 def find_failed(plan: Plan | None, device: str, limit_bytes: int, pixels: int) -> tuple[str, ...]:
@@ -26,14 +26,14 @@ def find_failed(plan: Plan | None, device: str, limit_bytes: int, pixels: int) -
     """
     names = [
         name
-        for lesson in (plan.lessons if plan is not None else ())
-        if lesson.device == device and limit_bytes <= lesson.limit_bytes and pixels >= lesson.pixels
-        for name in lesson.failed
+        for entry in (plan.out_of_memory if plan is not None else ())
+        if entry.device == device and limit_bytes <= entry.limit_bytes and pixels >= entry.pixels
+        for name in entry.failed
     ]
     return tuple(dict.fromkeys(names))
 
 
-def add_lesson(plan: Plan, lesson: MemoryLesson) -> Plan:
-    """The plan with one more lesson, sealed."""
-    kept = [one for one in plan.lessons if one != lesson]
-    return seal_plan(dataclasses.replace(plan, lessons=(*kept, lesson)[-MOST_LESSONS:]))
+def add_out_of_memory(plan: Plan, entry: OutOfMemory) -> Plan:
+    """The plan with one more entry, sealed."""
+    kept = [one for one in plan.out_of_memory if one != entry]
+    return seal_plan(dataclasses.replace(plan, out_of_memory=(*kept, entry)[-MOST_KEPT:]))

@@ -1,11 +1,11 @@
 """Precision and memory decided together: each way to compute, with each strategy, under one limit.
 
 A way is a format for every component: what `auto` would choose, fp16 with rescaled weights, fp16 with
-islands in fp32 (those of a plan, or those that a class keeps there), fp32. Each is run dry
+some modules in fp32 (those of a plan, or those that a class keeps there), fp32. Each is run dry
 without weights; their times are compared by the device's rates. The one that takes the least time
 among those that fit is taken, the nearer to fp32 of two alike.
 
-**Catches** what islands and wider formats take, in the pipeline's own code.
+**Catches** what fp32 modules and wider formats take, in the pipeline's own code.
 **Does not catch** the error of a way: that needs weights, and `stopdown compare` measures it.
 """
 
@@ -41,11 +41,11 @@ class Way:
     """One way to compute.
 
     Attributes:
-        name: `fp16 rescaled`, `fp16 with fp32 islands`, `fp32`.
+        name: `fp16 rescaled`, `fp16 with fp32 fp32_modules`, `fp32`.
         precisions: component → format of most of it.
         flag: what `--precision` has to say for it.
         keeps_fp32: whether parts that a class keeps in fp32 stay there.
-        plan: whose islands and residual streams it has; None for none.
+        plan: whose fp32 modules and residual streams it has; None for none.
         remark: what else is to be said, a sentence or nothing.
     """
 
@@ -62,10 +62,10 @@ class Way:
         return min(FORMATS[name].significant_bits for name in self.precisions.values())
 
     @property
-    def island_share(self) -> float:
+    def fp32_share(self) -> float:
         """Share of the matmul work that a plan does in fp32, the largest of its components."""
         entries = self.plan.components if self.plan is not None else ()
-        return max((entry.scaling.island_flops for entry in entries), default=0.0)
+        return max((entry.scaling.fp32_flops for entry in entries), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,17 @@ def list_ways(
         ways = [rescaled, own] if makes_plan else [own, rescaled]
         if kept:
             remark = f"In fp32: {', '.join(kept)}, as their authors have it."
-            islands = Way("fp16 with fp32 islands", rescaled.precisions, "fp16", remark=remark)
-            ways.append(islands)
+            fp32_modules = Way("fp16 with fp32 modules", rescaled.precisions, "fp16", remark=remark)
+            ways.append(fp32_modules)
     return [*ways, fp32] if fp32.precisions != found else ways
 
 
 def _describe_plan(plan: Plan, path: str) -> Way:
     entries = plan.components
-    count = sum(len(entry.scaling.islands) for entry in entries)
-    share = max((entry.scaling.island_flops for entry in entries), default=0.0)
+    count = sum(len(entry.scaling.fp32_modules) for entry in entries)
+    share = max((entry.scaling.fp32_flops for entry in entries), default=0.0)
     streams = sum(entry.scaling.stream is not None for entry in entries)
-    remark = f"{count} island{'s' * (count != 1)} in fp32, {share:.1%} of the matmul work."
+    remark = f"{count} fp32 module{'s' * (count != 1)} in fp32, {share:.1%} of the matmul work."
     if streams:
         remark += f" {streams} fp32 residual stream{'s' * (streams != 1)}."
     precisions = {e.component: e.precision for e in entries if e.precision in FORMATS}
@@ -138,7 +138,7 @@ def _describe_plan(plan: Plan, path: str) -> Way:
 
 
 def build_way(source: Source, way: Way) -> Any:
-    """A source's pipeline without weights, as a way has it: islands and residual streams, too."""
+    """A source's pipeline without weights, as a way has it: fp32 modules and residual streams, too."""
     if way.plan is None:
         dtypes = {name: FORMATS[entry].torch_dtype for name, entry in way.precisions.items()}
         return build_skeleton(source, dtypes, keep_fp32=way.keeps_fp32)
@@ -148,13 +148,13 @@ def build_way(source: Source, way: Way) -> Any:
 
 
 def weigh_speed(way: Way, narrow: Speed | None, wide: Speed | None) -> Speed | None:
-    """The speed of a way whose islands run in fp32: each share of the work at its own rate.
+    """The speed of a way whose fp32 modules run in fp32: each share of the work at its own rate.
 
     Args:
         narrow: in the formats of the way.
         wide: in fp32.
     """
-    share = way.island_share
+    share = way.fp32_share
     if narrow is None or wide is None or not share:
         return narrow
     rate = 1 / ((1 - share) / narrow.flops_per_s + share / wide.flops_per_s)

@@ -52,8 +52,8 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
     scaling = entry.scaling
     yield from _list_exponents(scaling)
     yield from _list_names(scaling)
-    if not 0 <= scaling.island_flops <= 1:
-        yield f"{scaling.island_flops:g} of its work in fp32"
+    if not 0 <= scaling.fp32_flops <= 1:
+        yield f"{scaling.fp32_flops:g} of its work in fp32"
     if scaling.headroom_bits is not None and not abs(scaling.headroom_bits) <= 512:
         yield f"{scaling.headroom_bits:g} bits of headroom"
     counts = (scaling.values, scaling.bounded, entry.calls, entry.prompts)
@@ -86,7 +86,7 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
     for name in (*scaling.eps, *(scaling.kept_buffers or ())):
         if not _PATH.fullmatch(name):
             yield f"the attribute {name[:40]!r}"
-    for name in (*scaling.multiplies, *scaling.islands, *_list_stream(scaling.stream)):
+    for name in (*scaling.multiplies, *scaling.fp32_modules, *_list_stream(scaling.stream)):
         if name and not _PATH.fullmatch(name):
             yield f"the module {name[:40]!r}"
 

@@ -241,14 +241,14 @@ class HeatMap:
 
     Attributes:
         component: its name.
-        sites: labels of the rows.
+        module_paths: labels of the rows.
         steps: columns.
         panels: one for each precision.
         size: of a square.
     """
 
     component: str
-    sites: tuple[str, ...]
+    module_paths: tuple[str, ...]
     steps: int
     panels: tuple[Panel, ...]
     size: int
@@ -265,14 +265,14 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> tuple[HeatMap, ...]:
     found: dict[str, dict[str, dict[int, float | None]]] = {}
     formats: dict[str, dict[str, None]] = {}
     for entry in maxima:
-        sites = found.setdefault(entry.component, {})
-        sites.setdefault(entry.path, {})[entry.step or 0] = _round_bits(entry.amax)
+        module_paths = found.setdefault(entry.component, {})
+        module_paths.setdefault(entry.path, {})[entry.step or 0] = _round_bits(entry.amax)
         formats.setdefault(entry.component, {})[entry.precision] = None
     maps = []
-    for component, sites in found.items():
-        steps = sorted({step for bits in sites.values() for step in bits})
-        rows = tuple(tuple(bits.get(step) for step in steps) for bits in sites.values())
-        heat = Heat(component, tuple(sites), rows)
+    for component, module_paths in found.items():
+        steps = sorted({step for bits in module_paths.values() for step in bits})
+        rows = tuple(tuple(bits.get(step) for step in steps) for bits in module_paths.values())
+        heat = Heat(component, tuple(module_paths), rows)
         maps.append(_draw_map(component, {" + ".join(formats[component]): heat}))
     return tuple(maps)
 
@@ -292,26 +292,32 @@ def _collect_heats(comparison: Comparison, component: str) -> dict[str, Heat]:
 
 
 def _draw_map(component: str, heats: Mapping[str, Heat]) -> HeatMap:
-    sites = tuple(dict.fromkeys(site for heat in heats.values() for site in heat.sites))
+    module_paths = tuple(
+        dict.fromkeys(module_path for heat in heats.values() for module_path in heat.module_paths)
+    )
     steps = max((len(row) for heat in heats.values() for row in heat.bits), default=1)
     size = 26 if steps == 1 else max(4, min(14, 240 // steps))
-    panels = tuple(_draw_panel(name, heat, sites, size, steps) for name, heat in heats.items())
-    return HeatMap(component, sites, steps, panels, size)
+    panels = tuple(
+        _draw_panel(name, heat, module_paths, size, steps) for name, heat in heats.items()
+    )
+    return HeatMap(component, module_paths, steps, panels, size)
 
 
-def _draw_panel(name: str, heat: Heat, sites: Sequence[str], width: int, steps: int) -> Panel:
-    rows = dict(zip(heat.sites, heat.bits, strict=True))
+def _draw_panel(
+    name: str, heat: Heat, module_paths: Sequence[str], width: int, steps: int
+) -> Panel:
+    rows = dict(zip(heat.module_paths, heat.bits, strict=True))
     squares = []
     least: tuple[float, str] | None = None
-    for y, site in enumerate(sites):
-        for x, bits in enumerate(rows.get(site, ())):
+    for y, module_path in enumerate(module_paths):
+        for x, bits in enumerate(rows.get(module_path, ())):
             if bits is None:
                 continue
             if least is None or bits < least[0]:
-                least = (bits, site)
+                least = (bits, module_path)
             squares.append((x * width, y * 14, choose_bin(bits), format_bits(bits)))
     said = "" if least is None else f"{format_bits(least[0])} at {least[1]}"
-    return Panel(name, tuple(squares), steps * width, len(sites) * 14, said)
+    return Panel(name, tuple(squares), steps * width, len(module_paths) * 14, said)
 
 
 # ---------------------------------------------------------------------------------------------

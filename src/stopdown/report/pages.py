@@ -84,7 +84,7 @@ def find_problem(comparison: Comparison) -> str:
             error is None or error >= 0 for cell in cells for error in cell.latents_rel_err
         ),
         "a map of headroom has not one row for each block": all(
-            len(heat.sites) == len(heat.bits) for heat in heats
+            len(heat.module_paths) == len(heat.bits) for heat in heats
         ),
     }
     return next((said for said, is_right in checks.items() if not is_right), "")
@@ -232,7 +232,7 @@ def _list_partings(comparison: Comparison) -> list[dict[str, Any]]:
         if not calls and all(cell.parting is None for cell in cells):
             continue
         parting = next((cell.parting for cell in cells if cell.parting is not None), None)
-        faults = list(dict.fromkeys(fault.site for cell in cells for fault in cell.faults))
+        faults = list(dict.fromkeys(fault.module_path for cell in cells for fault in cell.faults))
         errors = {
             name: None if any(x is None for x in values) else figures.find_median(values)
             for name, values in calls.items()

@@ -65,16 +65,16 @@ class Culprit:
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
-        site = name_site(component, self.path)
+        module_path = join_module_path(component, self.path)
         if self.kind == "intermittent":
             return "The same call gave finite values when it was run again: a race, or memory."
         if self.kind == "input":
             return f"Its argument {self.path} was not finite already."
         if self.kind == "weight":
-            return f"The weight {site} is not finite."
+            return f"The weight {module_path} is not finite."
         if not self.operation:
             return "Where it began could not be seen."
-        said = f"It begins at `{site}` ({self.operation} in {self.dtype})"
+        said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
             said += f": its operands are finite ({', '.join(self.operands)})"
         ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
@@ -84,7 +84,7 @@ class Culprit:
         return said + (" A clamp hid it." if self.kind == "clamped" else "")
 
 
-def name_site(component: str, path: str) -> str:
+def join_module_path(component: str, path: str) -> str:
     """`transformer:blocks.1.ff`, or the component alone."""
     return f"{component}:{path}" if path else component
 

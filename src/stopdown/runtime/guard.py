@@ -48,7 +48,7 @@ from stopdown.pipelines.call_interception import (
     find_argument_names,
     find_module,
     find_slot,
-    put_door,
+    intercept,
 )
 from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.pipeline_interception import put_run_layer
@@ -59,7 +59,7 @@ from stopdown.plans.plan_files import seal_plan
 from stopdown.randomness import Restore, save_random
 from stopdown.records import ComponentPlan, Decision, Finding, GuardRecord, Plan, Repair
 from stopdown.runtime.activation_maxima import find_compiled, is_compiled
-from stopdown.runtime.culprit import Culprit, find_culprit, name_site
+from stopdown.runtime.culprit import Culprit, find_culprit, join_module_path
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
@@ -139,7 +139,7 @@ class Guard:
         self._devices: dict[str, torch.device] = {}
         self._callees: dict[str, Patches] = {}
         self._missed: list[str] = []
-        self._taken_over: list[str] = []
+        self._reused: list[str] = []
         self._places: dict[str, tuple[Any, str]] = {}
         self._findings: list[Finding] = []
         self._running: set[int] = set()  # threads inside of the pipeline's call
@@ -178,7 +178,7 @@ class Guard:
                 self._put_plan(plan)
             if loaded_plan is not None:
                 self._take_loaded_plan(loaded_plan)
-            self._take_over()
+            self._reuse()
             self.watch.__enter__()
             self._patches.defer(self.watch.__exit__)
             put_run_layer(self.pipe, self.run, self._patches)
@@ -202,7 +202,7 @@ class Guard:
         state.is_compiled |= is_compiled(callee.owner) or bool(find_compiled(module))
         self._latest[callee.component] = _Latest()
         stand = functools.partial(self._stand, callee, state)
-        put_door(callee, stand, self._callees[callee.component], innermost=True)
+        intercept(callee, stand, self._callees[callee.component], innermost=True)
         self._patches.defer(self._callees[callee.component].undo)
         self._places[callee.component] = (callee.owner, find_slot(callee))
 
@@ -222,7 +222,7 @@ class Guard:
     def _put_plan(self, plan: Plan) -> None:
         try:
             for entry in plan.components:
-                self._find_patient(entry).plan(adjustments_of(entry))
+                self._find_state(entry).plan(adjustments_of(entry))
         except ScalingError as error:
             raise PlanError(
                 f"The plan for {plan.source} does not fit the pipeline: {error.what}",
@@ -235,10 +235,10 @@ class Guard:
     def _take_loaded_plan(self, loaded_plan: LoadedPlan) -> None:
         for entry in loaded_plan.plan.components:
             off = loaded_plan.off[entry.component]
-            self._find_patient(entry).stand_under(adjustments_of(entry), off)
+            self._find_state(entry).stand_under(adjustments_of(entry), off)
         self._plan = loaded_plan.plan
 
-    def _take_over(self) -> None:
+    def _reuse(self) -> None:
         """Put on what an earlier guard of the same components found."""
         if self._repair_cache is None:
             return
@@ -246,19 +246,19 @@ class Guard:
             state = self._states.get(id(module))
             for applied in self._repair_cache.put_on(state) if state is not None else ():
                 path = f":{applied.path}" if applied.path else ""
-                self._taken_over.append(f"{name}{path}: {applied.action} ({applied.precision})")
+                self._reused.append(f"{name}{path}: {applied.action} ({applied.precision})")
 
-    def _find_patient(self, entry: ComponentPlan) -> ComponentState:
+    def _find_state(self, entry: ComponentPlan) -> ComponentState:
         return self._states[id(getattr(self.pipe, entry.component))]
 
     def updated_plan(self) -> Plan | None:
         """The plan with the repairs in it, sealed; None when there is no plan, or was no repair."""
         if self._plan is None or not any(x.is_repaired for x in self._states.values()):
             return None
-        entries = tuple(self._amend(entry) for entry in self._plan.components)
+        entries = tuple(self._update(entry) for entry in self._plan.components)
         return seal_plan(dataclasses.replace(self._plan, components=entries))
 
-    def _amend(self, entry: ComponentPlan) -> ComponentPlan:
+    def _update(self, entry: ComponentPlan) -> ComponentPlan:
         state = self._states.get(id(getattr(self.pipe, entry.component, None)))
         if state is None or not state.is_repaired:  # None: it was replaced under the guard
             return entry
@@ -293,7 +293,7 @@ class Guard:
             own_s=self.watch.own_s + (self._journal.own_s if self._journal else 0.0),
             maxima=self.watch.maxima,
             journal=self._journal.use if self._journal else None,
-            taken_over=tuple(self._taken_over),
+            reused=tuple(self._reused),
             uncertified=self.watch.uncertified,
             findings=tuple(self._findings),
         )
@@ -359,7 +359,7 @@ class Guard:
             origin = self._find_origin()
             repair = Repair(
                 component="pipeline",
-                site=origin.site,
+                module_path=origin.source,
                 kind="input",
                 step=None,
                 evidence=f"{origin.what} {what}",
@@ -378,7 +378,7 @@ class Guard:
                 self._findings.append(finding)
                 if ("pipeline", finding.kind) not in self._said:
                     self._said.add(("pipeline", finding.kind))
-                    self._announce(f"{finding.site}: {finding.evidence} {finding.remedy}")
+                    self._announce(f"{finding.module_path}: {finding.evidence} {finding.remedy}")
 
     def _find_origin(self) -> Origin:
         """Where values came from that are not finite, when no component made them."""
@@ -549,13 +549,15 @@ class Guard:
         fault, culprit = case.fault, case.culprit
         component = fault.callee.component
         said = f"{self.watch.name_fault(fault)} {culprit.describe(component)}"
-        site = name_site(component, "" if culprit.kind == "intermittent" else culprit.path)
+        module_path = join_module_path(
+            component, "" if culprit.kind == "intermittent" else culprit.path
+        )
         if culprit.kind == "input":
             origin = self._find_origin()
-            site, said = origin.site, f"{origin.what} {self._describe_caller(case)}"
+            module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
         repair = Repair(
             component=component,
-            site=site,
+            module_path=module_path,
             kind=culprit.kind,
             step=fault.step,
             evidence=said.strip(),

@@ -25,12 +25,12 @@ class Origin:
     """Where a fault began outside of the components.
 
     Attributes:
-        site: `scheduler`, `pipeline`, or the component that was reported before.
+        source: `scheduler`, `pipeline`, or the component that was reported before.
         what: one sentence or two.
         remedy: what to type.
     """
 
-    site: str
+    source: str
     what: str
     remedy: str
 
@@ -49,8 +49,10 @@ def find_origin(
     """
     for repair in repairs:
         if repair.action == "none":
-            site = repair.site if repair.kind == "input" else repair.component
-            return Origin(site, f"It came from {_PLACES.get(site, f'`{site}`')}, as reported.", "")
+            source = repair.module_path if repair.kind == "input" else repair.component
+            return Origin(
+                source, f"It came from {_PLACES.get(source, f'`{source}`')}, as reported.", ""
+            )
     for name, value in given.items():
         if spoilt := _describe(iterate_tensors(value)):
             what = f"The pipeline was called with {spoilt} in `{name}`."

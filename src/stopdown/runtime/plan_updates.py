@@ -1,8 +1,8 @@
 """Repairs and plans: a plan's entry as what is in force from the start, and repairs as its new entry.
 
-**Catches** exponents, islands and casts that a guard put on.
+**Catches** exponents, fp32 modules and casts that a guard put on.
 **Does not catch** ranges of the calls that the plan was measured on: a plan holds what was solved, not
-what was seen. An amended plan is watched like any other, and repaired again where that is needed.
+what was seen. An updated plan is watched like any other, and repaired again where that is needed.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def update_entry(
         elif one.action == "cast":
             found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
         else:
-            islands = tuple(dict.fromkeys((*found.scaling.islands, one.path)))
-            scaling = dataclasses.replace(found.scaling, islands=islands)
+            fp32_modules = tuple(dict.fromkeys((*found.scaling.fp32_modules, one.path)))
+            scaling = dataclasses.replace(found.scaling, fp32_modules=fp32_modules)
             found = dataclasses.replace(found, scaling=scaling, reasons=(*found.reasons, *notes))
     return found
 

@@ -1,7 +1,7 @@
 """What to try after a fault, in which order, and why: plain rules over plain facts, without a tensor.
 
 The order goes from what keeps most of the speed and precision to what keeps least: the same call again
-where nothing was wrong with it, exponents, an island, the component in a wider format. Nothing is
+where nothing was wrong with it, exponents, an fp32 module, the component in a wider format. Nothing is
 clamped, and nothing but the component at fault is touched.
 """
 
@@ -15,7 +15,7 @@ ON_FAULT: tuple[OnFault, ...] = ("repair", "raise", "warn")
 
 _BY_RANGE = ("range", "clamped", "unknown")
 _HOPELESS = ("weight", "input")
-_MOST_ISLANDS = 2  # each one that does not do costs a call
+_MOST_FP32_MODULES = 2  # each one that does not do costs a call
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Situation:
     Attributes:
         kind: as `Culprit.kind`.
         precision: of most of the component's weights.
-        around: modules around the fault that can be an island, innermost first.
+        around: modules around the fault that can be an fp32 module, innermost first.
         has_bf16: the device computes bf16 natively.
     """
 
@@ -40,13 +40,13 @@ class Remedy:
     """One thing to try.
 
     Attributes:
-        action: `replay`, `rescale`, `island` or `cast`.
+        action: `replay`, `rescale`, `fp32_module` or `cast`.
         precision: what the module or component runs in afterwards.
         reason: why this, here; one sentence.
-        path: of the island.
+        path: of the fp32 module.
     """
 
-    action: Literal["replay", "rescale", "island", "cast"]
+    action: Literal["replay", "rescale", "fp32-module", "cast"]
     precision: str
     reason: str
     path: str = ""
@@ -64,9 +64,9 @@ def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
         why = "The values do not fit into fp16; exponents bring them there, and the function stays."
         found.append(Remedy("rescale", "fp16", why))
     if situation.precision in ("fp16", "bf16"):
-        for path in situation.around[:_MOST_ISLANDS]:
+        for path in situation.around[:_MOST_FP32_MODULES]:
             why = f"The fault stays inside of {path}; it alone goes to fp32."
-            found.append(Remedy("island", "fp32", why, path))
+            found.append(Remedy("fp32-module", "fp32", why, path))
         found += _list_casts(situation)
     return tuple(found)
 

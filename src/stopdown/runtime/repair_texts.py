@@ -10,7 +10,7 @@ def describe_repair(repair: Repair) -> str:
     """A repair in whole sentences, for people."""
     done = {
         "rescaled": f"`{repair.component}` was rescaled",
-        "island": "One module was put in fp32",
+        "fp32-module": "One module was put in fp32",
         "bf16": f"`{repair.component}` was cast to bf16",
         "fp32": f"`{repair.component}` was cast to fp32",
         "replayed": "The call was run again",
@@ -22,5 +22,5 @@ def describe_repair(repair: Repair) -> str:
 
 def name_action(remedy: Remedy) -> str:
     """What a record calls a remedy that was put on."""
-    names = {"replay": "replayed", "rescale": "rescaled", "island": "island"}
+    names = {"replay": "replayed", "rescale": "rescaled", "fp32-module": "fp32-module"}
     return names.get(remedy.action, remedy.precision)

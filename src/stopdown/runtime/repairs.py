@@ -5,7 +5,7 @@ Exponents come from the ranges of the calls that failed, all of them together, m
 component as it was found: a plan's part is taken off for that. What these calls do not touch (an
 encoder, when decoding failed) keeps the plan's exponents.
 
-**Catches** faults of range in fp16 (exponents), of one module (an island), of a whole component.
+**Catches** faults of range in fp16 (exponents), of one module (an fp32 module), of a whole component.
 **Does not catch** values that the weights lost when they were cast to fp16 while loading.
 """
 
@@ -37,9 +37,9 @@ class Adjustment:
     """One repair as plain data.
 
     Attributes:
-        action: `rescaled`, `island` or `cast`.
+        action: `rescaled`, `fp32_module` or `cast`.
         precision: what the module or component runs in.
-        path: of the island.
+        path: of the fp32 module.
         scaling: the exponents.
     """
 
@@ -164,8 +164,8 @@ class ComponentState:
             return (
                 Adjustment("rescaled", "fp16", scaling=self._find_scaling(callee, args, kwargs)),
             )
-        if remedy.action == "island":
-            return (*self.applied, Adjustment("island", "fp32", remedy.path))
+        if remedy.action == "fp32-module":
+            return (*self.applied, Adjustment("fp32-module", "fp32", remedy.path))
         if remedy.action == "cast":
             return (Adjustment("cast", remedy.precision),)
         return self.applied
@@ -204,10 +204,10 @@ class ComponentState:
             torch.compiler.reset()
 
     def _put(self, repair: Adjustment) -> None:
-        if repair.action == "island":
+        if repair.action == "fp32-module":
             module = self.module.get_submodule(repair.path)
             around = read_precisions(self.module)[0]
-            self._patches.defer(cast_(module, around, Scaling(islands=("",))).undo)
+            self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         apply_precision(self.module, repair.precision, repair.scaling, self._patches)
         if repair.scaling is None:
@@ -275,7 +275,7 @@ def merge_scalings(
 
     kept = replace(before, exponents=keep(before.exponents), multiplies=keep(before.multiplies))
     tightest = min(found, kept if kept.exponents else found, key=read_headroom)
-    islands = tuple(filter(keeps, before.islands))
+    fp32_modules = tuple(filter(keeps, before.fp32_modules))
     known = before.kept_buffers is not None and found.kept_buffers is not None
     buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}
     limits = {x: y for x, y in before.limits.items() if x.partition(".")[0] not in methods}
@@ -285,8 +285,8 @@ def merge_scalings(
         exponents={**kept.exponents, **found.exponents},
         eps={**keep(before.eps), **found.eps},
         multiplies={**kept.multiplies, **found.multiplies},
-        islands=(*islands, *found.islands),
-        island_flops=min(1.0, found.island_flops + (before.island_flops if islands else 0.0)),
+        fp32_modules=(*fp32_modules, *found.fp32_modules),
+        fp32_flops=min(1.0, found.fp32_flops + (before.fp32_flops if fp32_modules else 0.0)),
         kept_buffers=tuple(sorted(buffers)) if known else None,
         headroom_bits=tightest.headroom_bits,
         tightest=tightest.tightest,

@@ -127,5 +127,5 @@ class ScriptGuard:
 
     def _look(self, name: str, output: Any) -> None:
         for number, frames in enumerate(collect_videos(output)):
-            site = f"{name}, call {len(self.runs)}, result {number + 1}"
-            self.findings += find_frame_findings(frames, site)
+            module_path = f"{name}, call {len(self.runs)}, result {number + 1}"
+            self.findings += find_frame_findings(frames, module_path)

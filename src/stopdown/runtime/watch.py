@@ -35,7 +35,7 @@ from stopdown.pipelines.call_interception import (
     Call,
     find_argument_names,
     find_module,
-    put_door,
+    intercept,
     put_layer,
 )
 from stopdown.pipelines.components import Callee, find_callees, read_precisions
@@ -188,7 +188,7 @@ class Watch:
                 notes = self._notes[id(owner)]
                 put_sensors(owner, notes, self._patches, maxima=self.wants_maxima)
         tally.notes = self._notes[id(owner)]
-        put_door(callee, functools.partial(self._around, callee), tally.patches)
+        intercept(callee, functools.partial(self._around, callee), tally.patches)
         self._patches.defer(tally.patches.undo)
 
     def summarize(self) -> tuple[CallSummary, ...]:

@@ -220,12 +220,12 @@ def _find_narrowest(
             found = find(module, mixed)
         except ScalingError:
             continue
-        if best is None or (found.island_flops, len(found.islands)) < (
-            best.island_flops,
-            len(best.islands),
+        if best is None or (found.fp32_flops, len(found.fp32_modules)) < (
+            best.fp32_flops,
+            len(best.fp32_modules),
         ):
             best = found
-        if not found.islands:
+        if not found.fp32_modules:
             return found
     return best if best is not None else find(module, mixes[0])
 
@@ -254,8 +254,8 @@ def _find_most(
 
 
 def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
-    few = len(found.islands) <= len(best.islands)
-    return few and found.island_flops <= best.island_flops
+    few = len(found.fp32_modules) <= len(best.fp32_modules)
+    return few and found.fp32_flops <= best.fp32_flops
 
 
 def _is_visible(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
@@ -322,7 +322,7 @@ def _widen(seen: Range) -> Range:
 
 
 def find_uncertain(
-    problem: Problem, exponent: Callable[[int], int], islands: Sequence[str]
+    problem: Problem, exponent: Callable[[int], int], fp32_modules: Sequence[str]
 ) -> tuple[int, tuple[str, ...]]:
     """How many fp16 values there are, and the places of those that rest on no bound.
 
@@ -331,7 +331,7 @@ def find_uncertain(
     """
     count, uncertain = 0, []
     for limit in problem.limits:
-        if limit.dtype != torch.float16 or set(limit.islands) & set(islands):
+        if limit.dtype != torch.float16 or set(limit.interiors) & set(fp32_modules):
             continue
         stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
         is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to

@@ -1,6 +1,6 @@
 """What each operation demands of the exponents of its inputs and outputs: one rule per operation.
 
-A rule gets a `Site` and states equations. Three kinds cover most of ATen: *homogeneous* (a factor
+A rule gets a `Operation` and states equations. Three kinds cover most of ATen: *homogeneous* (a factor
 on the inputs comes out unchanged), *product* (factors multiply), *pinned* (only the values
 themselves will do: exp, softmax, gelu, comparisons with a number). Norms, powers, attention and
 clamps have rules of their own. An operation without a rule is pinned and reported, never guessed.
@@ -52,7 +52,7 @@ class RuleContext(Protocol):
 
 
 @dataclass
-class Site:
+class Operation:
     """One operation at one place, for one block of its output."""
 
     node: Node
@@ -87,288 +87,288 @@ class Site:
             self.system.pin(self.out)
 
 
-Rule = Callable[[Site], None]
+Rule = Callable[[Operation], None]
 
 
-def keep_first(site: Site) -> None:
+def keep_first(op: Operation) -> None:
     """The result has the exponent of the first float input."""
-    floats = site.floats()
-    if is_float(site.node) and floats:
-        site.system.equate(site.out, site.of(floats[0]))
-    elif floats and _dtype(site.node) is not torch.bool:
-        site.pin()
+    floats = op.floats()
+    if is_float(op.node) and floats:
+        op.system.equate(op.out, op.of(floats[0]))
+    elif floats and _dtype(op.node) is not torch.bool:
+        op.pin()
 
 
-def parts(site: Site) -> None:
+def parts(op: Operation) -> None:
     """One result is like the first float input; of several, `pick` says so of each."""
-    if is_float(site.node):
-        keep_first(site)
+    if is_float(op.node):
+        keep_first(op)
 
 
-def keep_all(site: Site) -> None:
+def keep_all(op: Operation) -> None:
     """The result and every float input have one exponent."""
-    site.system.equate(site.out, *(site.of(x) for x in site.floats()))
+    op.system.equate(op.out, *(op.of(x) for x in op.floats()))
 
 
-def scatter(site: Site) -> None:
+def scatter(op: Operation) -> None:
     """As `keep_all`; a number that is written must be 0, and products want the values themselves."""
-    if site.given.get("reduce") not in (None, "add") or site.given.get("value"):
-        site.pin()
+    if op.given.get("reduce") not in (None, "add") or op.given.get("value"):
+        op.pin()
     else:
-        keep_all(site)
+        keep_all(op)
 
 
-def free(site: Site) -> None:
+def free(op: Operation) -> None:
     """Nothing is demanded: no float comes out, or only zeros."""
 
 
-def pinned_source(site: Site) -> None:
+def pinned_source(op: Operation) -> None:
     """A value made here from numbers: its own exponent is 0."""
-    if is_float(site.node):
-        site.system.pin(site.out)
+    if is_float(op.node):
+        op.system.pin(op.out)
 
 
 def product(*names: str) -> Rule:
     """The exponents of the named inputs add; a bias, written `+bias`, has that of the result."""
     names, biases = tuple(x for x in names if x[0] != "+"), [x[1:] for x in names if x[0] == "+"]
 
-    def rule(site: Site) -> None:
-        if not is_float(site.node):
+    def rule(op: Operation) -> None:
+        if not is_float(op.node):
             return
-        factors = [(site.of(site.given[name]), 1) for name in names]
-        site.system.relate((site.out, -1), *factors)
+        factors = [(op.of(op.given[name]), 1) for name in names]
+        op.system.relate((op.out, -1), *factors)
         for bias in biases:
-            if site.given.get(bias) is not None:
-                site.system.equate(site.out, site.of(site.given[bias]))
+            if op.given.get(bias) is not None:
+                op.system.equate(op.out, op.of(op.given[bias]))
 
     return rule
 
 
-def multiply_all(site: Site) -> None:
+def multiply_all(op: Operation) -> None:
     """The exponents of all inputs add (einsum)."""
-    site.system.relate((site.out, -1), *((site.of(x), 1) for x in site.given["tensors"]))
+    op.system.relate((op.out, -1), *((op.of(x), 1) for x in op.given["tensors"]))
 
 
-def quotient(site: Site) -> None:
+def quotient(op: Operation) -> None:
     """The exponents subtract; a rounding mode wants the values themselves."""
-    if site.given.get("rounding_mode") is not None:
-        return site.pin()
-    terms = (site.of(site.given["self"]), 1), (site.of(site.given["other"]), -1)
-    return site.system.relate((site.out, -1), *terms)
+    if op.given.get("rounding_mode") is not None:
+        return op.pin()
+    terms = (op.of(op.given["self"]), 1), (op.of(op.given["other"]), -1)
+    return op.system.relate((op.out, -1), *terms)
 
 
-def add(site: Site) -> None:
+def add(op: Operation) -> None:
     """Sums have one exponent; a number is an eps that scales along, or pins the sum."""
-    first, other = site.given["self"], site.given["other"]
-    if not is_float(site.node):
+    first, other = op.given["self"], op.given["other"]
+    if not is_float(op.node):
         return
     if isinstance(other, Node) and isinstance(first, Node):
-        site.system.equate(site.out, site.of(first), site.of(other))
+        op.system.equate(op.out, op.of(first), op.of(other))
     elif other == 0:
-        site.system.equate(site.out, site.of(first))
+        op.system.equate(op.out, op.of(first))
     else:
-        _add_number(site, first, other)
+        _add_number(op, first, other)
 
 
-def _add_number(site: Site, first: Any, number: Any) -> None:
-    eps = site.around.eps_unknown(site.node, number) if isinstance(number, float) else None
+def _add_number(op: Operation, first: Any, number: Any) -> None:
+    eps = op.around.eps_unknown(op.node, number) if isinstance(number, float) else None
     if eps is None:
-        site.pin()
+        op.pin()
     else:
-        site.system.equate(site.out, site.of(first), eps)
+        op.system.equate(op.out, op.of(first), eps)
 
 
-def subtract_from(site: Site) -> None:
+def subtract_from(op: Operation) -> None:
     """`number - x`: pinned but for 0."""
-    if site.given["other"] == 0:
-        site.system.equate(site.out, site.of(site.given["self"]))
+    if op.given["other"] == 0:
+        op.system.equate(op.out, op.of(op.given["self"]))
     else:
-        site.pin()
+        op.pin()
 
 
-def power(site: Site) -> None:
+def power(op: Operation) -> None:
     """`x ** n` has n times the exponent; halves ask for an even one."""
-    exponent = site.given.get("exponent")
+    exponent = op.given.get("exponent")
     if not isinstance(exponent, (int, float)) or exponent * 2 != int(exponent * 2):
-        return site.pin()
+        return op.pin()
     if exponent < 0:
-        site.around.keep_from_zero(site.given["self"])
-    terms = (site.of(site.given["self"]), int(exponent * 2)), (site.out, -2)
-    return site.system.relate(*terms)
+        op.around.keep_from_zero(op.given["self"])
+    terms = (op.of(op.given["self"]), int(exponent * 2)), (op.out, -2)
+    return op.system.relate(*terms)
 
 
 def fixed_power(halves: str) -> Rule:
     """`x ** (halves / 2)`: rsqrt, sqrt, reciprocal, square."""
     twice = int(halves)
 
-    def rule(site: Site) -> None:
+    def rule(op: Operation) -> None:
         if twice < 0:
-            site.around.keep_from_zero(site.given["self"])
-        site.system.relate((site.of(site.given["self"]), twice), (site.out, -2))
+            op.around.keep_from_zero(op.given["self"])
+        op.system.relate((op.of(op.given["self"]), twice), (op.out, -2))
 
     return rule
 
 
-def norm(site: Site) -> None:
+def norm(op: Operation) -> None:
     """Layer, group and RMS norm: the input is free when eps scales along by its square."""
-    source = site.of(site.given["input"])
-    eps = site.around.eps_unknown(site.node, site.given.get("eps"))
+    source = op.of(op.given["input"])
+    eps = op.around.eps_unknown(op.node, op.given.get("eps"))
     if eps is None:
-        site.system.pin(source)
+        op.system.pin(source)
     else:
-        site.system.relate((eps, -1), (source, 2))
-    _affine(site)
+        op.system.relate((eps, -1), (source, 2))
+    _affine(op)
 
 
-def batch_norm(site: Site) -> None:
+def batch_norm(op: Operation) -> None:
     """Norm by stored statistics, which scale with the input."""
-    if site.given.get("training") or site.given.get("running_mean") is None:
-        return norm(site)
-    norm(site)
-    source = site.of(site.given["input"])
-    site.system.equate(source, site.of(site.given["running_mean"]))
-    return site.system.relate((site.of(site.given["running_var"]), -1), (source, 2))
+    if op.given.get("training") or op.given.get("running_mean") is None:
+        return norm(op)
+    norm(op)
+    source = op.of(op.given["input"])
+    op.system.equate(source, op.of(op.given["running_mean"]))
+    return op.system.relate((op.of(op.given["running_var"]), -1), (source, 2))
 
 
-def _affine(site: Site) -> None:
-    weight, bias = site.given.get("weight"), site.given.get("bias")
-    site.system.equate(site.out, ZERO if weight is None else site.of(weight))
+def _affine(op: Operation) -> None:
+    weight, bias = op.given.get("weight"), op.given.get("bias")
+    op.system.equate(op.out, ZERO if weight is None else op.of(weight))
     if bias is not None:
-        site.system.equate(site.out, site.of(bias))
+        op.system.equate(op.out, op.of(bias))
 
 
-def attention(site: Site) -> None:
+def attention(op: Operation) -> None:
     """Scores want the values themselves, so query and key cancel; the result is like the values."""
-    query, key, value = (site.of(site.given[name]) for name in ("query", "key", "value"))
-    site.system.relate((query, 1), (key, 1))
-    site.system.equate(site.out, value)
-    if is_float(site.given.get("attn_mask")):
-        site.system.pin(site.of(site.given["attn_mask"]))
+    query, key, value = (op.of(op.given[name]) for name in ("query", "key", "value"))
+    op.system.relate((query, 1), (key, 1))
+    op.system.equate(op.out, value)
+    if is_float(op.given.get("attn_mask")):
+        op.system.pin(op.of(op.given["attn_mask"]))
 
 
-def cast(site: Site) -> None:
+def cast(op: Operation) -> None:
     """Between floats nothing changes; to and from whole numbers the values themselves count."""
-    source = site.given["self"]
-    if is_float(site.node) and is_float(source):
-        site.system.equate(site.out, site.of(source))
-    elif _dtype(site.node) is not torch.bool:
-        site.pin()
+    source = op.given["self"]
+    if is_float(op.node) and is_float(source):
+        op.system.equate(op.out, op.of(source))
+    elif _dtype(op.node) is not torch.bool:
+        op.pin()
 
 
-def choose(site: Site) -> None:
+def choose(op: Operation) -> None:
     """`where` and `masked_fill`: all parts alike; a number must be 0 or infinite."""
     names = ("self", "other", "value", "src", "source")
-    numbers = [site.given[x] for x in names if isinstance(site.given.get(x), (int, float))]
-    parts = site.tensors(*(x for x in names if is_float(site.given.get(x))))
+    numbers = [op.given[x] for x in names if isinstance(op.given.get(x), (int, float))]
+    parts = op.tensors(*(x for x in names if is_float(op.given.get(x))))
     if all(number == 0 or math.isinf(number) for number in numbers):
-        site.system.equate(site.out, *parts) if is_float(site.node) else None
+        op.system.equate(op.out, *parts) if is_float(op.node) else None
     else:
-        site.pin()
+        op.pin()
 
 
-def compare(site: Site) -> None:
+def compare(op: Operation) -> None:
     """Both sides alike; with 0 only the sign counts; another number wants the values themselves."""
-    other = site.given.get("other")
+    other = op.given.get("other")
     if isinstance(other, Node):
-        site.system.equate(*(site.of(x) for x in (site.given["self"], other)))
+        op.system.equate(*(op.of(x) for x in (op.given["self"], other)))
     elif other != 0:
-        site.pin()
+        op.pin()
 
 
-def clamp(site: Site) -> None:
+def clamp(op: Operation) -> None:
     """A clamp at the end of fp16's range must not bite; at 0 it keeps signs; else it is pinned."""
-    bounds = [site.given.get(name) for name in ("min", "max")]
-    source = site.given["self"]
-    if is_range_clamp(site.node):
-        site.pin() if site.around.keeps_clamp(site.node) else _equate_with(site, source)
+    bounds = [op.given.get(name) for name in ("min", "max")]
+    source = op.given["self"]
+    if is_range_clamp(op.node):
+        op.pin() if op.around.keeps_clamp(op.node) else _equate_with(op, source)
     elif all(bound is None or (not isinstance(bound, Node) and bound == 0) for bound in bounds):
-        _equate_with(site, source)
+        _equate_with(op, source)
     elif bounds[1] is None and isinstance(bounds[0], float):
-        _clamp_below(site, source, bounds[0])
+        _clamp_below(op, source, bounds[0])
     else:
-        site.pin()
+        op.pin()
 
 
-def _clamp_below(site: Site, source: Node, bound: float) -> None:
+def _clamp_below(op: Operation, source: Node, bound: float) -> None:
     """`max(norm, eps)` of a norm that stays above eps before and after is no clamp at all."""
-    if 0 < bound < site.around.least(source):
-        _equate_with(site, source)
-        site.around.bound_below(source, bound)
+    if 0 < bound < op.around.least(source):
+        _equate_with(op, source)
+        op.around.bound_below(source, bound)
     else:
-        site.pin()
+        op.pin()
 
 
-def _equate_with(site: Site, source: Node) -> None:
-    site.system.equate(site.out, site.of(source))
+def _equate_with(op: Operation, source: Node) -> None:
+    op.system.equate(op.out, op.of(source))
 
 
-def pad(site: Site) -> None:
+def pad(op: Operation) -> None:
     """Padding with zeros or with the value's own edge keeps the exponent."""
-    own_edge = site.given.get("mode", "constant") != "constant"
-    if own_edge or not site.given.get("value"):
-        _equate_with(site, site.given["self"])
+    own_edge = op.given.get("mode", "constant") != "constant"
+    if own_edge or not op.given.get("value"):
+        _equate_with(op, op.given["self"])
     else:
-        site.pin()
+        op.pin()
 
 
-def pad_all(site: Site) -> None:
+def pad_all(op: Operation) -> None:
     """Sequences padded with zeros to one length: all alike."""
-    if site.given.get("padding_value"):
-        site.pin()
+    if op.given.get("padding_value"):
+        op.pin()
     else:
-        keep_all(site)
+        keep_all(op)
 
 
-def fill(site: Site) -> None:
+def fill(op: Operation) -> None:
     """Zero has every exponent, another number only 0."""
-    value = site.given.get("value", site.given.get("fill_value"))
-    if is_float(site.node) and (isinstance(value, Node) or value != 0):
-        site.system.pin(site.out)
+    value = op.given.get("value", op.given.get("fill_value"))
+    if is_float(op.node) and (isinstance(value, Node) or value != 0):
+        op.system.pin(op.out)
 
 
-def interpolate_linearly(site: Site) -> None:
+def interpolate_linearly(op: Operation) -> None:
     """`lerp`: both ends alike, the weight at 0."""
-    ends = site.tensors("self", "end")
-    site.system.equate(site.out, *ends)
-    site.system.pin(site.of(site.given["weight"]))
+    ends = op.tensors("self", "end")
+    op.system.equate(op.out, *ends)
+    op.system.pin(op.of(op.given["weight"]))
 
 
-def pick(site: Site) -> None:
+def pick(op: Operation) -> None:
     """One part of an operation with several results."""
-    parent = site.node.args[0]
+    parent = op.node.args[0]
     assert isinstance(parent, Node)
     sources = [x for x in parent.all_input_nodes if is_float(x)]
-    if not is_float(site.node):
+    if not is_float(op.node):
         return
     if is_split(parent) or is_kind(parent, "order"):
-        site.system.equate(site.out, *(site.of(x) for x in sources))
-    elif is_kind(parent, "variance_mean") and site.node.args[1] == 0:
-        site.system.relate((site.out, -1), (site.of(sources[0]), 2))
+        op.system.equate(op.out, *(op.of(x) for x in sources))
+    elif is_kind(parent, "variance_mean") and op.node.args[1] == 0:
+        op.system.relate((op.out, -1), (op.of(sources[0]), 2))
     elif is_kind(parent, "variance_mean", "deviation_mean") or (
-        is_kind(parent, "factors") and site.node.args[1] == 1
+        is_kind(parent, "factors") and op.node.args[1] == 1
     ):
-        site.system.equate(site.out, site.of(sources[0]))
+        op.system.equate(op.out, op.of(sources[0]))
     elif is_kind(parent, "factors"):
-        site.system.pin(site.out)  # orthonormal columns, whatever the length of the input's
+        op.system.pin(op.out)  # orthonormal columns, whatever the length of the input's
     else:
-        site.system.pin(site.out, *(site.of(x) for x in sources))
+        op.system.pin(op.out, *(op.of(x) for x in sources))
 
 
-def polar(site: Site) -> None:
+def polar(op: Operation) -> None:
     """Magnitudes keep their exponent; angles are taken by their values."""
-    site.system.equate(site.out, site.of(site.given["abs"]))
-    site.system.pin(site.of(site.given["angle"]))
+    op.system.equate(op.out, op.of(op.given["abs"]))
+    op.system.pin(op.of(op.given["angle"]))
 
 
-def pin(site: Site) -> None:
+def pin(op: Operation) -> None:
     """Only the values themselves will do."""
-    site.pin()
+    op.pin()
 
 
-def extremum(site: Site) -> None:
+def extremum(op: Operation) -> None:
     """`max(x)` is like x; `max(x, other)` wants both alike."""
-    if is_float(site.node):
-        keep_all(site)
+    if is_float(op.node):
+        keep_all(op)
 
 
 def _dtype(node: Node) -> torch.dtype | None:
@@ -439,11 +439,11 @@ def _tells_no_value(target: Any) -> bool:
     return bool(returns) and is_number and torch.Tag.data_dependent_output not in target.tags
 
 
-def state_equations(site: Site) -> bool:
+def state_equations(op: Operation) -> bool:
     """Put an operation's demands into the system; False when it has no rule and was pinned."""
-    rule, in_place = find_rule(site.node)
-    (rule or pin)(site)
-    changed = site.node.args[0] if in_place and site.node.args else None
-    if is_float(changed) and is_float(site.node):
-        site.system.equate(site.out, site.of(changed))
+    rule, in_place = find_rule(op.node)
+    (rule or pin)(op)
+    changed = op.node.args[0] if in_place and op.node.args else None
+    if is_float(changed) and is_float(op.node):
+        op.system.equate(op.out, op.of(changed))
     return rule is not None

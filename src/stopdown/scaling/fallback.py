@@ -154,12 +154,12 @@ def _describe(
     return Scaling(
         headroom_bits=headroom_bits(seen.matrices[tightest].amax, dtype),
         tightest=tightest,
-        island_flops=share,
+        fp32_flops=share,
         kept_buffers=tuple(sorted(kept)),
         stream=ResidualStream(
-            widened=tuple(sorted(narrow)),
-            narrowed=tuple(sorted(narrow)),
-            norms=("", *_find_wide(module, narrow)),
+            cast_output_up=tuple(sorted(narrow)),
+            cast_input_down=tuple(sorted(narrow)),
+            cast_input_up=("", *_find_wide(module, narrow)),
             kept=tuple(sorted(wide)),
             returns=all(_fits(_reach(x), dtype) for x in outputs),
         ),
@@ -197,5 +197,5 @@ def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> 
 def _give_up(failure: Failure, why: str) -> Failure:
     what = failure.what.rstrip(".")
     return type(failure)(
-        f"{what}. Islands found by hooks do not do either: {why}.", remedy=failure.remedy
+        f"{what}. Fp32 modules found by hooks do not do either: {why}.", remedy=failure.remedy
     )

@@ -47,9 +47,9 @@ class Rescaling:
         return self.scaling.multiplies
 
     @property
-    def islands(self) -> tuple[str, ...]:
+    def fp32_modules(self) -> tuple[str, ...]:
         """Paths of the modules that `cast_` keeps in fp32."""
-        return self.scaling.islands
+        return self.scaling.fp32_modules
 
     @property
     def headroom_bits(self) -> float:
@@ -70,7 +70,7 @@ class Rescaling:
     def residual(self) -> str:
         """`fp32` when `cast_` keeps the residual stream in fp32, else `native`."""
         stream = self.scaling.stream
-        return "native" if stream is None or stream.closed else "fp32"
+        return "native" if stream is None or stream.cast_output_down else "fp32"
 
     @property
     def trial(self) -> Trial | None:
@@ -88,7 +88,7 @@ class Rescaling:
     def __repr__(self) -> str:
         return (
             f"Rescaling({len(self.exponents)} folds, {len(self.multiplies)} multiplies, "
-            f"{len(self.islands)} islands, {self.headroom_bits:.1f} bits of headroom, "
+            f"{len(self.fp32_modules)} fp32 modules, {self.headroom_bits:.1f} bits of headroom, "
             f"{describe_trial(self.trial)})"
         )
 
@@ -147,12 +147,12 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         if bare not in named or not _has_rows(named[bare], rows):
             yield f"it has no floating {name}"
         else:
-            is_wide = bare in kept or _is_in(bare, scaling.islands)
+            is_wide = bare in kept or _is_in(bare, scaling.fp32_modules)
             yield from _list_misfit(
                 name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
             )
     parts = {name for name, _ in module.named_modules()}
-    for path in (*scaling.multiplies, *scaling.islands):
+    for path in (*scaling.multiplies, *scaling.fp32_modules):
         if path not in parts:
             yield f"it has no module {path}"
     for place in scaling.eps:
@@ -201,7 +201,7 @@ def check_casts(rescaling: Rescaling) -> None:
 
 def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
     """What a scaling has that a plain cast breaks."""
-    if count := len(scaling.islands):
+    if count := len(scaling.fp32_modules):
         yield f"{count} fp32 layer{'s' * (count != 1)}"
     if scaling.stream is not None:
         yield "an fp32 residual stream"
@@ -219,7 +219,7 @@ def cast_(
     *,
     keep: bool = True,
 ) -> Patches:
-    """Cast a module in place, keeping the islands of a rescaling in fp32 between cast hooks.
+    """Cast a module in place, keeping the fp32 modules of a rescaling in fp32 between cast hooks.
 
     A rescaling with an fp32 residual stream gets the casts of its stream as well.
     Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so. So a
@@ -258,19 +258,19 @@ def cast_(
 def _cast_parts(
     module: torch.nn.Module, dtype: torch.dtype, given: Scaling, patches: Patches, *, keep: bool
 ) -> None:
-    islands, named, stream = given.islands, given.kept_buffers, given.stream
+    fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
     wide = frozenset() if stream is None else frozenset(stream.kept)
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
-            wanted = torch.float32 if name in wide or _is_in(name, islands) else dtype
+            wanted = torch.float32 if name in wide or _is_in(name, fp32_modules) else dtype
             _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
     if stream is not None:
         wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
-        put_stream(module, _leave_out(stream, islands), dtype, patches, wide_outputs)
-    for path in islands:
-        writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.widened)
-        _hook_island(_find_module(module, path), dtype, patches, returns=not writes)
+        put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
+    for path in fp32_modules:
+        writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.cast_output_up)
+        _hook_fp32_module(_find_module(module, path), dtype, patches, returns=not writes)
 
 
 def put_stream(
@@ -291,19 +291,19 @@ def put_stream(
     Raises:
         ScalingError: a path of the stream is not in the module.
     """
-    for path in stream.widened:
+    for path in stream.cast_output_up:
         hook = partial(_cast_output, dtype, torch.float32)
         handle = _find_module(module, path).register_forward_hook(hook, prepend=True)
         patches.defer(handle.remove)
-    for path in stream.narrowed:
+    for path in stream.cast_input_down:
         _hook_inputs(_find_module(module, path), torch.float32, dtype, patches)
-    for path in stream.norms:
+    for path in stream.cast_input_up:
         _hook_inputs(_find_module(module, path), dtype, torch.float32, patches)
-    for path in stream.closed:
+    for path in stream.cast_output_down:
         if path:
             hook = partial(_cast_output, torch.float32, dtype)
             patches.defer(_find_module(module, path).register_forward_hook(hook).remove)
-    if stream.returns or "" in stream.closed:
+    if stream.returns or "" in stream.cast_output_down:
         hook = partial(_narrow_outputs, wide_outputs, dtype)
         patches.defer(module.register_forward_hook(hook).remove)
 
@@ -322,10 +322,10 @@ def _narrow_outputs(
     return pytree.tree_map_only(torch.Tensor, narrow, output)
 
 
-def _leave_out(stream: ResidualStream, islands: tuple[str, ...]) -> ResidualStream:
-    """A stream whose casts to the narrow dtype stay out of islands, where weights are fp32."""
-    outside = tuple(path for path in stream.narrowed if not _is_in(f"{path}.", islands))
-    return replace(stream, narrowed=outside)
+def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
+    """A stream whose casts to the narrow dtype stay out of fp32 modules, where weights are fp32."""
+    outside = tuple(path for path in stream.cast_input_down if not _is_in(f"{path}.", fp32_modules))
+    return replace(stream, cast_input_down=outside)
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -389,10 +389,10 @@ def _widen_outputs(
     return pytree.tree_map_only(torch.Tensor, lambda x: wide.get(id(x), x), output)
 
 
-def _hook_island(
+def _hook_fp32_module(
     module: torch.nn.Module, dtype: torch.dtype, patches: Patches, *, returns: bool
 ) -> None:
-    """Casts to fp32 before an island, and back behind it unless it writes an fp32 stream."""
+    """Casts to fp32 before an fp32 module, and back behind it unless it writes an fp32 stream."""
     _hook_inputs(module, dtype, torch.float32, patches)
     if returns:
         after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))
@@ -435,5 +435,5 @@ def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
         ) from error
 
 
-def _is_in(name: str, islands: tuple[str, ...]) -> bool:
-    return any(not path or name.startswith(f"{path}.") for path in islands)
+def _is_in(name: str, fp32_modules: tuple[str, ...]) -> bool:
+    return any(not path or name.startswith(f"{path}.") for path in fp32_modules)

@@ -30,7 +30,7 @@ from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
 from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import NEAR_FP16_END
-from stopdown.scaling.exponent_rules import Site, state_equations
+from stopdown.scaling.exponent_rules import Operation, state_equations
 from stopdown.scaling.linear_system import ZERO, System
 
 SMALLEST_BITS = -22.0
@@ -56,7 +56,7 @@ class Limit:
         dtype: what it is held in.
         place: `component:dotted.path (operation)`, or a parameter's name.
         weight: 0 for a value; for a parameter how much its fold should be avoided.
-        islands: modules inside which it stays, outermost first: in fp32 there, it has no limit.
+        interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
     """
 
     unknown: int
@@ -64,7 +64,7 @@ class Limit:
     dtype: torch.dtype
     place: str
     weight: float = 0.0
-    islands: tuple[str, ...] = ()
+    interiors: tuple[str, ...] = ()
 
 
 @dataclass
@@ -249,8 +249,8 @@ class _Stater:
         least = self.least(node)
         if node.meta["val"].dtype == torch.float16 and least > 0:
             room = SMALLEST_BITS - log2_of(least)
-            islands = find_interiors(node)
-            self.problem.floors.append((self.unknown(node, None, node), room, islands))
+            interiors = find_interiors(node)
+            self.problem.floors.append((self.unknown(node, None, node), room, interiors))
 
     def _key(self, node: Node, block: int) -> Hashable:
         name = self.call.capture.parameters.get(node.name)
@@ -303,7 +303,7 @@ class _Stater:
             return self._state_part(node)
         split = self.call.blocks.get(node)
         for block in range(len(split)) if split else (None,):
-            if not state_equations(Site(node, block, self)):
+            if not state_equations(Operation(node, block, self)):
                 place = f"{self.call.capture.component}:{module_path(node)}"
                 self.problem.pinned.setdefault(operation(node) or str(node.target), []).append(
                     place
@@ -330,21 +330,21 @@ class _Stater:
             parts = self.call.ranges.get(node.name, ())
             if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
                 continue
-            islands = find_interiors(node)
+            interiors = find_interiors(node)
             for block, part in enumerate(parts):
                 split = block if node in self.call.blocks else None
-                self._state_limit(node, split, part, islands)
+                self._state_limit(node, split, part, interiors)
 
     def _state_limit(
-        self, node: Node, block: int | None, part: Range, islands: tuple[str, ...]
+        self, node: Node, block: int | None, part: Range, interiors: tuple[str, ...]
     ) -> None:
         place, dtype = self._place(node), node.meta["val"].dtype
         unknown = self.unknown(node, block, node)
-        weight, within = self._fold_weight(node), islands
+        weight, within = self._fold_weight(node), interiors
         outer = self.system.keys.get(("outer", self.index, node.name))
         if outer is not None:
-            self.problem.limits.append(Limit(outer, part, dtype, place, 0.0, islands))
-            within = (*islands, self.exits[node])
+            self.problem.limits.append(Limit(outer, part, dtype, place, 0.0, interiors))
+            within = (*interiors, self.exits[node])
         self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within))
 
     def _is_parameter(self, node: Node) -> bool:

@@ -36,7 +36,7 @@ from stopdown.scaling.residual import (
     demand_agreement,
     find_stream,
     measure_wide_flops,
-    open_islands,
+    open_fp32_modules,
     with_stream,
 )
 from stopdown.scaling.solver import HARD_TOPS_BITS, Solution, explain_failure, solve_problem
@@ -223,7 +223,9 @@ def _scale_streamed(
 ) -> Scaling:
     found = _measure_kinds(module, kinds, dtype, stream)
     scaling = _scale_measured(module, found, stream, ranges)
-    opened = open_islands(module, stream, scaling.islands, [x.measured.capture for x in found])
+    opened = open_fp32_modules(
+        module, stream, scaling.fp32_modules, [x.measured.capture for x in found]
+    )
     if opened is None:
         return scaling
     try:
@@ -234,8 +236,8 @@ def _scale_streamed(
     except (CaptureError, ScalingError):
         return scaling
     before, after = (max(measure_wide_flops(x.measured.capture) for x in y) for y in (found, again))
-    share = inside.island_flops + max(after - before, 0.0)
-    return replace(inside, island_flops=share) if share < scaling.island_flops else scaling
+    share = inside.fp32_flops + max(after - before, 0.0)
+    return replace(inside, fp32_flops=share) if share < scaling.fp32_flops else scaling
 
 
 def _scale_measured(
@@ -374,8 +376,8 @@ def _find_cheapest(
         state_problem,
         module,
         calls,
-        widened=frozenset((*stream.widened, *stream.closed)),
-        closed=frozenset(stream.closed),
+        widened=frozenset((*stream.cast_output_up, *stream.cast_output_down)),
+        closed=frozenset(stream.cast_output_down),
         wide_outputs=find_wide_outputs(calls),
     )
     plain, wider = state(), cache(partial(state, multiplies=True))
@@ -383,7 +385,7 @@ def _find_cheapest(
         if found := _solve_cheaply(module, plain, wider, bits):
             return _describe(*found)
     for bits in HARD_TOPS_BITS:
-        if solution := solve_problem(wider(), hard_top_bits=bits, islands=True):
+        if solution := solve_problem(wider(), hard_top_bits=bits, fp32_modules=True):
             return _describe(wider(), solution)
     raise explain_failure(wider())
 
@@ -408,7 +410,7 @@ def find_folds(
     if not free:
         problem.system.pin(*places.values())
     for bits in HARD_TOPS_BITS:
-        if solution := solve_problem(problem, hard_top_bits=bits, islands=False):
+        if solution := solve_problem(problem, hard_top_bits=bits, fp32_modules=False):
             return _describe(problem, solution)
     return None
 
@@ -417,11 +419,11 @@ def _solve_cheaply(
     module: torch.nn.Module, plain: Problem, wider: Callable[[], Problem], bits: float
 ) -> tuple[Problem, Solution] | None:
     """Exponents by folding alone when they are cheap, else with multiplies when that is cheaper."""
-    best = solve_problem(plain, hard_top_bits=bits, islands=False)
+    best = solve_problem(plain, hard_top_bits=bits, fp32_modules=False)
     if best is not None and best.cost < _CHEAP:
         return plain, best
     searched = _choose_multiplies(module, wider(), bits)
-    other = solve_problem(searched, hard_top_bits=bits, islands=False)
+    other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
     if other is not None and (best is None or other.cost < best.cost):
         return searched, other
     return (plain, best) if best is not None else None
@@ -432,7 +434,7 @@ def _choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> 
     if len(wider.multiplies) <= _FEW:
         return wider
     merged = merge_alike(wider, name_likenesses(module))
-    found = solve_problem(merged, hard_top_bits=bits, islands=False)
+    found = solve_problem(merged, hard_top_bits=bits, fp32_modules=False)
     return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
 
 
@@ -444,12 +446,12 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     headroom, tightest = _find_tightest(problem, solution)
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
-    values, uncertain = find_uncertain(problem, at, solution.islands)
+    values, uncertain = find_uncertain(problem, at, solution.fp32_modules)
     return Scaling(
         exponents=_without_zeros(folds),
         eps=_without_zeros(eps),
         multiplies=_without_zeros(multiplies),
-        islands=solution.islands,
+        fp32_modules=solution.fp32_modules,
         headroom_bits=headroom,
         tightest=tightest,
         certified=bool(values) and not uncertain,
@@ -457,7 +459,7 @@ def _describe(problem: Problem, solution: Solution) -> Scaling:
         bounded=values - len(uncertain),
         uncertain=uncertain,
         pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
-        island_flops=sum(problem.flops.get(path, 0.0) for path in solution.islands),
+        fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
     )
@@ -479,7 +481,7 @@ def _find_tightest(problem: Problem, solution: Solution) -> tuple[float | None, 
     rooms = [
         (headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place)
         for x in problem.limits
-        if x.dtype == torch.float16 and not set(x.islands) & set(solution.islands)
+        if x.dtype == torch.float16 and not set(x.interiors) & set(solution.fp32_modules)
     ]
     return min(rooms, default=(None, ""))
 

@@ -8,7 +8,7 @@ embedding, which stay in fp32 as a whole. Writers are found in the captured grap
 that reach a sum of two values or a norm. What functional attention reads (query, key, value, their
 norms and rotations, a position bias) stays in fp16, because its operands must agree.
 
-An island can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
+An fp32 module can be such a stream of its own: its linears and convolutions in 16 bits, all else in it
 in fp32, and a cast back where it ends.
 
 **Catches** writers behind views, gates, splits and concatenations, whatever the classes are called.
@@ -78,33 +78,33 @@ def find_stream(
     embedding = _find_embedding(module, readers) if rows else set()
     wide |= {x for x in name_parameters(module) if x.rpartition(".")[0] in embedding}
     return ResidualStream(
-        widened=tuple(sorted(writers - embedding)),
-        narrowed=tuple(sorted(matrices - embedding)),
-        norms=tuple(sorted(norms | embedding)),
+        cast_output_up=tuple(sorted(writers - embedding)),
+        cast_input_down=tuple(sorted(matrices - embedding)),
+        cast_input_up=tuple(sorted(norms | embedding)),
         kept=tuple(sorted(wide)),
         returns=_list_output_dtypes(captures[0]) <= {captures[0].dtype},
     )
 
 
-def open_islands(
+def open_fp32_modules(
     module: torch.nn.Module,
     stream: ResidualStream | None,
-    islands: Sequence[str],
+    fp32_modules: Sequence[str],
     captures: Sequence[Capture],
 ) -> ResidualStream | None:
-    """The casts under which the products inside islands are done in 16 bits, all else in fp32.
+    """The casts under which the products inside fp32 modules are done in 16 bits, all else in fp32.
 
     What the linears and convolutions inside them return is widened, and multiplied there if it must
     be: a sum with a table that nothing scales is fp32, and the products beside it are not. None when no
-    island has such modules inside.
+    fp32 module has such modules inside.
 
     Args:
         stream: that the module has in any case.
         captures: its calls, in the dtype that its matrices are to have.
     """
     matrices = {path for capture in captures for path in _Reader(capture).matrices}
-    inner = {p for p in matrices if any(p != x and is_inside(p, x) for x in islands)}
-    opened = [x for x in islands if any(is_inside(p, x) for p in inner)]
+    inner = {p for p in matrices if any(p != x and is_inside(p, x) for x in fp32_modules)}
+    opened = [x for x in fp32_modules if any(is_inside(p, x) for p in inner)]
     if not opened:
         return None
     kept = {
@@ -117,11 +117,11 @@ def open_islands(
     known = stream or ResidualStream((), (), returns=False)
     return replace(
         known,
-        widened=tuple(sorted({*known.widened, *inner})),
-        narrowed=tuple(sorted({*known.narrowed, *inner})),
-        norms=tuple(sorted({*known.norms, *opened})),
+        cast_output_up=tuple(sorted({*known.cast_output_up, *inner})),
+        cast_input_down=tuple(sorted({*known.cast_input_down, *inner})),
+        cast_input_up=tuple(sorted({*known.cast_input_up, *opened})),
         kept=tuple(sorted({*known.kept, *kept})),
-        closed=tuple(opened) if stream is None else (),
+        cast_output_down=tuple(opened) if stream is None else (),
     )
 
 

@@ -3,7 +3,7 @@
 Hard limits keep every 16-bit value finite. Prices do the rest: a fold costs a little for each bit,
 more beyond 3 and much beyond 6 bits, so that a large exponent spreads over all parameters that can
 share it; a typical size below 2^-11, where fp16 begins to lose bits, costs more than any fold, for
-weights and values alike. Explicit multiplies are tried when folding alone does not do, islands
+weights and values alike. Explicit multiplies are tried when folding alone does not do, fp32 modules
 in fp32 when multiplies do not either, priced by their share of the FLOPs.
 """
 
@@ -38,10 +38,10 @@ SOFT_TOP_BITS = 4.0
 HARD_TOPS_BITS = (1.0, 0.01)
 """Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
 
-LONGEST_S = {"folds": 10.0, "islands": 60.0}
+LONGEST_S = {"folds": 10.0, "fp32_modules": 60.0}
 """Seconds after which the best exponents found so far are taken."""
 
-MOST_NODES = {"folds": 100, "islands": 100_000}
+MOST_NODES = {"folds": 100, "fp32_modules": 100_000}
 """Branches after which the best exponents found so far are taken. A count ends a search at the same
 place on every machine, which seconds do not."""
 
@@ -60,8 +60,8 @@ class Prices:
     low: float = 4.0
     lowest: float = 20.0
     multiply: float = 60.0
-    island: float = 500.0
-    island_flops: float = 5000.0
+    fp32_module: float = 500.0
+    fp32_flops: float = 5000.0
 
 
 @dataclass(frozen=True)
@@ -70,26 +70,26 @@ class Solution:
 
     Attributes:
         exponents: representative of an unknown to its exponent.
-        islands: paths of the modules that stay in fp32.
+        fp32_modules: paths of the modules that stay in fp32.
         cost: what the program minimised.
     """
 
     exponents: Mapping[int, int]
-    islands: tuple[str, ...]
+    fp32_modules: tuple[str, ...]
     cost: float
 
 
-def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> Solution | None:
+def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool) -> Solution | None:
     """The cheapest exponents, None when there are none.
 
     Args:
         hard_top_bits: headroom that every 16-bit value must keep.
-        islands: allow modules to stay in fp32.
+        fp32_modules: allow modules to stay in fp32.
     """
     program = _Program()
     representatives = _add_unknowns(program, problem)
     _add_equations(program, problem)
-    lifts = _add_islands(program, problem) if islands else {}
+    lifts = _add_fp32_modules(program, problem) if fp32_modules else {}
     for limit in problem.limits:
         _add_limit(program, problem, limit, hard_top_bits, lifts)
     for unknown, floor, within in problem.floors:
@@ -97,7 +97,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, islands: bool) -> S
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
     _price_folds(program, problem)
     _price_sizes(program, problem)
-    result = program.solve("islands" if islands else "folds")
+    result = program.solve("fp32_modules" if fp32_modules else "folds")
     if result is None:
         return None
     values, cost = result
@@ -197,15 +197,15 @@ def _add_equations(program: _Program, problem: Problem) -> None:
         program.demand({root: float(factor) for root, factor in row.items()}, low=0, high=0)
 
 
-def _add_islands(program: _Program, problem: Problem) -> dict[str, int]:
+def _add_fp32_modules(program: _Program, problem: Problem) -> dict[str, int]:
     """A column for each module that could stay in fp32."""
     prices = Prices()
-    paths = {path for limit in problem.limits for path in limit.islands}
+    paths = {path for limit in problem.limits for path in limit.interiors}
     return {
         path: program.add(
             0,
             1,
-            cost=prices.island + prices.island_flops * problem.flops.get(path, 0.0),
+            cost=prices.fp32_module + prices.fp32_flops * problem.flops.get(path, 0.0),
             whole=True,
         )
         for path in sorted(paths)
@@ -225,7 +225,7 @@ def _add_limit(
     root = problem.system.find(limit.unknown)
     spare = hard_top_bits if _is_half(limit.dtype) else 0.0
     top = math.log2(_largest(limit.dtype)) - spare - log2_of(limit.range.amax)
-    lifted = {lifts[path]: -4.0 * WIDEST for path in limit.islands if path in lifts}
+    lifted = {lifts[path]: -4.0 * WIDEST for path in limit.interiors if path in lifts}
     if root != ZERO or top < 0:
         program.demand({root: 1.0}, high=top, extra=lifted)
     if root != ZERO and not _is_half(limit.dtype):
