@@ -388,7 +388,8 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         share = f", but for {100 * scaling.fp32_flops:.1f} % of that work"
         reasons.append(
             f"Inside {', '.join(scaling.stream.cast_output_down)} sums are fp32, because nothing "
-            f"there can be scaled; what multiplies matrices runs in fp16{share if scaling.fp32_flops else ''}."
+            "there can be scaled; what multiplies matrices runs in "
+            f"fp16{share if scaling.fp32_flops else ''}."
         )
     elif scaling.stream is not None:
         count = len(scaling.stream.cast_output_up)

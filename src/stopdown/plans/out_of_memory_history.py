@@ -1,8 +1,8 @@
 """What running out of memory taught, kept in a plan for the next run.
 
-An entry counts where the same may happen again: on the same device, within the same
-limit or a smaller one, for the same size or a larger one. Then the strategies that failed are passed over, with all that are
-predicted to take as much.
+An entry counts where the same may happen again: on the same device, within the same limit or a
+smaller one, for the same size or a larger one. Then the strategies that failed are passed over, with
+all that are predicted to take as much.
 """
 
 from __future__ import annotations
