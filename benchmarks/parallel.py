@@ -144,7 +144,8 @@ def write_table(rows: list[dict[str, Any]]) -> str:
         "figures are those of one rank, the first. Written by `python benchmarks/parallel.py`: counted "
         "while the pipeline's own code ran on fake tensors, not measured on devices.",
         "",
-        "| ranks | collectives a step | messages | sent, GiB | values in the transformer, GiB | its weights, GiB | TFLOP |",
+        "| ranks | collectives a step | messages | sent, GiB | values in the transformer, GiB | "
+        "its weights, GiB | TFLOP |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:

@@ -27,7 +27,8 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
     ("calibration", "plans"),
-    ("checkpoints", "doctor", "dtype_rules"),  # they write, judge and foresee what plans make
+    # they write, judge and foresee what plans make; what the guards of several ranks agree by
+    ("checkpoints", "doctor", "dtype_rules", "parallel"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),

@@ -9,6 +9,7 @@
     │   ├── OutputError            a file that cannot be written
     │   └── PlanError              a plan that does not belong to this checkpoint, or is damaged
     ├── NonFiniteError             a component gave NaN or Inf
+    ├── RankError                  another rank of the same run is gone or failed
     ├── CaptureError               a module cannot be captured as a graph
     └── ScalingError               no exponents keep a module in range
         └── TrialError             with its exponents in place a module does not run as it is to run
@@ -71,6 +72,20 @@ class OutputError(InputError):
 
 class NonFiniteError(StopdownError):
     """A component gave NaN or Inf."""
+
+
+class RankError(StopdownError):
+    """Another rank of the same run is gone or failed.
+
+    Attributes:
+        is_first: this rank found it; the others say the same and need not be heard.
+    """
+
+    def __init__(self, what: str, *, is_first: bool) -> None:
+        super().__init__(
+            what, remedy="Start the run again; with --journal it goes on where it was."
+        )
+        self.is_first = is_first
 
 
 class CaptureError(StopdownError):

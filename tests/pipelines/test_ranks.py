@@ -1,0 +1,141 @@
+"""What ranks agree on, how one that is gone is named, and guidance on two of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import gather_results, run_ranks
+from stopdown.errors import InputError, RankError
+from stopdown.parallel.guidance import put_guidance_parallel
+from stopdown.parallel.ranks import Ranks, find_group
+from stopdown.patches import Patches
+from stopdown.testing import assert_untouched, make_pipeline
+
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+
+
+def agree(rank: int) -> dict[str, Any]:
+    """Everything that ranks agree by, and what they refuse; then each row where it belongs."""
+    ranks = Ranks()
+    told = ""
+    try:
+        ranks.refuse_differences(
+            "plan", {"hash": "a" if rank else "b", "version": 1}, "Start anew."
+        )
+    except InputError as error:
+        told = str(error)
+    ranks.refuse_differences("plan", {"hash": "a"}, "Start anew.")
+    return {
+        "flags": ranks.agree(False, rank == 1, True),
+        "gathered": ranks.gather({"rank": rank, "values": torch.full((2,), float(rank))}),
+        "shared": ranks.share(f"from {rank}"),
+        "told": told,
+        "guided": [
+            share_guidance("cogvideox", torch.float32),
+            share_guidance("svd", torch.float64),  # from noise of 700, which makes rounding large
+            share_guidance("wan", torch.float32),
+        ],
+    }
+
+
+def share_guidance(name: str, dtype: torch.dtype) -> tuple[float, bool, list[str]]:
+    """Error of two ranks to one; whether a group is found while rows are shared; what is announced."""
+    pipe, told = make_pipeline(name, dtype=dtype), list[str]()
+    alone = make_latents(pipe)
+    with assert_untouched(pipe), Patches() as patches:
+        put_guidance_parallel(pipe, patches, announce=told.append)
+        shared, is_found = make_latents(pipe), find_group(pipe) is not None
+    error = float((shared - alone).abs().max() / alone.abs().max())
+    return error, is_found and find_group(pipe) is None, told
+
+
+def make_latents(pipe: Any) -> torch.Tensor:
+    sizes: dict[str, Any] = {"height": 32, "width": 32, "num_frames": 9}
+    prompt: dict[str, Any] = {"prompt": "a red ball"}
+    if type(pipe).__name__ == "StableVideoDiffusionPipeline":
+        from PIL import Image
+
+        prompt = {"image": Image.new("RGB", (32, 32), "red")}
+        sizes["num_frames"] = 2
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        options = {"num_inference_steps": 2, "generator": generator, "output_type": "latent"}
+        return pipe(**prompt, **sizes, **options)[0]
+
+
+def test_ranks_agree_and_share_guidance() -> None:
+    """One flag is a flag of all; differences are refused by name on all; rows give what one rank gives."""
+    first, second = gather_results(run_ranks(agree, 2))
+    for found in (first, second):
+        assert found["flags"] == (False, True, True)
+        assert [one["rank"] for one in found["gathered"]] == [0, 1]
+        assert found["gathered"][1]["values"].tolist() == [1.0, 1.0]
+        assert found["shared"] == "from 0"
+        assert found["told"].startswith(
+            "The ranks differ in their plan: hash is 'b' on rank 0 and 'a' on rank 1."
+        )
+        (rows, found_rows, said), (frames, found_frames, _), (one, _, said_of_one) = found["guided"]
+        assert rows <= ROUNDING
+        assert frames <= 1e-12
+        assert found_rows
+        assert found_frames
+        assert said == []
+        assert one == 0.0
+        assert said_of_one == [
+            "`transformer` is called with 1 row, which 2 ranks cannot share: every rank computes the whole "
+            "call."
+        ]
+
+
+def lose(rank: int, how: str) -> tuple[str, bool]:
+    """Exchange until rank 1 is gone or fails; what the others are told, and whether one is first."""
+    pipe, ranks = make_pipeline("cogvideox"), Ranks()
+    with Patches() as patches:
+        put_guidance_parallel(pipe, patches)
+        ranks.watch(patches)
+        try:
+            with ranks.ending():
+                for step in range(1000):
+                    ranks.agree(False)
+                    if rank == 1 and step == 5:
+                        if how == "killed":
+                            os.kill(os.getpid(), signal.SIGKILL)
+                        raise ValueError("the prompt is too long")
+        except RankError as error:
+            return str(error), error.is_first
+    return "", False
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_a_rank_that_is_gone_is_named(how: str) -> None:
+    """The others end with one message within the group's time limit; one of them is the one to say it."""
+    begun = time.monotonic()
+    outcomes = run_ranks(lose, 3, how)
+    assert time.monotonic() - begun < 240
+    assert outcomes[1].code == (-signal.SIGKILL if how == "killed" else 1)
+    said = {outcomes[rank].result[0] for rank in (0, 2)}
+    assert len(said) == 1, said
+    expected = {
+        "killed": "Rank 1 of 3 is gone: killed, or without memory or network.",
+        "failed": "Rank 1 of 3 failed, and the others end with it: ValueError: the prompt is too long.",
+    }
+    assert said.pop().startswith(expected[how])
+    assert [outcomes[rank].result[1] for rank in (0, 2)].count(True) == 1
+
+
+def test_no_group_is_found_without_one() -> None:
+    """A single process has no ranks, whatever is on its pipeline."""
+
+    class Pipeline:
+        components: ClassVar = {"transformer": torch.nn.Linear(1, 1)}
+
+    Pipeline.components["transformer"].stopdown_group = "left behind"
+    assert not dist.is_initialized()
+    assert find_group(Pipeline()) is None
