@@ -152,6 +152,12 @@ def find_free(path: str | os.PathLike[str], *companions: str) -> Path:
     return Path(path)
 
 
+def find_record_path(output: str | os.PathLike[str]) -> Path:
+    """Where the record of an output stands: `clip.mp4.json` beside `clip.mp4`."""
+    path = Path(output)
+    return path.with_name(path.name + ".json")
+
+
 # ---------------------------------------------------------------------------------------------
 # What stands there
 

@@ -979,6 +979,11 @@ def describe_other(path: Path, *kinds: str) -> str:
     return "" if found is None or found.kind in kinds else f"a record of the kind {found.kind}"
 
 
+def describe_no_run(path: Path) -> str:
+    """What a file holds that no run's record may replace; empty for one."""
+    return describe_other(path, "run")
+
+
 _MOST_BYTES = 2**30
 """A comparison's record holds its pictures."""
 

@@ -51,12 +51,13 @@ def _replace_work() -> None:
     from stopdown.dtype_rules import remedy_costs as prices
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
+    from stopdown.runtime.runs import Made
 
     def run(*_: Any) -> Any:
         import numpy as np
 
         noise = np.random.default_rng(0).integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
-        return noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None
+        return Made(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, {})
 
     commands._run = run
     calibrated.make_plan = certified.certify_plan = lambda *_, **named: make_plan()

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from test_single_file import save_single_file
 
 import stopdown.media
-from stopdown.app.generate_command import GenerateOptions, find_record_path, generate
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, StopdownError
 from stopdown.media import read_image, read_video, to_uint8, write_media
+from stopdown.outputs import find_record_path
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.records import RunRecord, read_record
 

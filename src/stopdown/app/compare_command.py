@@ -31,11 +31,16 @@ from stopdown.app.flags import (
     VideoOption,
     WidthOption,
 )
-from stopdown.app.generate_command import find_record_path
 from stopdown.app.request_options import RequestOptions, read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
-from stopdown.outputs import check_target, find_free, write_numbered, written_beside
+from stopdown.outputs import (
+    check_target,
+    find_free,
+    find_record_path,
+    write_numbered,
+    written_beside,
+)
 from stopdown.records import describe_other, to_json
 
 if TYPE_CHECKING:

@@ -44,8 +44,9 @@ from stopdown.app.request_options import (
     read_allowed,
     read_request,
 )
-from stopdown.errors import InputError, OptionError, OutputError, StopdownError, take_one_line
-from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_other, to_json
+from stopdown.errors import OptionError, OutputError
+from stopdown.outputs import find_record_path
+from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
     from stopdown.plans.loader import Loaded
     from stopdown.runtime.journal import Journal
+    from stopdown.runtime.runs import Made
 
 
 DEFAULT_OUTPUT = "stopdown.mp4"
@@ -176,10 +178,11 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     )
     verify_source(source)
     from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.runtime.runs import write_record
 
     with quiet_libraries(), _open_journal(options, source, display) as journal:
         record = _generate(options, request, device, source, display, started, journal, numbered)
-        _write_record(record)
+        write_record(record, record.output or DEFAULT_OUTPUT)
         if journal is not None:
             journal.clear()
     return record
@@ -196,62 +199,60 @@ def _generate(
     numbered: bool,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
-    from stopdown.environment import describe_machine, probe_formats
-    from stopdown.pipelines.sources import fingerprint
+    from stopdown.environment import probe_formats
+    from stopdown.pipelines.selection import select_pipeline
     from stopdown.plans.choice import choose_loader
     from stopdown.plans.loader import gather_facts
+    from stopdown.runtime.runs import describe_run
 
-    source, described, configs = _choose_pipeline(source, request, options, display)
-    _check_sizes(configs, options, request)
-    loader = choose_loader(
+    chosen = select_pipeline(
         source,
+        request,
+        config=options.config,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    loader = choose_loader(
+        chosen.source,
         options.precision,
-        gather_facts(source, configs),
+        gather_facts(chosen.source, chosen.configs),
         probe_formats(device),
         device,
         request=request,
-        config=described,
+        config=chosen.folder,
         progress=display.progress,
     )
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
-        loaded = _load(loader, described, options, display, stages)
-        fitted = fit_run(loaded, request, device, options, display, stages, configs)
+        loaded = _load(loader, chosen.folder, options, display, stages)
+        fitted = fit_run(loaded, request, device, options, display, stages, chosen.configs)
         offloader, request = fitted.offloader, fitted.request
         with offloader or contextlib.nullcontext():
-            frames, seen, updated = _run(loaded, request, options, display, stages, journal)
-    output, findings = _write(options, frames, stages, numbered)
-    return RunRecord(
-        source=options.source,
-        fingerprint=fingerprint(source),
-        pipeline=type(loaded.pipe).__name__,
+            made = _run(loaded, request, options, display, journal)
+    stages |= made.stages_s
+    output, findings = _write(options, made.frames, stages, numbered)
+    record = describe_run(
+        chosen.source,
+        loaded,
+        device,
+        made,
+        memory,
         request=_describe_options(options),
-        device=str(device),
-        device_reason=device.reason,
-        machine=describe_machine(),
-        decisions=loaded.decisions,
-        calls=seen.calls,
         stages_s=stages,
-        peak_bytes=memory.peak_bytes,
-        peak_source=memory.method,
-        own_s=seen.own_s,
         findings=findings,
         output=output,
         elapsed_s=time.perf_counter() - started,
-        repairs=seen.repairs,
+    )
+    return dataclasses.replace(
+        record,
         strategy=offloader.taken.strategy.name if offloader else "",
         steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
         updated_plan=_keep_updated(
-            fitted.add_out_of_memory(updated),
-            _REPAIR if updated else _OUT_OF_MEMORY,
+            fitted.add_out_of_memory(made.updated),
+            _REPAIR if made.updated else _OUT_OF_MEMORY,
             options,
             display,
         ),
-        unwatched=seen.unwatched,
-        uncertified=seen.uncertified,
-        maxima=seen.maxima,
-        journal=seen.journal,
     )
 
 
@@ -321,40 +322,11 @@ def _check_output_early(options: GenerateOptions) -> None:
     read = (*files, options.source, plan)
     check_output(_name_output(options), options.frames or 1, inputs=read)
     record = find_record_path(_name_output(options))
-    check_target(record, noun="record", replaces=_describe_no_run, inputs=read)
+    check_target(record, noun="record", replaces=describe_no_run, inputs=read)
     if options.keep_repairs and plan is not None:
         check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
     if options.fps <= 0:
         raise OptionError(f"--fps {options.fps} is not above 0.", remedy="Use --fps 8.")
-
-
-def _choose_pipeline(
-    source: Source, request: Request, options: GenerateOptions, display: Display
-) -> tuple[Source, Path, dict[str, dict[str, Any]]]:
-    """The source with the class that serves the request, the folder that describes it, its configs."""
-    from stopdown.pipelines.default_sizes import read_configs
-    from stopdown.pipelines.loader import complete_source, find_class
-    from stopdown.pipelines.requests import choose_class, name_arguments
-
-    found, described = complete_source(
-        source,
-        config=options.config,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
-    chosen = choose_class(found.pipeline_class, request)
-    name_arguments(find_class("diffusers", chosen), request)  # refused before anything is loaded
-    found = dataclasses.replace(found, pipeline_class=chosen)
-    configs = read_configs(described)
-    return found, described, {name: configs[name] for name in found.components if name in configs}
-
-
-def _check_sizes(
-    configs: dict[str, dict[str, Any]], options: GenerateOptions, request: Request
-) -> None:
-    from stopdown.pipelines.default_sizes import check_sizes, find_grid
-
-    frames = options.frames if request.video is None else len(request.video)
-    check_sizes(find_grid(configs), frames=frames, height=options.height, width=options.width)
 
 
 @contextlib.contextmanager
@@ -387,43 +359,24 @@ def _run(
     request: Request,
     options: GenerateOptions,
     display: Display,
-    stages: dict[str, float],
     journal: Journal | None,
-) -> tuple[Any, GuardRecord, Plan | None]:
-    """Frames as `[T, H, W, 3]` uint8, what the guard saw and did, and the plan with its repairs."""
-    import torch
-
-    from stopdown.media import choose_format, to_uint8
-    from stopdown.pipelines.requests import build_arguments, find_frames, read_frames
-    from stopdown.runtime.guard import guard
+) -> Made:
+    """Call the pipeline under the guard."""
+    from stopdown.runtime.runs import make_frames
 
     def observe(component: str, stage: str, done: int, total: int) -> None:
         display.progress(stage, component, done + (stage == "denoise"), total)
 
-    arguments = build_arguments(loaded.pipe, request)
-    choose_format(_name_output(options), find_frames(loaded.pipe, arguments))
-    loaded.pipe.set_progress_bar_config(disable=True)
-    guarding = guard(
-        loaded.pipe,
-        on_fault=options.on_fault,  # type: ignore[arg-type]  # guard refuses other words
-        decisions=loaded.decisions,
+    return make_frames(
+        loaded,
+        request,
+        output=_name_output(options),
+        on_fault=options.on_fault,  # type: ignore[arg-type]  # checked by `_read_request`
         observer=observe,
         announce=display.announce,
         journal=journal,
         maxima=options.maxima,
-        loaded_plan=loaded.loaded_plan,
-        frames=False,
     )
-    begun = time.perf_counter()
-    with guarding, torch.no_grad():
-        result = _call(loaded.pipe, arguments)
-        updated = guarding.updated_plan()
-    whole = time.perf_counter() - begun
-    seen = guarding.record
-    for call in seen.calls:
-        stages[call.stage] = stages.get(call.stage, 0.0) + call.elapsed_s
-    stages["other"] = whole - sum(stages.get(name, 0.0) for name in ("encode", "denoise", "decode"))
-    return to_uint8(read_frames(result)), seen, updated
 
 
 _REPAIR, _OUT_OF_MEMORY = "The repair", "What running out of memory taught"
@@ -454,42 +407,14 @@ def _keep_updated(
     return path
 
 
-def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
-    """Run the pipeline; what it refuses about its arguments becomes a message without a traceback."""
-    import torch
-
-    try:
-        return pipe(**arguments)
-    except (ValueError, TypeError) as error:
-        raise InputError(
-            f"{type(pipe).__name__} refused the request: {str(error).strip()}",
-            remedy="Change the option that it names.",
-        ) from error
-    except (MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_memory and "allocate memory" not in str(error):
-            raise
-        raise StopdownError(
-            f"The device ran out of memory: {take_one_line(error, 200)}",
-            expected="A run needs room for the weights and for the largest layer's values.",
-            remedy="Add --memory auto, or use a smaller --height and --width, fewer --frames, or a "
-            "16-bit --precision.",
-        ) from error
-
-
 def _write(
     options: GenerateOptions, frames: Any, stages: dict[str, float], numbered: bool
 ) -> tuple[str, tuple[Finding, ...]]:
     """Write the file; where it stands, and what is wrong with the frames."""
-    from stopdown.frame_faults import find_frame_findings
-    from stopdown.media import write_media
+    from stopdown.runtime.runs import write_frames
 
     begun = time.perf_counter()
-    output = write_media(_name_output(options), frames, options.fps, numbered=numbered)
-    record = find_record_path(output)
-    if record.exists() and not _describe_no_run(record):
-        record.unlink()  # it was of what has been replaced
-    findings = find_frame_findings(frames, "output")
+    output, findings = write_frames(_name_output(options), frames, options.fps, numbered=numbered)
     stages["write"] = time.perf_counter() - begun
     return str(output) if numbered else _name_output(options), findings
 
@@ -508,16 +433,6 @@ def _make_plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def find_record_path(output: str | Path) -> Path:
-    """Where the record of an output stands: `clip.mp4.json` beside `clip.mp4`."""
-    path = Path(output)
-    return path.with_name(path.name + ".json")
-
-
-def _describe_no_run(path: Path) -> str:
-    return describe_other(path, "run")
-
-
 def _find_default() -> Path:
     from stopdown.outputs import find_free
 
@@ -526,12 +441,3 @@ def _find_default() -> Path:
 
 def _name_output(options: GenerateOptions) -> str:
     return options.output or DEFAULT_OUTPUT
-
-
-def _write_record(record: RunRecord) -> None:
-    from stopdown.outputs import written_beside
-
-    with written_beside(
-        find_record_path(record.output or DEFAULT_OUTPUT), replaces=_describe_no_run
-    ) as part:
-        part.write_text(to_json(record), encoding="utf-8")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,9 +22,8 @@ from stopdown.environment import Device, Support, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
-from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
-from stopdown.pipelines.loader import complete_source, find_class
-from stopdown.pipelines.requests import Request, choose_class, name_arguments
+from stopdown.pipelines.requests import Request, name_arguments
+from stopdown.pipelines.selection import select_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import make_plan
@@ -244,14 +242,9 @@ def describe_subject(
     target = choose_device(device)
     source = given if isinstance(given, Source) else resolve_source(given, revision=revision)
     verify_source(source)
-    source, described = complete_source(source, config=config)
-    source = dataclasses.replace(
-        source, pipeline_class=choose_class(source.pipeline_class, request)
-    )
-    name_arguments(find_class("diffusers", source.pipeline_class), request)
-    configs = read_configs(described)
-    _check_sizes({name: configs[name] for name in source.components if name in configs}, request)
-    facts, supports = gather_facts(source, configs), probe_formats(target)
+    chosen = select_pipeline(source, request, config=config)
+    source, described = chosen.source, chosen.folder
+    facts, supports = gather_facts(source, chosen.configs), probe_formats(target)
     return Subject(
         source.name,
         fingerprint(source),
@@ -269,11 +262,6 @@ def describe_subject(
         ),
         partial(_open_planned_source, source, described, facts, target),
     )
-
-
-def _check_sizes(configs: dict[str, dict[str, Any]], request: Request) -> None:
-    frames = request.frames if request.video is None else len(request.video)
-    check_sizes(find_grid(configs), frames=frames, height=request.height, width=request.width)
 
 
 def _open_source(
