@@ -333,7 +333,7 @@ def test_one_colour_is_a_finding(
 def test_a_frozen_clip_is_a_finding(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine times the same picture is reported."""
     monkeypatch.setattr(
-        "stopdown.pipelines.requests.read_frames",
+        "stopdown.runtime.runs.read_frames",
         lambda output: np.repeat(np.asarray(output.frames[0])[:1], 9, axis=0),
     )
     (finding,) = run("cogvideox").findings
@@ -346,7 +346,7 @@ def test_nan_in_the_frames_themselves_is_an_error(
 ) -> None:
     """A NaN that appears after the last component does not become a black pixel."""
     monkeypatch.setattr(
-        "stopdown.pipelines.requests.read_frames",
+        "stopdown.runtime.runs.read_frames",
         lambda output: np.full((9, 32, 32, 3), np.nan, np.float32),
     )
     with pytest.raises(NonFiniteError, match="The decoded frames hold 27648 NaN and 0 Inf"):
