@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "json_files"),
+    ("errors", "json_files", "record_display"),
     ("number_formats", "outputs", "records", "toml_files"),
     ("environment", "frame_faults", "numerics", "patches", "randomness"),
     ("media",),

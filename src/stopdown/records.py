@@ -19,6 +19,7 @@ import msgspec
 
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.record_display import Displayed
 
 SCHEMA = 2
 
@@ -33,8 +34,8 @@ _RENAMED_KINDS = {
 Record = TypeVar("Record")
 
 
-@dataclass(frozen=True)
-class Decision:
+@dataclass(frozen=True, repr=False)
+class Decision(Displayed):
     """Which precision a call runs in, and why.
 
     Attributes:
@@ -52,8 +53,8 @@ class Decision:
     kept_fp32: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Finding:
+@dataclass(frozen=True, repr=False)
+class Finding(Displayed):
     """Something that a user should look at.
 
     Attributes:
@@ -73,8 +74,8 @@ class Finding:
     severity: str = "wrong"
 
 
-@dataclass(frozen=True)
-class Price:
+@dataclass(frozen=True, repr=False)
+class Price(Displayed):
     """What one remedy costs on a device: an estimate.
 
     Attributes:
@@ -92,8 +93,8 @@ class Price:
     note: str
 
 
-@dataclass(frozen=True)
-class CheckRecord:
+@dataclass(frozen=True, repr=False)
+class CheckRecord(Displayed):
     """What a check found.
 
     Attributes:
@@ -117,8 +118,8 @@ class CheckRecord:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class CallSummary:
+@dataclass(frozen=True, repr=False)
+class CallSummary(Displayed):
     """All calls of one component in one run.
 
     Attributes:
@@ -138,8 +139,8 @@ class CallSummary:
     non_finite: int
 
 
-@dataclass(frozen=True)
-class StepDown:
+@dataclass(frozen=True, repr=False)
+class StepDown(Displayed):
     """A call that ran out of memory, and what it was run again with.
 
     Attributes:
@@ -155,8 +156,8 @@ class StepDown:
     evidence: str
 
 
-@dataclass(frozen=True)
-class Reduction:
+@dataclass(frozen=True, repr=False)
+class Reduction(Displayed):
     """A video or picture that was made smaller than asked for, so that it fits.
 
     Attributes:
@@ -170,8 +171,8 @@ class Reduction:
     reason: str
 
 
-@dataclass(frozen=True)
-class OutOfMemory:
+@dataclass(frozen=True, repr=False)
+class OutOfMemory(Displayed):
     """A run that ran out of memory, and what it ended with: for the next run by the same plan.
 
     Attributes:
@@ -191,8 +192,8 @@ class OutOfMemory:
     worked: str
 
 
-@dataclass(frozen=True)
-class MemoryRow:
+@dataclass(frozen=True, repr=False)
+class MemoryRow(Displayed):
     """One strategy and what it is predicted to take.
 
     Attributes:
@@ -218,8 +219,8 @@ class MemoryRow:
     precision: str = ""
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
+@dataclass(frozen=True, repr=False)
+class MemoryPlan(Displayed):
     """How a run fits into a limit, predicted without weights.
 
     Attributes:
@@ -258,8 +259,8 @@ class MemoryPlan:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class Repair:
+@dataclass(frozen=True, repr=False)
+class Repair(Displayed):
     """What was done about one fault.
 
     Attributes:
@@ -288,8 +289,8 @@ class Repair:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class JournalUse:
+@dataclass(frozen=True, repr=False)
+class JournalUse(Displayed):
     """What the journal of a run was good for.
 
     Attributes:
@@ -307,8 +308,8 @@ class JournalUse:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class BlockMaximum:
+@dataclass(frozen=True, repr=False)
+class BlockMaximum(Displayed):
     """The largest magnitude that one block of a component returned in one step.
 
     Attributes:
@@ -326,8 +327,8 @@ class BlockMaximum:
     amax: float | None
 
 
-@dataclass(frozen=True)
-class GuardRecord:
+@dataclass(frozen=True, repr=False)
+class GuardRecord(Displayed):
     """What a guard saw and did so far.
 
     Attributes:
@@ -360,8 +361,8 @@ class GuardRecord:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class ScriptRecord:
+@dataclass(frozen=True, repr=False)
+class ScriptRecord(Displayed):
     """What a script did with its pipelines under the guard.
 
     Attributes:
@@ -387,8 +388,8 @@ class ScriptRecord:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class RunRecord:
+@dataclass(frozen=True, repr=False)
+class RunRecord(Displayed):
     """What one run really did.
 
     Attributes:
@@ -447,8 +448,8 @@ class RunRecord:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class ResidualStream:
+@dataclass(frozen=True, repr=False)
+class ResidualStream(Displayed):
     """Where a component's residual stream becomes fp32, and where it becomes fp16 again.
 
     Attributes:
@@ -469,8 +470,8 @@ class ResidualStream:
     cast_output_down: tuple[str, ...] = field(default=(), metadata={"was": "closed"})
 
 
-@dataclass(frozen=True)
-class Accumulation:
+@dataclass(frozen=True, repr=False)
+class Accumulation(Displayed):
     """How torch sums inside products while a component is called; None leaves a switch as it is.
 
     Attributes:
@@ -487,8 +488,8 @@ class Accumulation:
     attention: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Displayed):
     """What a component gave when it was run once in its precision, exponents and casts in place.
 
     Attributes:
@@ -504,8 +505,8 @@ class Trial:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Scaling:
+@dataclass(frozen=True, repr=False)
+class Scaling(Displayed):
     """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
 
     Attributes:
@@ -554,8 +555,8 @@ class Scaling:
     trial: Trial | None = None
 
 
-@dataclass(frozen=True)
-class ComponentPlan:
+@dataclass(frozen=True, repr=False)
+class ComponentPlan(Displayed):
     """How one component of a checkpoint is to run, and why.
 
     Attributes:
@@ -580,8 +581,8 @@ class ComponentPlan:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Displayed):
     """All choices of precision for one checkpoint, as a file that can be kept.
 
     Attributes:
@@ -615,8 +616,8 @@ class Plan:
     schema: int = field(default=PLAN_SCHEMA)
 
 
-@dataclass(frozen=True)
-class ConvertedComponent:
+@dataclass(frozen=True, repr=False)
+class ConvertedComponent(Displayed):
     """What a conversion wrote for one component.
 
     Attributes:
@@ -645,8 +646,8 @@ class ConvertedComponent:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Conversion:
+@dataclass(frozen=True, repr=False)
+class Conversion(Displayed):
     """What a conversion wrote, for programs that know nothing of plans.
 
     Attributes:
@@ -675,8 +676,8 @@ class Conversion:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class Clue:
+@dataclass(frozen=True, repr=False)
+class Clue(Displayed):
     """A line that a diagnosis rests on.
 
     Attributes:
@@ -690,8 +691,8 @@ class Clue:
     meaning: str
 
 
-@dataclass(frozen=True)
-class Alternative:
+@dataclass(frozen=True, repr=False)
+class Alternative(Displayed):
     """Another fault that the same text can come from.
 
     Attributes:
@@ -705,8 +706,8 @@ class Alternative:
     run_next: str
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(Displayed):
     """Why something failed, as far as a text or a picture shows it.
 
     Attributes:
@@ -738,8 +739,8 @@ class Diagnosis:
     schema: int = field(default=SCHEMA)
 
 
-@dataclass(frozen=True)
-class FormatHealth:
+@dataclass(frozen=True, repr=False)
+class FormatHealth(Displayed):
     """How a device computes in one format.
 
     Attributes:
@@ -756,8 +757,8 @@ class FormatHealth:
     reason: str
 
 
-@dataclass(frozen=True)
-class Outlook:
+@dataclass(frozen=True, repr=False)
+class Outlook(Displayed):
     """What `auto` would choose for one component of a well-known model.
 
     Attributes:
@@ -775,8 +776,8 @@ class Outlook:
     reason: str
 
 
-@dataclass(frozen=True)
-class DeviceHealth:
+@dataclass(frozen=True, repr=False)
+class DeviceHealth(Displayed):
     """What is known of one device.
 
     Attributes:
@@ -802,8 +803,8 @@ class DeviceHealth:
     outlooks: tuple[Outlook, ...]
 
 
-@dataclass(frozen=True)
-class Switch:
+@dataclass(frozen=True, repr=False)
+class Switch(Displayed):
     """A switch of torch that changes what sums are taken in: its name, its value, what `True` means."""
 
     name: str
@@ -811,8 +812,8 @@ class Switch:
     meaning: str
 
 
-@dataclass(frozen=True)
-class MachineHealth:
+@dataclass(frozen=True, repr=False)
+class MachineHealth(Displayed):
     """What `stopdown doctor` found.
 
     Attributes:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from stopdown.record_display import Displayed
 from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
 
 
-@dataclass(frozen=True)
-class Thresholds:
+@dataclass(frozen=True, repr=False)
+class Thresholds(Displayed):
     """What a picture must reach against the reference to count as the same; None is not asked.
 
     Attributes:
@@ -35,8 +36,8 @@ class Thresholds:
     )
 
 
-@dataclass(frozen=True)
-class Sheet:
+@dataclass(frozen=True, repr=False)
+class Sheet(Displayed):
     """The frames of a clip in one picture, row by row.
 
     Attributes:
@@ -57,8 +58,8 @@ class Sheet:
     data: str
 
 
-@dataclass(frozen=True)
-class Measures:
+@dataclass(frozen=True, repr=False)
+class Measures(Displayed):
     """How far the frames of a run are from those of the reference, `[0, 1]` for black to white.
 
     Attributes:
@@ -78,8 +79,8 @@ class Measures:
     flicker: float | None
 
 
-@dataclass(frozen=True)
-class CallError:
+@dataclass(frozen=True, repr=False)
+class CallError(Displayed):
     """How far one call's output is from that of the reference.
 
     Attributes:
@@ -93,8 +94,8 @@ class CallError:
     rel_err: float | None
 
 
-@dataclass(frozen=True)
-class Parting:
+@dataclass(frozen=True, repr=False)
+class Parting(Displayed):
     """Where two runs first part by more than a limit.
 
     Attributes:
@@ -111,8 +112,8 @@ class Parting:
     limit: float
 
 
-@dataclass(frozen=True)
-class Cell:
+@dataclass(frozen=True, repr=False)
+class Cell(Displayed):
     """One prompt under one precision.
 
     Attributes:
@@ -160,8 +161,8 @@ class Cell:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Row:
+@dataclass(frozen=True, repr=False)
+class Row(Displayed):
     """One prompt under every precision.
 
     Attributes:
@@ -179,8 +180,8 @@ class Row:
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True)
-class BadLine:
+@dataclass(frozen=True, repr=False)
+class BadLine(Displayed):
     """A line of the prompt file that was not run.
 
     Attributes:
@@ -194,8 +195,8 @@ class BadLine:
     reason: str
 
 
-@dataclass(frozen=True)
-class Heat:
+@dataclass(frozen=True, repr=False)
+class Heat(Displayed):
     """Headroom of a component's blocks over the calls of a run, the tightest of all prompts.
 
     Attributes:
@@ -210,8 +211,8 @@ class Heat:
     bits: tuple[tuple[float | None, ...], ...]
 
 
-@dataclass(frozen=True)
-class Variant:
+@dataclass(frozen=True, repr=False)
+class Variant(Displayed):
     """One precision over all prompts.
 
     Attributes:
@@ -244,8 +245,8 @@ class Variant:
     reasons: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Displayed):
     """The same prompts, seeds and noise under several precisions.
 
     Attributes:

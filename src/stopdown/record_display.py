@@ -1,0 +1,104 @@
+"""How a record shows itself: a short text in a console, tables in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_WIDTH = 80
+_LINES = 22
+"""A terminal of 80 by 24 keeps two lines for the prompt."""
+
+_TEXT = 60
+"""Longer texts are cut in both, in characters."""
+
+_ROWS = 12
+"""More entries of a tuple are counted and not listed."""
+
+
+class Displayed:
+    """Base of records: a `repr` that fits a terminal, and tables in notebooks.
+
+    Both leave out fields that have their default. Whatever was cut is whole in the record itself.
+    """
+
+    def __rich_repr__(self) -> Iterator[tuple[str, Any]]:
+        yield from _list_fields(self)
+
+    def __repr__(self) -> str:
+        from rich.pretty import pretty_repr
+
+        for depth in (4, 3, 2, 1):
+            text: str = pretty_repr(
+                self, max_width=_WIDTH, max_length=6, max_string=_TEXT, max_depth=depth
+            )
+            lines = [
+                line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…"
+                for line in text.split("\n")
+            ]
+            if len(lines) <= _LINES:
+                break
+        return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "    …", ")"])
+
+    def _repr_html_(self) -> str:
+        return f"<b>{type(self).__name__}</b>{_make_table(self)}"
+
+
+def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values of the fields that are not at their default."""
+    for entry in dataclasses.fields(record):
+        value = getattr(record, entry.name)
+        default = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            default = entry.default_factory()
+        if default is dataclasses.MISSING or value != default:
+            yield entry.name, value
+
+
+def _make_table(record: Any) -> str:
+    rows = "".join(
+        f"<tr><th style='text-align:left;vertical-align:top'>{name.replace('_', ' ')}</th>"
+        f"<td style='text-align:left'>{_format_value(value)}</td></tr>"
+        for name, value in _list_fields(record)
+    )
+    return f"<table>{rows}</table>"
+
+
+def _format_value(value: Any) -> str:
+    """One value as HTML: a table of records, a list, or its text."""
+    if isinstance(value, tuple) and value and all(isinstance(item, Displayed) for item in value):
+        return _make_list(value)
+    if isinstance(value, Displayed):
+        return _make_table(value)
+    if isinstance(value, Mapping):
+        value = tuple(f"{name}: {item}" for name, item in value.items())
+    if isinstance(value, tuple):
+        shown = [_format_value(item) for item in value[:_ROWS]]
+        return "<br>".join([*shown, *_count_rest(value)])
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return html.escape(text if len(text) <= 4 * _TEXT else f"{text[: 4 * _TEXT]}…")
+
+
+def _make_list(records: tuple[Any, ...]) -> str:
+    """Records of one class side by side: a row each."""
+    told = {name for item in records for name, _ in _list_fields(item)}
+    names = [entry.name for entry in dataclasses.fields(records[0]) if entry.name in told]
+    head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+    rows = "".join(
+        "<tr>"
+        + "".join(
+            f"<td style='text-align:left'>{_format_value(getattr(item, name))}</td>"
+            for name in names
+        )
+        + "</tr>"
+        for item in records[:_ROWS]
+    )
+    return f"<table><tr>{head}</tr>{rows}</table>{' '.join(_count_rest(records))}"
+
+
+def _count_rest(items: tuple[Any, ...]) -> list[str]:
+    return [f"and {len(items) - _ROWS} more"] if len(items) > _ROWS else []

@@ -1,0 +1,84 @@
+"""Records in a console and in a notebook: short, readable, harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import stopdown
+from stopdown import records
+from stopdown.comparison import records as comparison_records
+from stopdown.record_display import Displayed
+from stopdown.records import ComponentPlan, Decision, Finding, Plan, RunRecord, Scaling
+
+RECORDS = [
+    value
+    for module in (records, comparison_records)
+    for value in vars(module).values()
+    if inspect.isclass(value) and dataclasses.is_dataclass(value)
+]
+
+LONG = "a sentence that goes on " * 40
+
+
+def make_plan(components: int, exponents: int) -> Plan:
+    scaling = Scaling(exponents={f"blocks.{i}.ff.net.2.weight": -i for i in range(exponents)})
+    entry = ComponentPlan("transformer", "Model", "0" * 64, "fp16", scaling, reasons=(LONG,) * 9)
+    versions = {"torch": "2.13.0"}
+    return Plan(
+        "shapes", "0" * 64, "P", "fp16", versions, (entry,) * components, (LONG,), 2, "cpu", 1.0
+    )
+
+
+@pytest.mark.parametrize("kind", RECORDS, ids=lambda kind: kind.__name__)
+def test_every_record_shows_itself(kind: type) -> None:
+    """No record has the endless repr that a dataclass writes by itself."""
+    assert issubclass(kind, Displayed)
+    assert kind.__repr__ is Displayed.__repr__
+
+
+@pytest.mark.parametrize("components", [1, 3, 50])
+def test_a_repr_fits_a_terminal(components: int) -> None:
+    """However large a plan is, 22 lines of 80 columns say what it is."""
+    text = repr(make_plan(components, 5000))
+    lines = text.splitlines()
+    assert lines[0].startswith("Plan(")
+    assert "source='shapes'" in text
+    assert len(lines) <= 22
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_repr_leaves_out_what_says_nothing() -> None:
+    """Fields at their default are not shown, whichever kind of default; others are."""
+    assert repr(Decision("vae", "fp16", "fast")) == (
+        "Decision(component='vae', precision='fp16', reason='fast')"
+    )
+    assert repr(Scaling()) == "Scaling()"
+    assert "kept_fp32=('norm',)" in repr(Decision("vae", "fp16", "fast", kept_fp32=("norm",)))
+
+
+def test_a_notebook_gets_tables() -> None:
+    """Fields are rows, records in a tuple stand side by side, and a long list is counted."""
+    shown = make_plan(20, 3)._repr_html_()
+    assert shown.count("<table>") >= 2
+    assert "<th>class name</th>" in shown
+    assert "and 8 more" in shown
+    assert len(shown) < 100_000
+
+
+def test_what_a_model_says_is_no_markup() -> None:
+    """Names in a checkpoint may hold anything; a notebook shows it as text."""
+    finding = Finding("dtype", "<script>alert(1)</script>", "x & y", "none")
+    shown = finding._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    assert "x &amp; y" in shown
+
+
+def test_a_run_is_named_first() -> None:
+    """A record says its class above its table."""
+    fields = {entry.name: entry for entry in dataclasses.fields(RunRecord)}
+    assert fields["kind"].default == "run"
+    assert stopdown.RunRecord._repr_html_ is Displayed._repr_html_
