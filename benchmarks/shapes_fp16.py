@@ -29,7 +29,7 @@ from stopdown import apply_plan, load, make_plan  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.media import to_uint8  # noqa: E402
 from stopdown.records import Plan  # noqa: E402
-from stopdown.runtime.watch import Watch  # noqa: E402
+from stopdown.runtime.guard import guard  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 PRECISIONS = ("fp32", "bf16", "fp16 by plan")
@@ -59,7 +59,7 @@ def run(pipe: Any, scene: Scene, seed: int, options: argparse.Namespace) -> tupl
     Raises:
         NonFiniteError: at the first such output; there is no row for a run that fails.
     """
-    with torch.no_grad(), Watch(pipe) as watch:
+    with torch.no_grad(), guard(pipe, on_fault="raise") as handle:
         frames = pipe(
             scene.caption(),
             num_inference_steps=options.steps,
@@ -68,7 +68,7 @@ def run(pipe: Any, scene: Scene, seed: int, options: argparse.Namespace) -> tupl
             max_sequence_length=TEXT_TOKENS,
             output_type="np",
         ).frames[0]
-    return frames, sum(call.non_finite for call in watch.summarize())
+    return frames, sum(call.non_finite for call in handle.record.calls)
 
 
 def measure_prompt(

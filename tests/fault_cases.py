@@ -24,8 +24,8 @@ from stopdown.pipelines.call_interception import find_module
 from stopdown.pipelines.components import find_callees
 from stopdown.records import Repair
 from stopdown.runtime import guard as guard_module
+from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.guard import guard
-from stopdown.runtime.watch import Look, Watch
 
 STEPS = 3
 NOISE_LEVEL = 5e-3
@@ -162,7 +162,9 @@ def run_plain(name: str, precision: str, scheduler: str) -> _Plain:
     """A run without a fault."""
     pipe = make_pipeline(name, precision, scheduler)
     steps: dict[str, list[int]] = {}
-    with Watch(pipe, observer=lambda c, _, done, __: steps.setdefault(c, []).append(done)):
+    with guard(
+        pipe, on_fault="raise", observer=lambda c, _, done, __: steps.setdefault(c, []).append(done)
+    ):
         pixels = call_pipeline(pipe, name, steps=STEPS)
     return _Plain(pixels, steps)
 
@@ -226,7 +228,9 @@ def asleep(wanted: bool) -> Iterator[None]:
     """The detectors switched off: whatever is looked at is good."""
     with contextlib.ExitStack() as stack:
         if wanted:
-            stack.enter_context(mock.patch.object(Watch, "look", return_value=Look()))
+            stack.enter_context(
+                mock.patch.object(guard_module, "check_call", return_value=CallCheck())
+            )
             stack.enter_context(
                 mock.patch.object(guard_module, "count_bad", return_value=(0, 0, 0))
             )

@@ -1,6 +1,6 @@
 """A pytest plugin that switches a detector off, to see which tests notice.
 
-    PYTHONPATH=tests python -m pytest -p switching_off --switch-off watch tests/unit/test_guard.py
+    PYTHONPATH=tests python -m pytest -p switching_off --switch-off "call check" tests/unit/test_guard.py
 
 `tests/pipelines/test_switched_off.py` runs it for each detector.
 """
@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 
 
-def switch_off_watch() -> None:
+def switch_off_check() -> None:
     """Whatever a component or the pipeline gives is good."""
     from stopdown.runtime import guard
-    from stopdown.runtime.watch import Look, Watch
+    from stopdown.runtime.call_check import CallCheck
 
-    Watch.look = lambda self, callee, output: Look()  # type: ignore[method-assign]
+    guard.check_call = lambda notes, output: CallCheck()
     guard.count_bad = lambda output: (0, 0, 0)
 
 
 def switch_off_culprit() -> None:
     """The replay names nobody."""
-    from stopdown.runtime import guard
+    from stopdown.runtime import fault_handler
     from stopdown.runtime.culprit import Culprit
 
-    guard.find_culprit = lambda *given: (Culprit("unknown"), given[2]())
+    fault_handler.find_culprit = lambda *given: (Culprit("unknown"), given[2]())
 
 
 def switch_off_checksum() -> None:
@@ -48,9 +48,9 @@ def switch_off_checksum() -> None:
 
 def switch_off_lock() -> None:
     """Faults of several threads are worked on at once."""
-    from stopdown.runtime import guard
+    from stopdown.runtime import fault_handler
 
-    guard._ONE_FAULT = contextlib.nullcontext()  # type: ignore[assignment]
+    fault_handler._ONE_FAULT = contextlib.nullcontext()  # type: ignore[assignment]
 
 
 def switch_off_restore() -> None:
@@ -90,8 +90,8 @@ def switch_off_trial() -> None:
 
 
 DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
-    "watch": (
-        switch_off_watch,
+    "call check": (
+        switch_off_check,
         (
             "unit/test_guard.py::test_an_overflow_is_repaired",
             "unit/test_guard.py::test_warn_goes_on",

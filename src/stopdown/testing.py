@@ -22,7 +22,7 @@ from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, intercept
+from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
@@ -178,7 +178,7 @@ def _overflow_from(callee: Callee, step: int, patches: Patches) -> None:
         calls += 1
         return call(*args, **kwargs)
 
-    intercept(callee, overflowing, patches)
+    intercept(callee, overflowing, patches, Rank.FAULT)
 
 
 def _put_values(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.plans.precision import parse_request, write_request
-from stopdown.runtime.watch import Watch
+from stopdown.runtime.guard import guard
 
 SaveTiny = Callable[..., Path]
 
@@ -49,10 +49,10 @@ def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
         "transformer": "bf16",
     }
     alone = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe), Watch(pipe) as watch:
+    with testing.assert_untouched(pipe), guard(pipe, on_fault="raise") as handle:
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), alone)
     assert np.isfinite(alone).all()
-    (transformer,) = (call for call in watch.summarize() if call.component == "transformer")
+    (transformer,) = (call for call in handle.record.calls if call.component == "transformer")
     assert transformer.precisions == ("bf16",)
 
 

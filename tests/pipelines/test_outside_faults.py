@@ -254,7 +254,7 @@ def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPa
     def look_past(output: Any) -> Iterator[torch.Tensor]:
         return iter(()) if isinstance(output, Opaque) else iterate_tensors(output)
 
-    monkeypatch.setattr("stopdown.runtime.watch.iterate_tensors", look_past)
+    monkeypatch.setattr("stopdown.runtime.call_check.iterate_tensors", look_past)
     pipe = make_pipeline(NAME)
     with testing.inject(pipe, "transformer", step=1, lasting=True), Patches() as patches:
         return_as(pipe, Opaque, patches)
@@ -388,8 +388,6 @@ def test_a_class_that_calls_its_parent_is_looked_at_once() -> None:
 )
 def test_arguments_that_are_not_finite(name: str, value: torch.Tensor, is_spoilt: bool) -> None:
     """NaN and Inf, but for the -Inf that masks are made of."""
-    from stopdown.pipelines.components import Callee
-    from stopdown.runtime.watch import Watch
 
     class Pipe:
         """A pipeline of one component."""
@@ -402,11 +400,11 @@ def test_arguments_that_are_not_finite(name: str, value: torch.Tensor, is_spoilt
         def components(self) -> dict[str, Any]:
             return {"unet": self.unet}
 
-    pipe, found = Pipe(), list[Any]()
-    with Watch(pipe, answer=lambda fault: found.append(fault.inputs)):
+    pipe = Pipe()
+    with guard(pipe, on_fault="warn", announce=quiet) as handle:
         pipe.unet(**{name: value})
-    assert found == ([(name,)] if is_spoilt else [])
-    assert Callee("unet", pipe.unet, "forward", "denoise").owner is pipe.unet
+    assert [repair.kind for repair in handle.repairs] == (["input"] if is_spoilt else [])
+    assert all(f"`unet` was called with it as {name}" in r.evidence for r in handle.repairs)
 
 
 def test_results_of_every_kind_are_counted() -> None:

@@ -20,7 +20,7 @@ from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import list_requests, make_plan
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Plan, from_json, to_json
-from stopdown.runtime.watch import Watch
+from stopdown.runtime.guard import guard
 from stopdown.testing import assert_untouched, make_pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
@@ -98,7 +98,7 @@ def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(
     with assert_untouched(pipe):
         with apply_plan(pipe, plan, cast=False):
             assert torch.equal(run(pipe, name), reference)
-        with apply_plan(pipe, plan), Watch(pipe):
+        with apply_plan(pipe, plan), guard(pipe, on_fault="raise"):
             low = run(pipe, name)
     assert torch.equal(run(pipe, name), reference)
     error = measure_error(low, reference)
@@ -166,7 +166,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
         reference = run_at(*size)
         with apply_plan(pipe, plan, cast=False):
             assert torch.equal(run_at(*size), reference)
-        with apply_plan(pipe, plan), Watch(pipe):
+        with apply_plan(pipe, plan), guard(pipe, on_fault="raise"):
             low = run_at(*size)
         assert measure_error(low, reference) < 0.01
 
@@ -308,7 +308,7 @@ def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     with assert_untouched(pipe):
         with apply_plan(pipe, plan, cast=False):
             assert torch.equal(run(pipe, "cogview3plus"), reference)
-        with apply_plan(pipe, plan), Watch(pipe):
+        with apply_plan(pipe, plan), guard(pipe, on_fault="raise"):
             low = run(pipe, "cogview3plus")
             norm = pipe.transformer.get_submodule("norm_out.norm")
             assert pipe.transformer.proj_out.weight.dtype == torch.float16

@@ -12,8 +12,9 @@ import torch
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
-from stopdown.runtime import guard as guard_module
+from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
+from stopdown.runtime.repairs import ComponentState
 
 MODULE_PATH = "transformer_blocks.1.ff"
 
@@ -47,7 +48,7 @@ def run_faulty(name: str, component: str, **fault: Any) -> tuple[Guard, float]:
 
 def have_bf16(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     """As on a device with bf16 of its own, or without."""
-    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: answer)
+    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: answer)
 
 
 def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
@@ -67,14 +68,14 @@ def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
 def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite frames that are fewer than the call at fault gave are no repair; the next one is tried."""
     have_bf16(monkeypatch, True)
-    call = guard_module.ComponentState.call
+    call = ComponentState.call
 
     def lose_a_frame(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = call(self, *args, **kwargs)
         is_fp32_module = bool(self.applied) and self.applied[-1].action == "fp32-module"
         return (output[0][:, 1:],) if is_fp32_module else output
 
-    monkeypatch.setattr(guard_module.ComponentState, "call", lose_a_frame)
+    monkeypatch.setattr(ComponentState, "call", lose_a_frame)
     handle, _ = run_faulty(
         "cogvideox", "transformer", step=1, kind="frame", module_path=MODULE_PATH, lasting=True
     )
@@ -118,7 +119,7 @@ def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch
 def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remedy that cannot be had is named with the reason, and the next one is taken."""
     have_bf16(monkeypatch, False)
-    monkeypatch.setattr(guard_module.ComponentState, "_find_scaling", fail_to_scale)
+    monkeypatch.setattr(ComponentState, "_find_scaling", fail_to_scale)
     handle, _ = run_faulty("cogvideox", "transformer", step=0, kind="clamp", lasting=True)
     (repair,) = handle.repairs
     assert repair.tried == ("rescaled: no exponents today",)

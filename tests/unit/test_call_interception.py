@@ -12,8 +12,10 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (
+    Rank,
     cast_arguments,
     cast_floats,
+    copy_layers,
     find_float_dtype,
     find_module,
     intercept,
@@ -57,7 +59,7 @@ def test_layers_come_off_in_any_order(order: tuple[str, ...]) -> None:
     before = set(vars(component))
     patches = {name: Patches() for name in "abc"}
     for name in "abc":
-        put_layer(component, "forward", make_layer(name, calls), patches[name])
+        put_layer(component, "forward", make_layer(name, calls), patches[name], Rank.GUARD)
     left = ["c", "b", "a"]
     for name in order:
         patches[name].undo()
@@ -68,12 +70,37 @@ def test_layers_come_off_in_any_order(order: tuple[str, ...]) -> None:
     assert set(vars(component)) == before
 
 
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations((Rank.PLAN, Rank.GUARD, Rank.JOURNAL)))
+)
+def test_layers_lie_by_rank(order: tuple[Rank, ...]) -> None:
+    """Whoever comes first, the journal is outside of the guard, and that outside of the plan."""
+    component, calls, patches = Component(), list[str](), Patches()
+    for rank in order:
+        put_layer(component, "forward", make_layer(rank.name, calls), patches, rank)
+    put_layer(component, "forward", make_layer("another", calls), patches, Rank.GUARD)
+    component(torch.ones(1, 2), torch.ones(1))
+    assert calls == ["JOURNAL", "another", "GUARD", "PLAN"]
+
+
+def test_a_copy_has_its_layers_in_their_order() -> None:
+    """Ranks go with the layers to a copy of the module."""
+    component, copied, calls = Component(), Component(), list[str]()
+    with Patches() as patches:
+        for rank in (Rank.JOURNAL, Rank.COMPONENT, Rank.GUARD):
+            put_layer(component, "forward", make_layer(rank.name, calls), patches, rank)
+        copy_layers(component, copied)
+    put_layer(copied, "forward", make_layer("plan", calls), Patches(), Rank.PLAN)
+    copied(torch.ones(1, 2), torch.ones(1))
+    assert calls == ["JOURNAL", "GUARD", "plan", "COMPONENT"]
+
+
 def test_one_layer_twice_is_two_layers() -> None:
     """The same function can stand there twice, and one undo takes both when both are its own."""
     component, calls, patches = Component(), list[str](), Patches()
     layer = make_layer("a", calls)
-    put_layer(component, "decode", layer, patches)
-    put_layer(component, "decode", layer, patches)
+    put_layer(component, "decode", layer, patches, Rank.GUARD)
+    put_layer(component, "decode", layer, patches, Rank.GUARD)
     component.decode(torch.ones(1, 2))
     assert calls == ["a", "a"]
     patches.undo()
@@ -86,7 +113,7 @@ def test_a_layer_above_a_foreign_wrapper_calls_it() -> None:
     original = component.forward
     component.forward = lambda *args: calls.append("theirs") or original(*args)  # type: ignore
     theirs = component.forward
-    put_layer(component, "forward", make_layer("ours", calls), patches)
+    put_layer(component, "forward", make_layer("ours", calls), patches, Rank.GUARD)
     component(torch.ones(1, 2), torch.ones(1))
     patches.undo()
     assert calls == ["ours", "theirs"]
@@ -98,7 +125,7 @@ def test_a_copied_wrapper_is_not_taken_for_the_stack() -> None:
     import functools
 
     component, calls, patches, others = Component(), list[str](), Patches(), Patches()
-    put_layer(component, "forward", make_layer("inner", calls), patches)
+    put_layer(component, "forward", make_layer("inner", calls), patches, Rank.GUARD)
     inner = component.forward
 
     @functools.wraps(inner)
@@ -107,7 +134,7 @@ def test_a_copied_wrapper_is_not_taken_for_the_stack() -> None:
         return inner(*args)
 
     component.forward = theirs  # type: ignore[method-assign]
-    put_layer(component, "forward", make_layer("outer", calls), others)
+    put_layer(component, "forward", make_layer("outer", calls), others, Rank.GUARD)
     component(torch.ones(1, 2), torch.ones(1))
     assert calls == ["outer", "theirs", "inner"]
 
@@ -119,7 +146,7 @@ def test_a_call_shows_whose_weights_serve() -> None:
     assert find_module(callee) is owner
     owner.decode = other.decode  # type: ignore[method-assign]
     with Patches() as patches:
-        intercept(callee, make_layer("a", []), patches)
+        intercept(callee, make_layer("a", []), patches, Rank.GUARD)
         assert find_module(callee) is other
 
 

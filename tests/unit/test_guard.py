@@ -57,7 +57,7 @@ def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
 
 def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detectors off the same fault reaches the pixels."""
-    monkeypatch.setattr("stopdown.runtime.watch.bound_values", lambda tensors, known: None)
+    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
     monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
     with guard(pipe, frames=False):

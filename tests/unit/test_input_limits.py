@@ -6,16 +6,17 @@ import dataclasses
 import functools
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from pipeline_calls import call_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
+from stopdown.errors import StopdownWarning
 from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import ComponentPlan, Plan, Scaling
-from stopdown.runtime.watch import Watch
 
 make_pipeline = functools.cache(testing.make_pipeline)
 
@@ -23,16 +24,16 @@ make_pipeline = functools.cache(testing.make_pipeline)
 def test_an_input_beyond_its_limit_is_found() -> None:
     """Each call that a certificate does not cover is counted, with no read more and no bit changed."""
     pipe, told = make_pipeline("cogvideox"), []
-    with Watch(pipe) as plain:
+    with guard(pipe) as plain:
         expected = call_pipeline(pipe, "cogvideox")
-    with testing.assert_untouched(pipe), Watch(pipe, tell=told.append) as watch:
-        watch.limit_inputs(
+    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
+        handle.limit_inputs(
             "transformer", {"forward.hidden_states": 0.5, "forward.timestep": 1000.5}
         )
         found = call_pipeline(pipe, "cogvideox")
     np.testing.assert_array_equal(found, expected)
-    assert watch.host_reads == plain.host_reads
-    (sentence,) = watch.uncertified
+    assert handle.record.host_reads == plain.record.host_reads
+    (sentence,) = handle.record.uncertified
     assert sentence.startswith("2 calls of `transformer` not certified: `hidden_states` reached ")
     assert "the plan's bounds hold up to 0.5" in sentence
     assert len(told) == 1
@@ -42,21 +43,24 @@ def test_an_input_beyond_its_limit_is_found() -> None:
 def test_inputs_within_their_limits_are_silent() -> None:
     """Nothing is said of a call that a certificate covers, or of another method's argument."""
     pipe, told = make_pipeline("cogvideox"), []
-    with Watch(pipe, tell=told.append) as watch:
-        watch.limit_inputs("transformer", {"forward.hidden_states": LATENTS})
-        watch.limit_inputs("vae", {"encode.z": 1e-6, "decode.z": LATENTS})
+    with guard(pipe, announce=told.append) as handle:
+        handle.limit_inputs("transformer", {"forward.hidden_states": LATENTS})
+        handle.limit_inputs("vae", {"encode.z": 1e-6, "decode.z": LATENTS})
         call_pipeline(pipe, "cogvideox")
-    assert watch.uncertified == ()
+    assert handle.record.uncertified == ()
     assert not told
 
 
 def test_a_positional_argument_is_found_too() -> None:
     """What a pipeline passes without a name is known by its place: the latents of a decode."""
     pipe = make_pipeline("cogvideox")
-    with Watch(pipe) as watch:
-        watch.limit_inputs("vae", {"decode.z": 1e-6})
-        call_pipeline(pipe, "cogvideox")
-    assert watch.uncertified[0].startswith("1 call of `vae.decode` not certified: `z` reached ")
+    with guard(pipe) as handle:
+        handle.limit_inputs("vae", {"decode.z": 1e-6})
+        with pytest.warns(StopdownWarning, match="not certified: `z` reached"):
+            call_pipeline(pipe, "cogvideox")
+    assert handle.record.uncertified[0].startswith(
+        "1 call of `vae.decode` not certified: `z` reached "
+    )
 
 
 def test_a_guard_takes_the_limits_of_its_plan() -> None:

@@ -39,7 +39,7 @@ from stopdown.memory.strategies import (
 )
 from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import intercept
+from stopdown.pipelines.call_interception import Rank, intercept
 from stopdown.pipelines.components import find_callees, find_components
 from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.pipelines.loader import load_pipeline
@@ -379,7 +379,7 @@ def raise_at(
             raise error
         return call(*args, **kwargs)
 
-    intercept(callee, fail, patches)
+    intercept(callee, fail, patches, Rank.COMPONENT)
 
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])

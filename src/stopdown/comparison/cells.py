@@ -8,7 +8,6 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from stopdown.outputs import written_beside
 from stopdown.pipelines.folders import told_as_oserror
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.records import CallSummary, Repair
-from stopdown.runtime.guard import Guard, guard
-from stopdown.runtime.watch import Fault, Observer, Watch
+from stopdown.records import CallSummary
+from stopdown.runtime.guard import Guard, GuardOptions, Observer
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,19 @@ def run_cell(
         names_culprit: run a call that gives NaN or Inf once more to find where they begin.
     """
     begun = time.perf_counter()
-    faults: list[Repair] = []
-    if names_culprit:
-        loaded_plan: Guard | Watch = _stand_guard(opened, observer)
-    else:
-        loaded_plan = Watch(opened.pipe, opened.decisions, observer, partial(_note_fault, faults))
+    options = GuardOptions(
+        on_fault="warn",
+        decisions=opened.decisions,
+        observer=observer,
+        announce=lambda text: None,
+        frames=False,
+        names_culprit=names_culprit,
+    )
+    guarding = Guard(opened.pipe, options).put_on()
     try:
-        outcome = _run(opened, name, request, device, loaded_plan)
-        found = loaded_plan.repairs if isinstance(loaded_plan, Guard) else tuple(faults)
-        return dataclasses.replace(outcome, cell=dataclasses.replace(outcome.cell, faults=found))
+        outcome = _run(opened, name, request, device, guarding)
+        cell = dataclasses.replace(outcome.cell, faults=guarding.repairs)
+        return dataclasses.replace(outcome, cell=cell)
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
         elapsed_s = time.perf_counter() - begun
         return Outcome(Cell(name, error=describe_error(error), elapsed_s=elapsed_s), None, Trace())
@@ -88,39 +90,12 @@ def describe_error(error: Exception) -> str:
     return text if is_own else f"{type(error).__name__}: {text}"
 
 
-def _stand_guard(opened: Opened, observer: Observer | None) -> Guard:
-    return guard(
-        opened.pipe,
-        on_fault="warn",
-        decisions=opened.decisions,
-        observer=observer,
-        announce=lambda text: None,
-        frames=False,
-    )
-
-
-def _note_fault(faults: list[Repair], fault: Fault) -> Any:
-    """Keep the first fault of each component, and go on with its value."""
-    component = fault.callee.component
-    if component not in {known.component for known in faults}:
-        kind, said = "unknown", ""
-        if fault.clamped:
-            kind = "clamped"
-            said = f"`{component}` clamped what was not finite, first in {fault.clamped[0]}."
-        faults.append(
-            Repair(component, component, kind, fault.step, said, "none", "Not looked at again.")
-        )
-    return fault.output
-
-
-def _run(
-    opened: Opened, name: str, request: Request, device: Device, loaded_plan: Guard | Watch
-) -> Outcome:
+def _run(opened: Opened, name: str, request: Request, device: Device, guarding: Guard) -> Outcome:
     arguments = build_arguments(opened.pipe, request)
     opened.pipe.set_progress_bar_config(disable=True)
     begun = time.perf_counter()
     with (
-        loaded_plan,
+        guarding,
         Probe(opened.pipe, clamps=opened.clamps) as probe,
         quiet_libraries(),
         torch.no_grad(),
@@ -133,11 +108,10 @@ def _run(
     elapsed_s = time.perf_counter() - begun
     frames, broken = clean_frames(read_frames(result))
     trace = probe.trace
-    watch = loaded_plan.watch if isinstance(loaded_plan, Guard) else loaded_plan
     headroom, tightest = find_headroom(trace)
     cell = Cell(
         precision=name,
-        stages_s=_sum_stages(watch.summarize(), trace),
+        stages_s=_sum_stages(guarding.record.calls, trace),
         elapsed_s=elapsed_s,
         peak_bytes=memory.peak_bytes,
         non_finite=trace.non_finite + broken,

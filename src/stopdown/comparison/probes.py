@@ -23,8 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stopdown.number_formats import FP16
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, intercept, put_layer
+from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees, find_components
+from stopdown.pipelines.step_counter import StepCounter
 
 SAMPLES = 64
 """Values of a block's output that are kept."""
@@ -83,7 +84,7 @@ class Probe:
         self.pipe, self.trace, self._clamps = pipe, Trace(), clamps
         self._patches = Patches()
         self._pending: dict[int, _Pending] = {}
-        self._steps = 0
+        self._steps = StepCounter(pipe, Rank.RECORD, on_step=self._keep_latents)
 
     def __enter__(self) -> Probe:
         try:
@@ -95,8 +96,11 @@ class Probe:
                 if id(module) not in self._pending:  # a direction with a copy of its own
                     self._pending[id(module)] = _Pending()
                     self._hook(module)
-                intercept(callee, functools.partial(self._around, callee), self._patches)
-            self._count_steps()
+                intercept(
+                    callee, functools.partial(self._around, callee), self._patches, Rank.RECORD
+                )
+            self._steps.follow()
+            self._patches.defer(self._steps.stop)
         except BaseException:
             self._patches.undo()
             raise
@@ -118,23 +122,11 @@ class Probe:
             handle = owner.get_submodule(path).register_forward_hook(note)
             self._patches.defer(handle.remove)
 
-    def _count_steps(self) -> None:
-        def step(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = call(*args, **kwargs)
-            found = next(iterate_tensors(result), None)
-            if found is not None:
-                self.trace.latents.append(found.detach().to("cpu", copy=True))
-            self._steps += 1
-            return result
-
-        def begin(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._steps = 0
-            return call(*args, **kwargs)
-
-        scheduler = getattr(self.pipe, "scheduler", None)
-        for method, layer in (("step", step), ("set_timesteps", begin)):
-            if callable(getattr(scheduler, method, None)):
-                put_layer(scheduler, method, layer, self._patches)
+    def _keep_latents(self, result: Any) -> None:
+        """Keep what a step of the scheduler gave."""
+        found = next(iterate_tensors(result), None)
+        if found is not None:
+            self.trace.latents.append(found.detach().to("cpu", copy=True))
 
     def _around(
         self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +137,7 @@ class Probe:
         pending.clamped.clear()
         pending.elapsed_s = 0.0
         output = call(*args, **kwargs)
-        step = self._steps if callee.stage == "denoise" else None
+        step = self._steps.find_step(callee)
         self.trace.order.setdefault(callee.component, pending.blocks)
         self._read(callee, step, pending)
         found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)

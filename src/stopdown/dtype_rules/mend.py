@@ -25,7 +25,7 @@ from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, cast_floats, put_cast, put_layer
+from stopdown.pipelines.call_interception import Call, Rank, cast_floats, put_cast, put_layer
 from stopdown.pipelines.components import find_callees, find_components, read_precisions
 from stopdown.records import Finding
 
@@ -229,7 +229,7 @@ def _stop_autocast(case: _Case) -> str:
 
     for callee in find_callees(case.pipe):
         if callee.component.partition(".")[0] == case.name:
-            put_layer(callee.owner, callee.method, call_plain, case.patches)
+            put_layer(callee.owner, callee.method, call_plain, case.patches, Rank.PLAN)
     return f"{case.name}: autocast is off inside of its calls."
 
 

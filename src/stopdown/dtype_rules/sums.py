@@ -26,7 +26,7 @@ from stopdown.environment import choose_device
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, intercept
+from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import (
     Callee,
     cast_component_,
@@ -90,7 +90,7 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
             _widen(module, patches)
         for callee in find_callees(pipe):
             if callee.component.partition(".")[0] in narrow:
-                intercept(callee, functools.partial(look, callee), patches)
+                intercept(callee, functools.partial(look, callee), patches, Rank.RECORD)
         given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
         where = choose_device(str(getattr(pipe, "device", "cpu")))
         sizes, _ = choose_size(

@@ -30,7 +30,13 @@ from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import Packing, weigh_packing
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept, map_tensors, sign_arguments
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    intercept,
+    map_tensors,
+    sign_arguments,
+)
 from stopdown.pipelines.components import Callee, find_blocks, find_callees, find_components
 
 LISTS = (torch.nn.ModuleList, torch.nn.Sequential)
@@ -161,7 +167,7 @@ class DryRunner:
         with Patches() as patches, torch.no_grad(), tracker:
             for callee in find_callees(self.pipe):
                 layer = functools.partial(self._stand, callee, tracker, calls, variant)
-                intercept(callee, layer, patches)
+                intercept(callee, layer, patches, Rank.RECORD)
             _call(self.pipe, arguments)
         parts = find_components(self.pipe)
         strays = {name: dict(self.seen.strays.get(name, {})) for name in parts}

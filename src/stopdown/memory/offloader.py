@@ -37,7 +37,7 @@ from stopdown.memory.strategies import Prediction
 from stopdown.memory.weight_stores import WeightStore
 from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept
+from stopdown.pipelines.call_interception import Call, Rank, intercept
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
@@ -87,7 +87,9 @@ class Offloader:
             self._announce(f"{', '.join(names)}: {IDLE}")
         try:
             for callee in find_callees(self.pipe):
-                intercept(callee, functools.partial(self._stand, callee), self._callees)
+                intercept(
+                    callee, functools.partial(self._stand, callee), self._callees, Rank.MEMORY
+                )
             self._put_on(self.taken)
         except BaseException:
             self.__exit__()

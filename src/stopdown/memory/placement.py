@@ -21,7 +21,7 @@ from stopdown.memory.eight_bits import choose_packed
 from stopdown.memory.strategies import Placement, Storage, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept, put_layer
+from stopdown.pipelines.call_interception import Call, Rank, intercept, put_layer
 from stopdown.pipelines.components import find_blocks, find_callees, find_components, is_autoencoder
 
 _MOST_SCORE_BYTES = 2**28
@@ -41,7 +41,7 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
         if strategy.pieces > 1 and callee.stage == "denoise":
             _put_pieces(callee.owner, strategy.pieces, patches)
         if strategy.split:
-            intercept(callee, _split_attention, patches)
+            intercept(callee, _split_attention, patches, Rank.MEMORY)
 
 
 def put_placement(
@@ -127,7 +127,9 @@ def _fit_overlap(module: torch.nn.Module, side: str, patches: Patches) -> None:
 def _put_pieces(module: torch.nn.Module, pieces: int, patches: Patches) -> None:
     for part in module.modules():
         if type(part).__name__ in _FEED_FORWARD:
-            put_layer(part, "forward", functools.partial(_work_in_pieces, pieces), patches)
+            put_layer(
+                part, "forward", functools.partial(_work_in_pieces, pieces), patches, Rank.MEMORY
+            )
 
 
 def _work_in_pieces(

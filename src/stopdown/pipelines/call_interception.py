@@ -1,8 +1,9 @@
 """Intercept the calls of each component: every one of them goes through functions put there.
 
-A stack of layers on one method of one object is called from the outermost to the innermost. The stack
-sits in the instance's own `__dict__` and is gone with its last layer, so layers come off
-in any order and leave nothing behind. The original is called last; what it returns is passed on
+A stack of layers on one method of one object is called from the outermost to the innermost. Each layer
+has a declared `Rank`, which says how far outside it lies, whoever comes first. The stack sits in the
+instance's own `__dict__` and is gone with its last layer, so layers come off in any order and leave
+nothing behind. The original is called last; what it returns is passed on
 untouched. Of a module that was compiled in place the stack sits around the compiled code;
 code that is compiled later around a stack goes past it, without a graph break.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +33,24 @@ Call = Callable[..., Any]
 Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a method: what to call next, its positional and its keyword arguments."""
 
+_Layers = tuple[tuple["Rank", Layer], ...]
+
 _KEPT_ARGUMENTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "size", "coords")
 """Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+
+
+class Rank(enum.IntEnum):
+    """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
+
+    COMPONENT = (
+        0  # keeps what the component is called with, and casts it where a repair cast the weights
+    )
+    PLAN = 1  # casts at boundaries, sets how sums are done, compares adapters
+    MEMORY = 2  # brings weights to the device, cuts attention into pieces
+    FAULT = 3  # makes a call go wrong, for tests
+    GUARD = 4  # checks what came out; repairs the component and runs the call again
+    RECORD = 5  # measures and keeps calls for comparisons, plans and dry runs
+    JOURNAL = 6  # answers a call from a file, or writes it there
 
 
 class _Stack:
@@ -40,7 +58,7 @@ class _Stack:
 
     def __init__(self, owner: object, method: str) -> None:
         self.original: Call = getattr(owner, method)
-        self.layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
+        self.layers: _Layers = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
         original = self.original
@@ -63,14 +81,18 @@ class _Stack:
         else:
             patches.set_attribute(self.owner, method, self.original)
 
-    def remove(self, layer: Layer) -> None:
+    def add(self, entry: tuple[Rank, Layer]) -> None:
+        """Put one layer at the place of its rank."""
+        self.layers = tuple(sorted((*self.layers, entry), key=lambda one: one[0]))
+
+    def remove(self, entry: tuple[Rank, Layer]) -> None:
         """Take one layer off, and the stack with the last one."""
-        self.layers = tuple(other for other in self.layers if other is not layer)
+        self.layers = tuple(other for other in self.layers if other is not entry)
         if not self.layers:
             self.patches.undo()
 
 
-def _enter(original: Call, layers: tuple[Layer, ...], args: Any, kwargs: Any) -> Any:
+def _enter(original: Call, layers: _Layers, args: Any, kwargs: Any) -> Any:
     """Call the outermost of these layers, or the original when there is none."""
     if not layers:
         return original(*args, **kwargs)
@@ -78,32 +100,32 @@ def _enter(original: Call, layers: tuple[Layer, ...], args: Any, kwargs: Any) ->
     def call_next(*args: Any, **kwargs: Any) -> Any:
         return _enter(original, layers[:-1], args, kwargs)
 
-    return layers[-1](call_next, args, kwargs)
+    _, outermost = layers[-1]
+    return outermost(call_next, args, kwargs)
 
 
-def put_layer(
-    owner: object, method: str, layer: Layer, patches: Patches, *, innermost: bool = False
-) -> None:
+def put_layer(owner: object, method: str, layer: Layer, patches: Patches, rank: Rank) -> None:
     """Lead the calls of a method through `layer`, until `patches` is undone.
 
     Args:
-        innermost: beneath the layers that are there already, next to the original.
+        rank: outside of the layers of a lower or the same rank, inside of those of a higher one.
     """
     found = vars(owner).get(method)
     stack = _find_stack(found)
     if stack is None or stack.call is not found:  # a wrapper copies the attributes of a function
         stack = _Stack(owner, method)
-    stack.layers = (layer, *stack.layers) if innermost else (*stack.layers, layer)
-    patches.defer(functools.partial(stack.remove, layer))
+    entry = (rank, layer)
+    stack.add(entry)
+    patches.defer(functools.partial(stack.remove, entry))
 
 
 def _find_stack(found: object) -> _Stack | None:
     return getattr(found, "stopdown_stack", None)
 
 
-def intercept(callee: Callee, layer: Layer, patches: Patches, *, innermost: bool = False) -> None:
+def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
     """Lead one component call through `layer`, until `patches` is undone."""
-    put_layer(callee.owner, find_slot(callee), layer, patches, innermost=innermost)
+    put_layer(callee.owner, find_slot(callee), layer, patches, rank)
 
 
 def find_slot(callee: Callee) -> str:
@@ -130,8 +152,8 @@ def copy_layers(source: torch.nn.Module, target: torch.nn.Module) -> None:
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
-        for layer in stack.layers if stack is not None else ():
-            put_layer(target, name, layer, patches)
+        for rank, layer in stack.layers if stack is not None else ():
+            put_layer(target, name, layer, patches, rank)
 
 
 def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
@@ -151,7 +173,7 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call_cast(callee, call, args, kwargs, dtype if sample is None else sample.dtype)
 
-    intercept(callee, cast, patches)
+    intercept(callee, cast, patches, Rank.PLAN)
 
 
 def call_cast(

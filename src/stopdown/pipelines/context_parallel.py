@@ -22,7 +22,7 @@ import torch
 
 from stopdown.errors import OptionError
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, put_layer
+from stopdown.pipelines.call_interception import Call, Rank, put_layer
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.step_caches import bypass_hooks
 
@@ -183,7 +183,7 @@ def _fit_lengths(
             patches.defer(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if any(isinstance(index, int) for index in splits):
                 layer = functools.partial(_look_at_outputs, config, splits)
-                put_layer(child, "forward", layer, patches)
+                put_layer(child, "forward", layer, patches, Rank.MEMORY)
 
 
 def _look_at_inputs(

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, put_layer
+from stopdown.pipelines.call_interception import Call, Rank, put_layer
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
@@ -95,4 +95,4 @@ def _put_stop(callee: Callee, on_call: OnCall, is_last: bool, patches: Patches) 
             raise _DecoderReached
         return output
 
-    put_layer(callee.owner, callee.method, stop, patches)
+    put_layer(callee.owner, callee.method, stop, patches, Rank.RECORD)

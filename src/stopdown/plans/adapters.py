@@ -22,7 +22,7 @@ import torch
 
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept
+from stopdown.pipelines.call_interception import Call, Rank, intercept
 from stopdown.pipelines.components import find_callees
 from stopdown.records import ComponentPlan, Plan
 
@@ -133,7 +133,7 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
     for callee in find_callees(pipe):
         entry = entries.get(callee.component.partition(".")[0])
         if entry is not None:
-            intercept(callee, _Post(pipe, entry), patches)
+            intercept(callee, _Post(pipe, entry), patches, Rank.PLAN)
 
 
 class _Post:

@@ -21,7 +21,7 @@ from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept, put_cast
+from stopdown.pipelines.call_interception import Call, Rank, intercept, put_cast
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
@@ -220,7 +220,9 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
     for callee in find_callees(pipe):
         accumulation = wanted.get(callee.component.partition(".")[0])
         if accumulation is not None:
-            intercept(callee, functools.partial(_call_accumulating, accumulation), patches)
+            intercept(
+                callee, functools.partial(_call_accumulating, accumulation), patches, Rank.PLAN
+            )
 
 
 def _call_accumulating(

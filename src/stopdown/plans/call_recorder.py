@@ -22,10 +22,16 @@ from torch.utils import _pytree as pytree
 from stopdown.errors import StopdownError
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, intercept, put_layer, sign_arguments
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    intercept,
+    sign_arguments,
+)
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.library_messages import quiet_truncation
 from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
+from stopdown.pipelines.step_counter import StepCounter
 
 PROMPTS = (
     "a red circle moving left on a grey background",
@@ -68,22 +74,22 @@ class _Recorder:
     pipe: Any
     calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
-    steps_done: int = 0
     has_denoised: bool = False
 
-    def stand(self, patches: Patches) -> None:
+    def __post_init__(self) -> None:
+        self.steps = StepCounter(self.pipe, Rank.RECORD)
+
+    def put_on(self, patches: Patches) -> None:
         for callee in find_callees(self.pipe):
-            intercept(callee, functools.partial(self._record, callee), patches)
-        scheduler = getattr(self.pipe, "scheduler", None)
-        for method, layer in (("step", self._step), ("set_timesteps", self._begin)):
-            if callable(getattr(scheduler, method, None)):
-                put_layer(scheduler, method, layer, patches)
+            intercept(callee, functools.partial(self._record, callee), patches, Rank.RECORD)
+        self.steps.follow()
+        patches.defer(self.steps.stop)
 
     def _record(
         self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.has_denoised |= callee.stage == "denoise"
-        if callee.stage != "denoise" or self.steps_done in self._find_steps():
+        if callee.stage != "denoise" or self.steps.done in self._find_steps():
             kept = RecordedCall(callee, *_copy_to_cpu((args, kwargs)))
             self.calls.setdefault(callee.component, []).append(kept)
         output = call(*args, **kwargs)
@@ -95,19 +101,8 @@ class _Recorder:
 
     def _find_steps(self) -> set[int]:
         """First, middle and last step of this run."""
-        total = getattr(self.pipe, "_num_timesteps", None)
-        if not isinstance(total, int) or total < 1:
-            total = len(getattr(getattr(self.pipe, "scheduler", None), "timesteps", ())) or 1
+        total = max(1, self.steps.total)
         return {0, total // 2, total - 1}
-
-    def _step(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = call(*args, **kwargs)
-        self.steps_done += 1
-        return result
-
-    def _begin(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.steps_done = 0
-        return call(*args, **kwargs)
 
 
 def record_calls(
@@ -128,7 +123,7 @@ def record_calls(
     recorder = _Recorder(pipe)
     is_ours = all(request.prompt in (None, *PROMPTS) for request in requests)
     with Patches() as patches, torch.no_grad(), quiet_truncation(wanted=is_ours):
-        recorder.stand(patches)
+        recorder.put_on(patches)
         for number, request in enumerate(requests):
             if progress is not None:
                 progress(

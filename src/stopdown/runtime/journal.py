@@ -40,7 +40,7 @@ from stopdown.errors import InputError, OutputError
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, find_module, intercept
+from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions
 from stopdown.plans.calibrated import sample_weights
 from stopdown.randomness import RandomSource, find_random
@@ -157,7 +157,9 @@ class Journal:
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
         for callee in find_callees(pipe):
-            intercept(callee, functools.partial(self._stand, callee, count_repairs), patches)
+            intercept(
+                callee, functools.partial(self._stand, callee, count_repairs), patches, Rank.JOURNAL
+            )
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start anew: without a head that can be read, no call can be trusted."""

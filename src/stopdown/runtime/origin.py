@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Repair
-from stopdown.runtime.watch import Watch, name_counts
+from stopdown.runtime.fault_texts import name_counts
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,15 @@ class Origin:
 
 
 def find_origin(
-    watch: Watch, repairs: Iterable[Repair], given: Mapping[str, Any], unwatched: Iterable[str]
+    steps: StepCounter,
+    repairs: Iterable[Repair],
+    given: Mapping[str, Any],
+    unwatched: Iterable[str],
 ) -> Origin:
     """Where values came from that are not finite.
 
     Args:
+        steps: of this run.
         repairs: of this run, in order.
         given: arguments of the pipeline's call, by name.
         unwatched: components that nobody could look at, each as a sentence.
@@ -57,17 +62,17 @@ def find_origin(
         if spoilt := _describe(iterate_tensors(value)):
             what = f"The pipeline was called with {spoilt} in `{name}`."
             return Origin("pipeline", what, f"Give finite values for {name}.")
-    made, taken = _describe(_take_first(watch.last_step)), _describe(watch.last_step_inputs)
+    made, taken = _describe(_take_first(steps.last_result)), _describe(steps.last_inputs)
     if made and taken:
-        what = f"The pipeline's own arithmetic gave its scheduler {taken}{watch.name_last_step()}."
+        what = f"The pipeline's own arithmetic gave its scheduler {taken}{steps.name_last_step()}."
         return Origin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
     if made:
-        name = type(watch.pipe.scheduler).__name__
+        name = type(steps.pipe.scheduler).__name__
         remedy = (
             "Use another scheduler, or make this one anew: pipe.scheduler = "
             f"{name}.from_config(pipe.scheduler.config)."
         )
-        what = f"The scheduler ({name}) gave {made}{watch.name_last_step()}, of finite ones."
+        what = f"The scheduler ({name}) gave {made}{steps.name_last_step()}, of finite ones."
         return Origin("scheduler", what, remedy)
     what = f"It came from the pipeline's own code. {_say_finite(unwatched)}"
     return Origin("pipeline", what, _WIDER)

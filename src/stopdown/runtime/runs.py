@@ -26,10 +26,9 @@ from stopdown.pipelines.requests import Request, build_arguments, find_frames, r
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
-from stopdown.runtime.guard import Announce, guard
+from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
 from stopdown.runtime.journal import Journal
 from stopdown.runtime.repair_order import OnFault
-from stopdown.runtime.watch import Observer
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,7 @@ def make_frames(
     arguments = build_arguments(loaded.pipe, request)
     choose_format(output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
-    guarding = guard(
-        loaded.pipe,
+    options = GuardOptions(
         on_fault=on_fault,
         decisions=loaded.decisions,
         observer=observer,
@@ -86,6 +84,7 @@ def make_frames(
         loaded_plan=loaded.loaded_plan,
         frames=False,
     )
+    guarding = Guard(loaded.pipe, options).put_on()
     begun = time.perf_counter()
     with guarding, torch.no_grad():
         result = _call(loaded.pipe, arguments)

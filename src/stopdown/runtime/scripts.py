@@ -21,7 +21,7 @@ from stopdown.frame_faults import find_frame_findings
 from stopdown.patches import Patches
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import Finding, GuardRecord, Plan
-from stopdown.runtime.guard import Guard, guard
+from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.results import collect_videos
@@ -92,9 +92,7 @@ class ScriptGuard:
         if self.plan is None:
             return None
         try:
-            return guard(
-                pipe, self.plan, on_fault=self.on_fault, announce=self.announce, frames=False
-            )
+            return Guard(pipe, self._choose(plan=self.plan)).put_on()
         except PlanError as error:
             name = type(pipe).__name__
             if name not in self._without_plan:
@@ -104,19 +102,16 @@ class ScriptGuard:
 
     def _guard_by_what_was_found(self, pipe: Any) -> Guard:
         """A guard with the repairs of earlier calls."""
-        made = guard(
-            pipe,
-            on_fault=self.on_fault,
-            announce=self.announce,
-            repair_cache=self._repair_cache,
-            frames=False,
-        )
+        made = Guard(pipe, self._choose(repair_cache=self._repair_cache)).put_on()
         while self._repair_cache.outdated:
             self.announce(
                 f"The weights of {self._repair_cache.outdated.pop()} were changed since an earlier call "
                 "repaired it; that repair is left away."
             )
         return made
+
+    def _choose(self, **more: Any) -> GuardOptions:
+        return GuardOptions(on_fault=self.on_fault, announce=self.announce, frames=False, **more)
 
     def _advise(self) -> str:
         """What to type after a fault that ended a pipeline's call: the script has no `--precision`."""

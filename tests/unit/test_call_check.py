@@ -1,4 +1,4 @@
-"""Tests of the watch: silent, awake, gone and nested, on tiny pipelines of real classes."""
+"""Tests of the check of each call: silent, awake, gone and nested, on tiny pipelines of real classes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import Callee
+from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Decision
-from stopdown.runtime import watch as watch_module
-from stopdown.runtime.watch import Watch, suggest_remedy
+from stopdown.runtime.fault_texts import suggest_remedy
+from stopdown.runtime.guard import Guard, GuardOptions
 
 FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
 DENOISERS = {"svd": "unet", "sdxl": "unet"}
@@ -25,9 +26,15 @@ make_pipeline = functools.cache(testing.make_pipeline)
 """Pipelines are shared: that each test leaves them untouched is what these tests are about."""
 
 
-def run_watched(pipe: Any, name: str, **options: Any) -> NonFiniteError:
-    """The error that ends a watched run."""
-    with pytest.raises(NonFiniteError) as caught, Watch(pipe, **options):
+def check_calls(pipe: Any, **options: Any) -> Guard:
+    """A guard that stops at the first fault, without a search for where it begins."""
+    options |= {"on_fault": "raise", "frames": False, "names_culprit": False}
+    return Guard(pipe, GuardOptions(**options)).put_on()
+
+
+def run_checked(pipe: Any, name: str, **options: Any) -> NonFiniteError:
+    """The error that ends a run."""
+    with pytest.raises(NonFiniteError) as caught, check_calls(pipe, **options):
         call_pipeline(pipe, name)
     return caught.value
 
@@ -35,14 +42,14 @@ def run_watched(pipe: Any, name: str, **options: Any) -> NonFiniteError:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_silent(name: str, precision: str) -> None:
-    """A watched run equals the plain one in every bit, and the pipeline is as it was."""
+    """A guarded run equals the plain one in every bit, and the pipeline is as it was."""
     pipe = make_pipeline(name, dtype=FORMATS[precision].torch_dtype)
     plain = call_pipeline(pipe, name)
-    with testing.assert_untouched(pipe), Watch(pipe) as watch:
-        watched = call_pipeline(pipe, name)
+    with testing.assert_untouched(pipe), check_calls(pipe) as handle:
+        guarded = call_pipeline(pipe, name)
     assert np.isfinite(plain).all()
-    np.testing.assert_array_equal(watched, plain)
-    assert all(call.non_finite == 0 for call in watch.summarize())
+    np.testing.assert_array_equal(guarded, plain)
+    assert all(call.non_finite == 0 for call in handle.record.calls)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def test_awake_at_a_step(name: str, kind: Any) -> None:
     component = DENOISERS.get(name, "transformer")
     calls = 2 if name == "wan" else 1  # with and without the prompt, one after the other
     with testing.assert_untouched(pipe), testing.inject(pipe, component, step=calls, kind=kind):
-        error = run_watched(pipe, name)
+        error = run_checked(pipe, name)
     word = {"nan": "NaN", "inf": "Inf"}[kind]
     assert error.what.startswith(f"`{component}` gave ")
     assert f" {word} in " in error.what
@@ -81,7 +88,7 @@ def test_awake_at_every_component_call(name: str, component: str) -> None:
     """A fault in an encoder or decoder is found there; these have no step."""
     pipe = make_pipeline(name)
     with testing.inject(pipe, component, step=0):
-        error = run_watched(pipe, name)
+        error = run_checked(pipe, name)
     assert error.what.startswith(f"`{component}` gave ")
     assert error.what.endswith(" values, in fp32.")
     assert error.remedy == (
@@ -92,20 +99,21 @@ def test_awake_at_every_component_call(name: str, component: str) -> None:
 
 def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector switched off the same fault reaches the pixels: the tests above see it."""
-    monkeypatch.setattr(watch_module, "bound_values", lambda tensors, known: None)
+    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
+    monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=1), Watch(pipe):
+    with testing.inject(pipe, "transformer", step=1), check_calls(pipe):
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
 def test_the_scheduler_never_sees_the_fault() -> None:
     """The run stops at the component: the step after it is not made."""
     pipe = make_pipeline("cogvideox")
-    with testing.inject(pipe, "transformer", step=1), Watch(pipe) as watch:
+    with testing.inject(pipe, "transformer", step=1), check_calls(pipe) as handle:
         with pytest.raises(NonFiniteError):
             call_pipeline(pipe, "cogvideox", steps=3)
-        assert watch.steps_done == 1
-    (transformer,) = (call for call in watch.summarize() if call.component == "transformer")
+        assert handle.steps.done == 1
+    (transformer,) = (call for call in handle.record.calls if call.component == "transformer")
     assert (transformer.calls, transformer.non_finite) == (2, 1)
 
 
@@ -114,7 +122,7 @@ def test_the_whole_message() -> None:
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
     reason = 'It fits. Not "calibrated".'
     decisions = (Decision("transformer", "fp16", reason),)
-    error = run_watched(pipe, "cogvideox", decisions=decisions)
+    error = run_checked(pipe, "cogvideox", decisions=decisions)
     assert error.what == "`transformer` gave 256 NaN in 256 values at step 1 of 2, in fp16."
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith(f'; fp16 ends at 65504). fp16 was chosen for it: "{reason}"')
@@ -134,7 +142,7 @@ def test_a_fault_that_came_from_outside_is_said_to() -> None:
 
     pipe.scheduler.step = spoil
     try:
-        error = run_watched(pipe, "cogvideox")
+        error = run_checked(pipe, "cogvideox")
     finally:
         del pipe.scheduler.step
     assert error.what.endswith(" values at step 2 of 2, in fp32.")
@@ -143,50 +151,51 @@ def test_a_fault_that_came_from_outside_is_said_to() -> None:
 
 @pytest.mark.parametrize("first", ["inner", "outer"])
 def test_nested(first: str) -> None:
-    """Two watches at once see the same calls; taken off in either order they leave nothing."""
+    """Two guards at once see the same calls; taken off in either order they leave nothing."""
     pipe = make_pipeline("cogvideox")
     plain = call_pipeline(pipe, "cogvideox")
     with testing.assert_untouched(pipe):
-        watches = {"inner": Watch(pipe), "outer": Watch(pipe)}
-        for watch in watches.values():
-            watch.__enter__()
+        guards = {"inner": check_calls(pipe), "outer": check_calls(pipe)}
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
-        watches.pop(first).__exit__(None, None, None)
-        (left,) = watches.values()
+        guards.pop(first).remove()
+        (left,) = guards.values()
         np.testing.assert_array_equal(call_pipeline(pipe, "cogvideox"), plain)
-        left.__exit__(None, None, None)
-    assert [call.calls for call in left.summarize()] == [4, 2, 4]
+        left.remove()
+    assert [call.calls for call in left.record.calls] == [4, 2, 4]
 
 
 def test_gone_after_an_exception() -> None:
     """Whatever ends the block, the pipeline is as it was; leaving twice is harmless."""
     pipe = make_pipeline("svd")
-    watch = Watch(pipe)
-    with pytest.raises(KeyboardInterrupt), testing.assert_untouched(pipe), watch:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        testing.assert_untouched(pipe),
+        check_calls(pipe) as handle,
+    ):
         raise KeyboardInterrupt
     with testing.assert_untouched(pipe):
-        watch.__exit__(None, None, None)
+        handle.remove()
 
 
 def test_gone_when_it_cannot_be_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error half way through putting it on takes off what is on already."""
     pipe = make_pipeline("cogvideox")
 
-    def fail(self: Watch) -> None:
+    def fail(self: StepCounter) -> None:
         raise RuntimeError("no scheduler")
 
-    monkeypatch.setattr(Watch, "_count_steps", fail)
+    monkeypatch.setattr(StepCounter, "follow", fail)
     with testing.assert_untouched(pipe), pytest.raises(RuntimeError, match="no scheduler"):
-        Watch(pipe).__enter__()
+        check_calls(pipe)
 
 
 def test_calls_are_counted_and_timed() -> None:
     """Each component that was called, with its stage, precision and time; the others are absent."""
     pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
     seen: list[tuple[str, str, int, int]] = []
-    with Watch(pipe, observer=lambda *call: seen.append(call)) as watch:
+    with check_calls(pipe, observer=lambda *call: seen.append(call)) as handle:
         call_pipeline(pipe, "cogvideox")
-    summary = {call.component: call for call in watch.summarize()}
+    summary = {call.component: call for call in handle.record.calls}
     assert {name: (call.stage, call.calls) for name, call in summary.items()} == {
         "text_encoder": ("encode", 2),
         "transformer": ("denoise", 2),
@@ -196,13 +205,13 @@ def test_calls_are_counted_and_timed() -> None:
     assert all(call.elapsed_s > 0 for call in summary.values())
     denoising = [call for call in seen if call[1] == "denoise"]
     assert denoising == [("transformer", "denoise", 0, 2), ("transformer", "denoise", 1, 2)]
-    assert watch.own_s > 0
+    assert handle.record.own_s > 0
 
 
 def test_steps_are_those_of_the_run() -> None:
     """A run from a video skips steps, a second run counts anew: the message says what was run."""
     pipe = make_pipeline("cogvideox-video")
-    with testing.inject(pipe, "transformer", step=3), Watch(pipe):
+    with testing.inject(pipe, "transformer", step=3), check_calls(pipe):
         call_pipeline(pipe, "cogvideox-video", steps=3)
         with pytest.raises(NonFiniteError, match="at step 2 of 2, in fp32"):
             call_pipeline(pipe, "cogvideox-video", steps=3)

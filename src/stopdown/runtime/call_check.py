@@ -1,0 +1,104 @@
+"""Check one call: whether what a component returned, and what it was given, is finite.
+
+Of each output the smallest and the largest value are found on the device and read once; NaN and Inf
+travel, so the output of a call is the only cut that is needed to know that they exist. Where the authors
+of a class clamp its values at the end of fp16's range (T5, CogView3-Plus, Flux), the outputs of those
+modules are bounded as well, because a clamp hides an overflow; they are read with the same transfer, and
+so are the arguments, and those of every block where that is asked for (`activation_maxima`).
+
+**Catches** NaN and +-Inf in any floating tensor that a component returns or is called with; in fp16,
+values that a clamp at the end of the range brought back.
+**Does not catch** values that `nan_to_num` or a softmax inside the component made finite, or a result
+that is finite and wrong for another reason; the finished frames are looked at by `frame_faults`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stopdown.numerics import bound_values, iterate_tensors
+from stopdown.runtime.activation_maxima import Notes
+from stopdown.runtime.clamps import CLAMPED_FROM
+
+
+@dataclass(frozen=True)
+class CallCheck:
+    """What one call showed.
+
+    Attributes:
+        is_finite: no value that it returned is NaN or Inf.
+        clamped: modules that clamped what was not finite.
+        inputs: arguments that were not finite; a mask may hold -Inf.
+        is_seen: it returned tensors that could be looked at.
+        host_reads: how often the host waited for values.
+        maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
+        limited: name, limit and largest magnitude of each argument that has a limit.
+    """
+
+    is_finite: bool = True
+    clamped: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    is_seen: bool = True
+    host_reads: int = 0
+    maxima: tuple[tuple[str, torch.dtype, float], ...] = ()
+    limited: tuple[tuple[str, float, float], ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether what it returned can be gone on with."""
+        return self.is_finite and not self.clamped
+
+
+def check_call(notes: Notes, output: Any) -> CallCheck:
+    """What a call's output and arguments are like.
+
+    Args:
+        notes: what its modules and arguments gave meanwhile; they are forgotten.
+
+    Cost: two operations, one for each note, and one host read.
+    """
+    outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
+    bounds = bound_values(outputs, notes.bounds)
+    if bounds is None:
+        return CallCheck(is_seen=False)
+    values = iter(bounds.tolist())
+    pairs = zip(values, values, strict=True)  # low and high in turns
+    is_finite = all([_is_finite(*next(pairs)) for _ in outputs])
+    clamped = [path for path, _ in notes.clamping if _amax(*next(pairs)) >= CLAMPED_FROM]
+    maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
+    given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
+    spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]
+    limited = [(n, limit, _amax(*ends)) for n, limit, *ends in given if limit is not None]
+    notes.clear()
+    return CallCheck(
+        is_finite,
+        tuple(clamped),
+        tuple(dict.fromkeys(spoilt)),
+        bool(outputs),
+        1,
+        tuple(maxima),
+        tuple(limited),
+    )
+
+
+def _is_finite(low: float, high: float) -> bool:
+    return math.isfinite(low) and math.isfinite(high)
+
+
+def _amax(low: float, high: float) -> float:
+    return max(-low, high)
+
+
+def _end(low: float, high: float) -> float:
+    return _amax(low, high) if math.isfinite(_amax(low, high)) else math.inf
+
+
+def _is_spoilt(name: str, low: float, high: float) -> bool:
+    """Whether an argument holds what is not finite; -Inf in a mask is what masks are made of."""
+    if "mask" in name or "bias" in name:
+        return math.isnan(low) or high == math.inf
+    return not _is_finite(low, high)

@@ -1,0 +1,220 @@
+"""Answer a fault: name the culprit, repair the component, run the same call again.
+
+The call is run once more, looked at operation by operation (`culprit`); a rule says what to try
+(`repair_order`); it is put on the component (`repairs`), and the very same call, with the same arguments
+and random numbers, is run again. The pipeline goes on with what that gave.
+
+**Catches** whatever the check of a call found.
+**Does not catch** arguments that a component changed in place before it failed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stopdown.environment import choose_device, probe_formats
+from stopdown.errors import NonFiniteError, StopdownError, take_first_line
+from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.step_caches import clear_caches
+from stopdown.records import Repair
+from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.culprit import Culprit, find_culprit, join_module_path
+from stopdown.runtime.fault_texts import Fault, make_error, name_fault
+from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.origin import Origin
+from stopdown.runtime.repair_log import RepairLog
+from stopdown.runtime.repair_order import OnFault, Remedy, Situation, list_remedies
+from stopdown.runtime.repair_texts import name_action
+from stopdown.runtime.repairs import Adjustment
+
+_ONE_FAULT = threading.RLock()
+"""Held while a fault is worked on: captures of two threads at once disturb each other."""
+
+
+@dataclass
+class _Case:
+    """One fault while it is worked on."""
+
+    fault: Fault
+    culprit: Culprit
+    begun: float
+    tried: list[str] = field(default_factory=list)
+    replays: int = 0
+
+
+@dataclass
+class FaultHandler:
+    """What is done at a fault.
+
+    Attributes:
+        pipe: the pipeline.
+        on_fault: repair, raise or warn.
+        log: keeps what was done.
+        check: checks the output of a call that was run again.
+        find_origin: where values came from that are not finite and that no component made.
+        names_culprit: run a call that failed once more to find where the fault begins.
+    """
+
+    pipe: Any
+    on_fault: OnFault
+    log: RepairLog
+    check: Callable[[GuardedCall, Any], CallCheck]
+    find_origin: Callable[[], Origin]
+    names_culprit: bool = True
+
+    def answer(self, fault: Fault) -> Any:
+        """The output to go on with after a fault.
+
+        Raises:
+            NonFiniteError: there is none.
+        """
+        with _ONE_FAULT:
+            return self._work_on(fault)
+
+    def _work_on(self, fault: Fault) -> Any:
+        begun = time.perf_counter()
+        if fault.check.is_good:
+            return self._pass_on(fault, begun)
+        is_known = not self.names_culprit or self.log.was_reported(fault.component, "none")
+        if self.on_fault == "warn" and is_known:
+            kind = "clamped" if fault.check.clamped else "unknown"
+            self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
+            return fault.output
+        case = _Case(fault, self._find_culprit(fault), begun)
+        if self.on_fault == "warn":
+            self._note(case, "none", "on_fault is warn: the run goes on as it is.")
+            return fault.output
+        if self.on_fault == "raise":
+            raise self._make_error(case)
+        return self._repair(case)
+
+    def _pass_on(self, fault: Fault, begun: float) -> Any:
+        """Go on with a finite output of arguments that were not; reported once for each component."""
+        if self.log.was_reported(fault.component, "inputs"):
+            return fault.output
+        self.log.mark_reported(fault.component, "inputs")
+        case = _Case(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
+        if self.on_fault == "raise":
+            raise self._make_error(case)
+        self._note(case, "none", "What it gave was finite all the same: the run goes on.")
+        return fault.output
+
+    def _repair(self, case: _Case) -> Any:
+        fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
+        before = state.applied
+        has_bf16 = fault.precision == "fp16" and self._has_bf16(fault.guarded)
+        situation = Situation(culprit.kind, fault.precision, culprit.around, has_bf16)
+        for remedy in list_remedies(situation):
+            is_good, output = self._try(case, remedy, before)
+            if is_good:
+                fault.guarded.component.note_precisions()
+                self._note(case, name_action(remedy), remedy.reason)
+                return output
+        state.put_on(before)
+        error = self._make_error(case)
+        self._note(case, "none", "Nothing that was tried gave a finite result.")
+        raise error
+
+    def _try(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> tuple[bool, Any]:
+        """Put a remedy on and run the call again: whether that did it, and what it gave."""
+        name = name_action(remedy)
+        try:
+            output = self._replay(case, remedy, before)
+        except Exception as error:  # whatever a model's code does: the next remedy is tried
+            case.tried.append(f"{name}: {take_first_line(error)}")
+            return False, None
+        if not self.check(case.fault.guarded, output).is_good:
+            case.tried.append(f"{name}: the same call was not finite again.")
+            return False, output
+        given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
+        if given != wanted:
+            case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
+        return given == wanted, output
+
+    def _replay(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> Any:
+        """The output of the same call with a remedy put on in place of those tried so far."""
+        fault, latest = case.fault, case.fault.guarded.latest
+        state = fault.guarded.state
+        state.put_on(before)
+        latest.restore()  # the call that exponents are found for is the one that failed
+        repairs = state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
+        state.put_on(repairs)
+        latest.restore()
+        if repairs != before:
+            clear_caches(state.module)  # what they kept may have another scale or dtype
+        case.replays += 1
+        return fault.repeat()
+
+    def _find_culprit(self, fault: Fault) -> Culprit:
+        if not self.names_culprit:
+            return Culprit("unknown")
+        guarded = fault.guarded
+        given = fault.name_arguments()
+        guarded.latest.restore()
+        try:
+            culprit, output = find_culprit(fault.component, guarded.module, fault.repeat, given)
+        except StopdownError:
+            raise
+        except Exception:  # code that cannot be looked at: nothing is known
+            return Culprit("unknown")
+        self.check(guarded, output)  # forget what the replay clamped
+        return culprit
+
+    def _describe_culprit(self, case: _Case) -> str:
+        return case.culprit.describe(case.fault.component) if self.names_culprit else ""
+
+    def _describe_caller(self, case: _Case) -> str:
+        """Which component was called with values that were not finite, and what came of it."""
+        called = f"`{case.fault.component}` was called with it as {case.culprit.path}"
+        if case.fault.check.is_good:
+            return f"{called}, and gave finite values."
+        return f"{called}: {name_fault(case.fault)}"
+
+    def _make_error(self, case: _Case) -> NonFiniteError:
+        if case.culprit.kind == "input":
+            origin = self.find_origin()
+            said = self._describe_caller(case)
+            return NonFiniteError(origin.what, expected=said, remedy=origin.remedy)
+        found = self._describe_culprit(case)
+        if case.tried:
+            found += f" Tried without success: {' '.join(case.tried)}"
+        return make_error(case.fault, found)
+
+    def _note(self, case: _Case, action: str, reason: str) -> None:
+        """Keep what was done at a fault."""
+        fault, culprit = case.fault, case.culprit
+        if culprit.kind == "input":
+            origin = self.find_origin()
+            module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
+        else:
+            path = "" if culprit.kind == "intermittent" else culprit.path
+            module_path = join_module_path(fault.component, path)
+            said = f"{name_fault(fault)} {self._describe_culprit(case)}"
+        self.log.keep(
+            Repair(
+                component=fault.component,
+                module_path=module_path,
+                kind=culprit.kind,
+                step=fault.step,
+                evidence=said.strip(),
+                action=action,
+                reason=reason,
+                tried=tuple(case.tried),
+                replays=case.replays,
+                elapsed_s=time.perf_counter() - case.begun,
+            )
+        )
+
+    def _has_bf16(self, guarded: GuardedCall) -> bool:
+        device = choose_device(str(guarded.find_device(self.pipe)))
+        support = probe_formats(device)["bf16"]
+        return support.native and support.works
+
+
+def _list_shapes(output: Any) -> str:
+    """Sizes of every tensor of an output: 1x3x9x32x32."""
+    return ", ".join("x".join(map(str, x.shape)) or "scalar" for x in iterate_tensors(output))

@@ -1,0 +1,136 @@
+"""Faults in words: what was found and where, what is known of it, what to type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stopdown.errors import NonFiniteError
+from stopdown.number_formats import find_format
+from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
+from stopdown.pipelines.call_interception import Call, find_argument_names
+from stopdown.pipelines.components import Callee
+from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.output_parts import describe_place, name_axes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One call whose output or arguments were not what they should be.
+
+    Attributes:
+        guarded: where.
+        args, kwargs, output: of the call.
+        call: what to call for the same call again.
+        check: what was found.
+        precision: of most of the component's weights.
+        step: of the run, from 0; None outside of denoising.
+        place: ` at step 1 of 2`, in words.
+        reason: why the precision was chosen; "" when nobody said.
+    """
+
+    guarded: GuardedCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    call: Call
+    check: CallCheck
+    precision: str
+    step: int | None
+    place: str
+    reason: str = ""
+
+    @property
+    def callee(self) -> Callee:
+        """What was called."""
+        return self.guarded.callee
+
+    @property
+    def component(self) -> str:
+        """As in records: `vae.decode`."""
+        return self.guarded.name
+
+    def name_arguments(self) -> dict[str, Any]:
+        """The arguments of the call by name."""
+        names = find_argument_names(self.callee)
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+    def repeat(self) -> Any:
+        """The same call again."""
+        return self.call(*self.args, **self.kwargs)
+
+
+def name_fault(fault: Fault) -> str:
+    """What was found and where, in one sentence."""
+    place = f"{fault.place}, in {fault.precision}."
+    if clamped := fault.check.clamped:
+        return (
+            f"`{fault.component}` gave a finite result of values that were not: {len(clamped)} "
+            f"clamps at the end of fp16 were hit, the first in {clamped[0]}{place}"
+        )
+    outputs = [t for t in iterate_tensors(fault.output) if t.is_floating_point()]
+    counts = [count_non_finite(tensor) for tensor in outputs]
+    nan, infinite = (sum(column) for column in zip(*counts, strict=True))
+    total = sum(tensor.numel() for tensor in outputs)
+    return (
+        f"`{fault.component}` gave {name_counts(nan, infinite)} in {total} values"
+        f"{_describe_part(fault)}{place}"
+    )
+
+
+def make_error(fault: Fault, found: str = "") -> NonFiniteError:
+    """The error that ends a run at a fault.
+
+    Args:
+        found: what is known besides of how it began, in whole sentences.
+    """
+    precision = fault.precision
+    inputs = [t for t in iterate_tensors((fault.args, fault.kwargs)) if t.is_floating_point()]
+    parts = [found, _describe_inputs(inputs, precision), fault.reason]
+    return NonFiniteError(
+        name_fault(fault),
+        expected=" ".join(filter(None, parts)),
+        remedy=suggest_remedy(fault.callee, precision),
+    )
+
+
+def name_counts(nan: int, infinite: int) -> str:
+    """`3 NaN and 1 Inf`."""
+    parts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "Inf")) if count]
+    return " and ".join(parts)
+
+
+def suggest_remedy(callee: Callee, precision: str) -> str:
+    """What to type after a component gave NaN or Inf in a precision."""
+    if precision == "fp32":
+        return (
+            "More precision is not to be had: its weights may be damaged, or an input may be out of "
+            "range. Load the model again from its source."
+        )
+    if precision == "fp16":
+        return f"Use `--precision {callee.component}=bf16`, or fp32 where bf16 is slow or missing."
+    return f"Use `--precision {callee.component}=fp32`."
+
+
+def _describe_part(fault: Fault) -> str:
+    """` (row 2 of 2, frame 3 of 5)`; "" when the fault is everywhere in its output."""
+    given = fault.name_arguments()
+    for tensor in iterate_tensors(fault.output):
+        if tensor.is_floating_point() and bool((bad := ~torch.isfinite(tensor)).any()):
+            place = describe_place(bad, name_axes(fault.callee, tuple(tensor.shape), given))
+            return f" ({place})" if place else ""
+    return ""
+
+
+def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
+    """Whether the fault came in from outside, and the largest value that did."""
+    spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
+    if spoilt:
+        return f"Its inputs already held {spoilt} values that are not finite."
+    largest = max((measure_amax(tensor) for tensor in inputs), default=0.0)
+    found = find_format(precision)
+    ends = f"; {precision} ends at {found.largest:.5g}" if found else ""
+    return f"Its inputs were finite (largest {largest:.5g}{ends})."

@@ -1,0 +1,200 @@
+"""One component call under the guard: what it was called with, what was seen of it, what is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from stopdown.bounds.input_limits import name_inputs
+from stopdown.number_formats import name_dtype
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import find_argument_names
+from stopdown.pipelines.components import Callee, read_precisions
+from stopdown.pipelines.step_caches import save_caches
+from stopdown.randomness import Restore, save_random
+from stopdown.records import CallSummary
+from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
+from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.repairs import ComponentState
+
+
+@dataclass
+class GuardedComponent:
+    """A component under the guard; both directions of an autoencoder share theirs.
+
+    Attributes:
+        state: what was put on it.
+        notes: what its modules noted during the call of now.
+        calls: through which it is used.
+        is_sensed: hooks on its modules make the notes.
+    """
+
+    state: ComponentState
+    notes: Notes = field(default_factory=Notes)
+    calls: list[GuardedCall] = field(default_factory=list)
+    is_sensed: bool = False
+
+    def note_precisions(self) -> None:
+        """Its weights were cast: what they are now comes before what they were."""
+        now = self.state.name_precisions()
+        for call in self.calls:
+            if call.precisions:
+                call.precisions = tuple(dict.fromkeys((*now, *call.precisions)))
+
+
+@dataclass
+class LatestCall:
+    """The call that was made last, as the component itself got it."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    restores: tuple[Restore, ...] = ()
+
+    def restore(self) -> None:
+        """Random numbers and step caches as they were before it."""
+        for restore in self.restores:
+            restore()
+
+
+@dataclass
+class Excess:
+    """An argument that was larger than a certificate allows: in how many calls, and how large."""
+
+    limit: float
+    calls: int = 0
+    largest: float = 0.0
+
+
+@dataclass(eq=False)
+class GuardedCall:
+    """One component call under the guard.
+
+    Attributes:
+        callee: what is called.
+        component: whose weights the call uses.
+        slot: the attribute that the call goes through.
+        device: where it is computed; None before the first call.
+        limits: argument to the magnitude up to which a plan's certificate holds.
+        excesses: arguments that were larger.
+        latest: for a replay.
+        count, elapsed_s, non_finite, unseen: of the calls so far.
+        precisions: of the weights at its calls, most of them first.
+        patches: the layers around the call.
+    """
+
+    callee: Callee
+    component: GuardedComponent
+    slot: str
+    device: torch.device | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    excesses: dict[str, Excess] = field(default_factory=dict)
+    latest: LatestCall = field(default_factory=LatestCall)
+    count: int = 0
+    elapsed_s: float = 0.0
+    non_finite: int = 0
+    unseen: int = 0
+    precisions: tuple[str, ...] = ()
+    patches: Patches = field(default_factory=Patches)
+
+    @property
+    def name(self) -> str:
+        """As in records: `vae.decode`."""
+        return self.callee.component
+
+    @property
+    def state(self) -> ComponentState:
+        """What was put on the component."""
+        return self.component.state
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The component."""
+        return self.component.state.module
+
+    @property
+    def precision(self) -> str:
+        """Of most of its weights."""
+        return self.precisions[0] if self.precisions else "fp32"
+
+    def move_to(self, callee: Callee, component: GuardedComponent, slot: str) -> None:
+        """Another object is in the component's place: what was counted goes on."""
+        self.patches.undo()
+        if self in self.component.calls:
+            self.component.calls.remove(self)
+        component.calls.append(self)
+        self.callee, self.component, self.slot = callee, component, slot
+        self.device, self.latest = None, LatestCall()
+
+    def forget(self) -> None:
+        """Let go of the arguments of the latest call."""
+        self.latest = LatestCall()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call begins: its arguments are noted, nothing is read."""
+        if not self.precisions:
+            self.precisions = tuple(map(name_dtype, read_precisions(self.module)))
+        notes = self.component.notes
+        notes.clear()
+        notes.note_inputs(self.limits, name_inputs(args, kwargs, find_argument_names(self.callee)))
+
+    def count_call(self, elapsed_s: float, check: CallCheck) -> None:
+        """A call is over."""
+        self.count += 1
+        self.elapsed_s += elapsed_s
+        self.unseen += not check.is_seen
+        self.non_finite += not check.is_good
+
+    def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
+        """Keep a call for a replay, and what it draws and changes."""
+        restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
+        self.latest = LatestCall(args, kwargs, restores)
+
+    def find_device(self, pipe: Any) -> torch.device:
+        """Where its calls are computed; weights that are offloaded wait elsewhere until then."""
+        if self.device is None:
+            weights = (x.device for x in self.module.parameters() if not x.is_meta)
+            self.device = next(weights, torch.device("cpu"))
+            if self.device.type == "cpu":
+                self.device = torch.device(getattr(pipe, "_execution_device", self.device))
+        return self.device
+
+    def note_excesses(self, check: CallCheck) -> Iterator[str]:
+        """Count the arguments that a certificate does not cover; a sentence for each new one."""
+        for name, limit, largest in check.limited:
+            if largest <= limit:  # NaN is beyond every limit
+                continue
+            seen = self.excesses.setdefault(name, Excess(limit))
+            seen.calls, seen.largest = seen.calls + 1, max(seen.largest, largest)
+            if seen.calls == 1:
+                yield self._describe_excess(name)
+
+    def list_excesses(self) -> list[str]:
+        """The calls that a plan's certificate does not cover, a sentence for each argument."""
+        return [self._describe_excess(name) for name in self.excesses]
+
+    def _describe_excess(self, name: str) -> str:
+        seen = self.excesses[name]
+        calls = f"{seen.calls} call{'s' * (seen.calls != 1)}"
+        return (
+            f"{calls} of `{self.name}` not certified: `{name}` reached {seen.largest:.4g}, and the "
+            f"plan's bounds hold up to {seen.limit:.4g}. The output was watched as always."
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it, or a part of it, runs as compiled code."""
+        return is_compiled(self.callee.owner) or bool(find_compiled(self.module))
+
+    def summarize(self) -> CallSummary:
+        """What was counted."""
+        return CallSummary(
+            self.name,
+            self.callee.stage,
+            self.count,
+            self.elapsed_s,
+            self.precisions,
+            self.non_finite,
+        )

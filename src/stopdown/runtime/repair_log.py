@@ -1,0 +1,58 @@
+"""What a guard did, in order; each kind of it is reported once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stopdown.records import Repair
+from stopdown.runtime.repair_texts import describe_repair
+
+
+class RepairLog:
+    """Repairs, and calls that were not repaired, in order."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        """
+        Args:
+            announce: told of each kind once, in whole sentences.
+        """
+        self._announce = announce
+        self._repairs: list[Repair] = []
+        self._reported: set[tuple[str, str]] = set()
+        self._run_begins = 0
+
+    def __len__(self) -> int:
+        return len(self._repairs)
+
+    @property
+    def repairs(self) -> tuple[Repair, ...]:
+        """All of them."""
+        return tuple(self._repairs)
+
+    @property
+    def of_this_run(self) -> tuple[Repair, ...]:
+        """Those since the pipeline was called last."""
+        return tuple(self._repairs[self._run_begins :])
+
+    def begin_run(self) -> None:
+        """The pipeline is called."""
+        self._run_begins = len(self._repairs)
+
+    def keep(self, repair: Repair) -> None:
+        """Keep one, and report it when it is the first of its kind."""
+        self._repairs.append(repair)
+        self.report_once(repair.component, repair.action, describe_repair(repair))
+
+    def report_once(self, component: str, kind: str, text: str) -> None:
+        """Report it unless this was reported of the component before."""
+        if not self.was_reported(component, kind):
+            self.mark_reported(component, kind)
+            self._announce(text)
+
+    def mark_reported(self, component: str, kind: str) -> None:
+        """From now on it counts as reported."""
+        self._reported.add((component, kind))
+
+    def was_reported(self, component: str, kind: str) -> bool:
+        """Whether this was reported of the component before."""
+        return (component, kind) in self._reported
