@@ -24,6 +24,7 @@ from stopdown.parallel.ranks import GROUP
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (
     Call,
+    Rank,
     find_argument_names,
     intercept,
     map_tensors,
@@ -38,8 +39,6 @@ def put_guidance_parallel(
     pipe: Any, patches: Patches, *, group: Any = None, announce: Callable[[str], None] = print
 ) -> None:
     """Share the rows of each denoiser call among the ranks, until `patches` is undone.
-
-    Put it on before a guard, and take it off after that.
 
     Args:
         group: process group; None for that of all ranks.
@@ -56,7 +55,10 @@ def put_guidance_parallel(
         if callee.stage == "denoise":
             whole = group or dist.group.WORLD
             patches.set_attribute(callee.owner, GROUP, whole)
-            intercept(callee, functools.partial(_share_rows, callee, whole, tell), patches)
+            layer = functools.partial(_share_rows, callee, whole, tell)
+            intercept(
+                callee, layer, patches, Rank.MEMORY
+            )  # inside of a guard, which repairs all rows
 
 
 def _share_rows(
