@@ -95,7 +95,8 @@ def mend(
 
     Args:
         pipe: a Diffusers pipeline with its weights.
-        device, arguments: as for `check`.
+        device: as for `check`.
+        arguments: as for `check`.
 
     Returns:
         A handle with `.done`, `.remaining` and `.undo()`, also a context manager.

@@ -79,7 +79,8 @@ def rescale_(
     next call refuses a module that was cast so.
 
     Args:
-        args, kwargs: a call of the module itself.
+        args: positional arguments of a call of the module itself.
+        kwargs: its keyword arguments.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
         dtype: what the module is to run in.
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products

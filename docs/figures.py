@@ -1,0 +1,421 @@
+"""Every figure that stands on a page of the site, computed from `benchmarks/results`; tables of what is known.
+
+A page writes `{{ name }}`; the function of that name below says what goes there. None of them holds a
+number of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+KNOWLEDGE = ROOT / "src" / "stopdown" / "knowledge"
+FIGURES: dict[str, Callable[[], str]] = {}
+
+
+def _figure(compute: Callable[[], str]) -> Callable[[], str]:
+    FIGURES[compute.__name__] = compute
+    return compute
+
+
+@functools.cache
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _make_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [headings, ["---"] + ["--:"] * (len(headings) - 1), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+# Rescaling
+
+
+def _rows() -> list[dict[str, Any]]:
+    return list(_read("rescale")["rows"].values())
+
+
+def _ratios(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
+    return [x["bf16"]["l2"] / x[name]["l2"] for x in rows if x.get(name)]
+
+
+@_figure
+def rescale_classes() -> str:
+    return str(len({x["class"] for x in _rows()}))
+
+
+@_figure
+def rescale_cases() -> str:
+    return str(len(_rows()))
+
+
+@_figure
+def rescale_exact() -> str:
+    return str(sum(x["exact"] for x in _rows()))
+
+
+@_figure
+def rescale_ratio() -> str:
+    return f"{statistics.median(_ratios(_rows(), 'rescaled fp16')):.1f}"
+
+
+@_figure
+def rescale_healthy_ratio() -> str:
+    return f"{statistics.median(x['healthy'] for x in _rows()):.1f}"
+
+
+@_figure
+def residual_cases() -> str:
+    return str(len(_ratios(_rows(), "fp32 residual")))
+
+
+@_figure
+def residual_ratio() -> str:
+    return f"{statistics.median(_ratios(_rows(), 'fp32 residual')):.1f}"
+
+
+@_figure
+def rescale_multiplies() -> str:
+    counts = [x["multiplies"] for x in _rows()]
+    return f"{sum(n == 0 for n in counts)} of {len(counts)}"
+
+
+@_figure
+def rescale_table() -> str:
+    """One row a class: how many ways it was made to overflow, and what each precision loses."""
+    rows = []
+    for name in dict.fromkeys(x["class"] for x in _rows()):
+        own = [x for x in _rows() if x["class"] == name]
+        plain = sum(x["fp16"]["l2"] == float("inf") for x in own)
+        ratios = _ratios(own, "rescaled fp16")
+        kept = _ratios(own, "fp32 residual")
+        rows.append(
+            [
+                name,
+                f"{plain} of {len(own)}",
+                f"{sum(x['exact'] for x in own)} of {len(own)}",
+                f"{statistics.median(ratios):.1f}",
+                f"{min(ratios):.1f}",
+                f"{statistics.median(kept):.1f}" if kept else "–",
+                max(x["multiplies"] for x in own),
+            ]
+        )
+    headings = (
+        *("class", "NaN or Inf in plain fp16", "exact in fp32", "median", "worst"),
+        *("with fp32 residual", "multiplies at most"),
+    )
+    return _make_table(headings, rows)
+
+
+@_figure
+def depth_table() -> str:
+    rows = _read("depth")["rows"]
+    names = ("fp16", "fp16 with fp32 residual")
+    return _make_table(
+        ("blocks", *names), [[x["blocks"], *(f"{x['ratios'][n]:.1f}" for n in names)] for x in rows]
+    )
+
+
+@_figure
+def shapes_ratio() -> str:
+    return f"{_read('shapes_fp16')['bf16_over_planned_median']:.1f}"
+
+
+@_figure
+def shapes_ratio_worst() -> str:
+    return f"{_read('shapes_fp16')['bf16_over_planned_worst']:.1f}"
+
+
+@_figure
+def shapes_prompts() -> str:
+    return str(_read("shapes_fp16")["prompts"])
+
+
+@_figure
+def converted_ratio() -> str:
+    return f"{_read('convert')['bf16_over_converted']['median']:.1f}"
+
+
+@_figure
+def converted_ratio_worst() -> str:
+    return f"{_read('convert')['bf16_over_converted']['worst']:.1f}"
+
+
+# What it costs
+
+
+@_figure
+def speed_ratio() -> str:
+    return f"{_read('speed')['ratio_median']:.3f}"
+
+
+@_figure
+def speed_table() -> str:
+    rows = _read("speed")["rows"]
+    return _make_table(
+        ("class", "multiplies", "rescaled over plain, median", "quartiles"),
+        [
+            [
+                x["class"],
+                x["multiplies"],
+                f"{x['ratio_median']:.3f}",
+                "–".join(f"{q:.3f}" for q in x["ratio_quartiles"]),
+            ]
+            for x in rows
+        ],
+    )
+
+
+@_figure
+def own_share() -> str:
+    return _percent(_read("generate")["own_share_median"])
+
+
+@_figure
+def guard_table() -> str:
+    names = {
+        "guard": "the guard",
+        "guard with block maxima": "the guard with `--maxima`",
+        "a hook on every module": "a hook on every module, read once a call",
+        "DebugUnderflowOverflow": "Transformers' `DebugUnderflowOverflow`",
+    }
+    rows = [x for x in _read("guard")["rows"] if x["work"].startswith("CogVideoX")]
+    (plain,) = (x for x in rows if x["way"] == "plain")
+    return _make_table(
+        ("what watches", "operations added", "host reads a call"),
+        [
+            [
+                names[x["way"]],
+                f"{x['operations'] - plain['operations']:,} (+{_percent(x['operations_ratio'] - 1)})",
+                f"{x['host_reads_a_call']:,.0f}",
+            ]
+            for x in rows
+            if x["way"] in names
+        ],
+    )
+
+
+@_figure
+def guard_operations() -> str:
+    rows = [x for x in _read("guard")["rows"] if x["work"].startswith("CogVideoX")]
+    return f"{next(x['operations'] for x in rows if x['way'] == 'plain'):,}"
+
+
+@_figure
+def full_size_table() -> str:
+    return _make_table(
+        ("class", "parameters", "operations", "capture", "solve", "peak memory"),
+        [
+            [
+                x["class"],
+                f"{x['parameters'] / 1e9:.1f} billion",
+                f"{x['nodes']:,}",
+                f"{x['captured']['cpu_s']:.1f} s",
+                f"{x['solved']['cpu_s']:.1f} s",
+                _gib(x["peak_bytes"]),
+            ]
+            for x in _read("full_size")["rows"]
+        ],
+    )
+
+
+@_figure
+def certificate_table() -> str:
+    rows = []
+    for x in _read("certificates_full")["rows"]:
+        named = {"T5-XXL": "text_encoder", "CogVideoX-5B": "transformer"}[x["name"]]
+        (own,) = (c for c in x["components"] if c["component"] == named)
+        rows.append(
+            [
+                x["name"],
+                f"{x['weight_bytes'] / 1e9:.1f} GB",
+                f"{x['elapsed_s']:.0f} s",
+                _gib(x["peak_bytes"]),
+                f"{own['bounded']:,} of {own['values']:,}",
+            ]
+        )
+    return _make_table(("checkpoint", "weights", "time", "peak memory", "certified values"), rows)
+
+
+# Fixed questions
+
+
+@_figure
+def faults_repaired() -> str:
+    rows = _read("fault_matrix")["rows"]
+    return f"{sum(x['passes'] for x in rows)} of {len(rows)}"
+
+
+@_figure
+def faults_asleep() -> str:
+    rows = _read("fault_matrix")["rows"]
+    return f"{sum(x['passes_asleep'] for x in rows)} of {len(rows)}"
+
+
+@_figure
+def check_found() -> str:
+    faults = _read("check")["faults"]
+    return f"{sum(x['found'] for x in faults)} of {len(faults)}"
+
+
+@_figure
+def check_before_loading() -> str:
+    return str(sum(x["when"] == "before loading" for x in _read("check")["faults"]))
+
+
+@_figure
+def check_healthy() -> str:
+    rows = _read("check")["healthy"]
+    return f"{sum(not x['findings'] for x in rows)} of {len(rows)}"
+
+
+@_figure
+def check_table() -> str:
+    return _make_table(
+        ("model", "time", "peak memory", "findings"),
+        [
+            [
+                x["model"],
+                f"{x['elapsed_s']:.0f} s",
+                _gib(x["peak_bytes"]),
+                len(x["findings"]),
+            ]
+            for x in _read("check")["full_size"]
+        ],
+    )
+
+
+@_figure
+def memory_table() -> str:
+    """Predictions beside what others measured on a GPU and published."""
+    rows = [
+        [model, x["precision"], _describe_size(x), x["strategy"], x["published"], x["predicted_gib"]]
+        for model, entry in _read("memory_published")["results"].items()
+        for x in entry["rows"]
+    ]
+    headings = ("model", "precision", "size", "strategy", "published, GB", "predicted, GiB")
+    return _make_table(headings, rows)
+
+
+def _describe_size(row: dict[str, Any]) -> str:
+    size = row["size"]
+    return f"{size['width']} × {size['height']}" if size else "default"
+
+
+@_figure
+def memory_error() -> str:
+    """How far predicted peaks are from measured ones, over all models and strategies on the CPU."""
+    ratios = [
+        abs(s["predicted_over_measured"] - 1)
+        for model in _read("memory_measured")["results"].values()
+        for s in model["strategies"]
+    ]
+    return f"{_percent(statistics.median(ratios))} (worst {_percent(max(ratios))}, {len(ratios)} runs)"
+
+
+@_figure
+def compare_table() -> str:
+    """The comparison of the README's picture: 20 prompts in six precisions."""
+    record = _read("compare")["comparison"]
+    rows = []
+    for name in ("fp32", "bf16", "fp16", "autocast", "clamp", "plan"):
+        x = record[name]
+        is_measured = x["psnr_db_worst"] is not None
+        worst = f"{x['psnr_db_worst']:.1f} dB" if is_measured else "–"
+        rmse = f"{x['rmse_median']:.4f}" if is_measured else "–"
+        rows.append([f"`{name}`", x["verdict"], worst, rmse])
+    return _make_table(("precision", "verdict", "worst PSNR", "median RMSE"), rows)
+
+
+@_figure
+def score() -> str:
+    return _percent(_read("shapes_score")["rows"][0]["all_four"])
+
+
+@_figure
+def score_prompts() -> str:
+    return str(_read("shapes_score")["rows"][0]["prompts"])
+
+
+@_figure
+def shapes_parameters() -> str:
+    """Millions of parameters of the bundled model, from the headers of its files."""
+    from stopdown.pipelines.headers import read_header
+
+    files = (ROOT / "src" / "stopdown" / "models" / "shapes").rglob("*.safetensors")
+    stored = [tensor for file in files for tensor in read_header(file).values()]
+    return f"{sum(math.prod(tensor.shape) for tensor in stored) / 1e6:.1f}"
+
+
+@_figure
+def public_scripts() -> str:
+    return str(len(_read("public_scripts")["rows"]))
+
+
+@_figure
+def reported_failures() -> str:
+    cases = tomllib.loads((ROOT / "benchmarks/cases/failures.toml").read_text(encoding="utf-8"))
+    return str(len(cases["case"]))
+
+
+# What is known, from the files that the commands read
+
+
+@_figure
+def findings() -> str:
+    """Every kind of finding of `check`, with its severity and its reason."""
+    kinds = tomllib.loads((KNOWLEDGE / "rules/findings.toml").read_text(encoding="utf-8"))
+    rows = [
+        f"| `{kind}` | {entry['severity']} | {entry['why']} |"
+        for kind, entry in kinds.items()
+        if "{" not in entry["why"]
+    ]
+    return "\n".join(["| kind | severity | why |", "|---|---|---|", *rows])
+
+
+@_figure
+def devices() -> str:
+    """The devices that `--device` knows, by their titles."""
+    files = sorted((KNOWLEDGE / "devices").glob("*.toml"))
+    known = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files]
+    return ", ".join(f"{entry['title']} (`{entry['name']}`)" for entry in known)
+
+
+@_figure
+def results_table() -> str:
+    """Every stored result with the command that made it."""
+    rows = []
+    for path in sorted(RESULTS.glob("*.json")):
+        table = path.with_suffix(".md")
+        name = f"[{path.stem}](../benchmarks/results/{table.name})" if table.exists() else path.stem
+        rows.append([name, f"`{_read(path.stem)['command']}`"])
+    return "\n".join(
+        ["| result | command |", "|---|---|", *(f"| {name} | {made} |" for name, made in rows)]
+    )
+
+
+@_figure
+def machine() -> str:
+    """The machine of the rescaling results."""
+    known = _read("rescale")["machine"]
+    versions = ", ".join(
+        f"{name} {known['versions'][name]}" for name in ("torch", "diffusers", "transformers")
+    )
+    return f"{known['cpu']}, {known['cores']} cores; Python {known['python']}, {versions}"

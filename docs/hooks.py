@@ -1,0 +1,117 @@
+"""What the site has beyond its Markdown: figures, the command reference, drawn diagrams, linked files.
+
+The pages are plain Markdown. While MkDocs builds the site,
+
+- `{{ name }}` becomes the figure of that name, from `benchmarks/results` (`figures.py`);
+- `{{ commands }}` becomes the reference of the command line, from its own help;
+- a mermaid block becomes the drawing, so that a page loads nothing;
+- a link to a file beside `docs/` gets that file: a page if it is Markdown, a copy otherwise.
+
+An unknown name or a link to nothing ends the build.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import mmdr
+import typer
+import typer.cli
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import figures
+
+ROOT = Path(__file__).parents[1]
+LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
+"""A link to a file: before it, its target, what follows."""
+
+FIGURE = re.compile(r"\{\{ (\w+) \}\}")
+
+
+def on_files(files: Files, config: Any, **_: Any) -> Files:
+    """Add every file beside `docs/` that a page links to, and what these link to in turn."""
+    pages = files.documentation_pages()
+    waiting = [(page.src_uri, _fill(page.content_string, page.src_uri)) for page in pages]
+    while waiting:
+        page, text = waiting.pop()
+        for _, target, _ in LINK.findall(text):
+            outside = _find_outside(page, target)
+            if outside is None or files.get_file_from_path(f"repository/{outside}"):
+                continue
+            path = ROOT / outside
+            if not path.is_file():
+                raise PluginError(f"{page} links to {outside}, which is no file.")
+            added = File.generated(config, f"repository/{outside}", abs_src_path=str(path))
+            files.append(added)
+            if added.is_documentation_page():
+                waiting.append((added.src_uri, added.content_string))
+    return files
+
+
+def on_page_markdown(text: str, page: Page, **_: Any) -> str:
+    """Fill in figures, the command reference and drawings; point links at the added files."""
+    name = page.file.src_uri
+    text = LINK.sub(lambda found: _point(found, name), _fill(text, name))
+    return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _find_outside(page: str, target: str) -> str | None:
+    """The path below the repository of a link that leaves `docs/`; None for others."""
+    if page.startswith("repository/"):
+        home = PurePosixPath(page.removeprefix("repository/")).parent
+    else:
+        home = PurePosixPath("docs", page).parent
+    path = os.path.normpath(home / target)
+    return None if path.startswith(("docs/", "..")) else path
+
+
+def _point(found: re.Match[str], page: str) -> str:
+    before, target, after = found.groups()
+    outside = _find_outside(page, target)
+    aim = f"repository/{outside}"
+    if outside is None:
+        if not page.startswith("repository/"):
+            return found[0]
+        home = PurePosixPath(page.removeprefix("repository/")).parent
+        aim = os.path.normpath(home / target).removeprefix("docs/")
+    return before + os.path.relpath(aim, PurePosixPath(page).parent) + after
+
+
+def _fill(text: str, page: str) -> str:
+    """A page's text with its figures; other files are left as they are."""
+    known = {**figures.FIGURES, "commands": describe_commands}
+
+    def look_up(found: re.Match[str]) -> str:
+        if found[1] not in known:
+            raise PluginError(f"{page} asks for {found[0]}, which docs/figures.py does not have.")
+        return known[found[1]]()
+
+    return text if page.startswith("repository/") else FIGURE.sub(look_up, text)
+
+
+@functools.cache
+def describe_commands() -> str:
+    """The reference of every command, in Markdown, from what `--help` is made of."""
+    from stopdown.app import cli
+
+    root = typer.main.get_command(cli.app)
+    parts = []
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        with command.make_context(name, ["--help"], resilient_parsing=True) as context:
+            text = typer.cli.get_docs_for_click(
+                obj=command, ctx=context, name=name, call_prefix="stopdown"
+            )
+        parts.append(re.sub(r"^# `", "## `", text, flags=re.MULTILINE))
+    return "\n".join(parts)
+
+
+def _draw(found: re.Match[str]) -> str:
+    """A mermaid block as SVG, which takes its colours from the page's style."""
+    drawing = mmdr.render(found[1]).svg().replace("\n", " ")
+    return f'<div class="diagram">{drawing}</div>'

@@ -1,0 +1,1 @@
+"""Plans written into weight files, for programs that know nothing of plans."""
