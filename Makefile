@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`.
+# Two commands on a fresh machine: `make demo` and `make test`. The tests build the site too.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,7 +6,7 @@ OUT ?= out
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow check clean
+.PHONY: demo test slow check docs clean
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
@@ -20,8 +20,8 @@ slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
 
 check: $(VENV)/installed-dev
-	$(BIN)/ruff check src tests training benchmarks
-	$(BIN)/ruff format --check src tests training benchmarks
+	$(BIN)/ruff check src tests training benchmarks docs
+	$(BIN)/ruff format --check src tests training benchmarks docs
 	$(BIN)/mypy
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -30,8 +30,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,adapters,docs]"
 	@touch $@
+
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir $(OUT)/site
+	@echo "The site is in $(OUT)/site. Look at it: $(BIN)/python -m http.server -d $(OUT)/site"
 
 clean:
 	rm -rf $(VENV) $(OUT)

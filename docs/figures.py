@@ -1,4 +1,4 @@
-"""Every figure that stands on a page of the site, computed from `benchmarks/results`; tables of what is known.
+"""Every figure on a page of the site, from `benchmarks/results`, and tables of what is known.
 
 A page writes `{{ name }}`; the function of that name below says what goes there. None of them holds a
 number of its own.
@@ -306,7 +306,14 @@ def check_table() -> str:
 def memory_table() -> str:
     """Predictions beside what others measured on a GPU and published."""
     rows = [
-        [model, x["precision"], _describe_size(x), x["strategy"], x["published"], x["predicted_gib"]]
+        [
+            model,
+            x["precision"],
+            _describe_size(x),
+            x["strategy"],
+            x["published"],
+            x["predicted_gib"],
+        ]
         for model, entry in _read("memory_published")["results"].items()
         for x in entry["rows"]
     ]
@@ -327,7 +334,9 @@ def memory_error() -> str:
         for model in _read("memory_measured")["results"].values()
         for s in model["strategies"]
     ]
-    return f"{_percent(statistics.median(ratios))} (worst {_percent(max(ratios))}, {len(ratios)} runs)"
+    return (
+        f"{_percent(statistics.median(ratios))} (worst {_percent(max(ratios))}, {len(ratios)} runs)"
+    )
 
 
 @_figure

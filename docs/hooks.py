@@ -112,6 +112,7 @@ def describe_commands() -> str:
 
 
 def _draw(found: re.Match[str]) -> str:
-    """A mermaid block as SVG, which takes its colours from the page's style."""
-    drawing = mmdr.render(found[1]).svg().replace("\n", " ")
+    """A mermaid block as SVG; the options of a command stand on lines of their own."""
+    broken = re.sub(r" (--\w)", r"<br/>\1", found[1])
+    drawing = mmdr.render(broken).svg().replace("\n", " ")
     return f'<div class="diagram">{drawing}</div>'

@@ -1,4 +1,9 @@
-"""What a page says to type, and typing it."""
+"""What a page says to type, and typing it.
+
+A block of `sh` or `console` is typed line by line, and a block of `python` is run. A line may end with
+`# exit 1`, and a `console` line may be followed by `exit 1`: the code that it promises. A comment before a
+block says why it is not run: `<!-- not run: downloads 21 GB -->`.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,76 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 Run = Callable[..., tuple[int, str, str]]
 
+_BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
+)
 
-def read_console(text: str) -> list[tuple[str, int]]:
-    """Each command of the `console` blocks with the exit code that stands below it (0 without)."""
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page.
+
+    Attributes:
+        language: what stands behind the fence; "" without.
+        text: its lines, without their common indentation.
+        left: why it is not run; "" when it is.
+    """
+
+    language: str
+    text: str
+    left: str
+
+
+def read_blocks(page: str, *languages: str) -> list[Block]:
+    """The fenced blocks of some languages, in order."""
+    found = [
+        Block(
+            match["language"],
+            re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE),
+            match["why"] or "",
+        )
+        for match in _BLOCK.finditer(page)
+    ]
+    return [block for block in found if block.language in languages]
+
+
+def read_lines(block: Block) -> Iterator[tuple[str, int]]:
+    """Each command of a block of `sh` or `console`, with the exit code that it promises."""
     commands: list[tuple[str, int]] = []
-    for block in re.findall(r"^ *```console\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
-        for line in block.splitlines():
-            if line.strip().startswith("$ "):
-                commands.append((line.strip()[2:], 0))
-            elif match := re.fullmatch(r"\s*exit (\d)", line):
-                commands[-1] = (commands[-1][0], int(match[1]))
-    return commands
+    for line in block.text.splitlines():
+        if block.language == "console" and (match := re.fullmatch(r"\s*exit (\d+)", line)):
+            commands[-1] = (commands[-1][0], int(match[1]))
+        elif block.language == "sh" or line.startswith(("$ ", "stopdown ")):
+            command, _, comment = line.removeprefix("$ ").partition("  #")
+            promised = re.fullmatch(r" exit (\d+)", comment)
+            commands.append((command.strip(), int(promised[1]) if promised else 0))
+    return (command for command in commands if command[0])
+
+
+def read_console(page: str) -> list[tuple[str, int]]:
+    """Every command of a page that is run, with the exit code that it promises."""
+    blocks = read_blocks(page, "sh", "console")
+    return [line for block in blocks if not block.left for line in read_lines(block)]
+
+
+def find_commands(page: str) -> list[str]:
+    """Every `stopdown …` of a page: in its blocks, run or not, between backticks, in nodes of a diagram."""
+    prose = _BLOCK.sub("", page)
+    spans = re.findall(r"`(stopdown [^`\n]+)`", prose)
+    lines = [
+        line for block in read_blocks(page, "sh", "console", "") for line, _ in read_lines(block)
+    ]
+    diagrams = "".join(block.text for block in read_blocks(page, "mermaid"))
+    nodes = [part for label in re.findall(r'"([^"]*)"', diagrams) for part in label.split("<br/>")]
+    return [found for found in (*spans, *lines, *nodes) if found.startswith("stopdown ")]
 
 
 def run_process(*arguments: object) -> tuple[int, str, str]:

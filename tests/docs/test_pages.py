@@ -11,20 +11,15 @@ import click
 import pytest
 import typer
 
-from documentation import Run, check_command, read_console
+from documentation import Run, check_command, find_commands, read_blocks, read_console, run_process
 from stopdown.app import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.name != "log.md"]
 """The log is left out: it tells what was, and what was typed then."""
 
-
-def find_commands(text: str) -> list[str]:
-    """Every `stopdown …` of a page: in its blocks, between backticks, and in nodes of a diagram."""
-    spans = re.findall(r"`(stopdown [^`\n]+)`", text)
-    lines = re.findall(r"^\s*\$ (stopdown .+)$", text, re.MULTILINE)
-    nodes = [part for label in re.findall(r'"([^"]*)"', text) for part in label.split("<br/>")]
-    return [*spans, *lines, *(node for node in nodes if node.startswith("stopdown "))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def parse_command(command: str) -> str:
@@ -35,6 +30,8 @@ def parse_command(command: str) -> str:
     found = root.get_command(context, name)  # type: ignore[attr-defined]
     if found is None:
         return f"there is no command {name}"
+    if not words:
+        return ""  # the command's name, as prose has it
     try:
         found.make_context(name, words, parent=context).close()
     except Exception as refused:  # Typer brings its own copy of click's exceptions
@@ -48,7 +45,7 @@ def list_wrong_commands(text: str) -> list[str]:
     return [f"{c}: {problem}" for c in commands if (problem := parse_command(c))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_every_command_is_taken(page: Path) -> None:
     """No page names a command or a flag that does not exist."""
     assert list_wrong_commands(page.read_text(encoding="utf-8")) == []
@@ -58,9 +55,10 @@ def test_every_command_is_taken(page: Path) -> None:
     ("text", "wrong"),
     [
         ("`stopdown paint SOURCE`", "there is no command paint"),
-        ("    $ stopdown generate SOURCE --colour red", "No such option"),
-        ('a["stopdown explain x<br/>stopdown doctor --loud"]', "No such option"),
-        ("`stopdown plan`", "Missing"),
+        ("```console\n$ stopdown generate SOURCE --colour red\n```", "No such option"),
+        ("<!-- not run: slow -->\n```sh\nstopdown paint x\n```", "there is no command paint"),
+        ('```mermaid\na["stopdown explain x<br/>stopdown doctor --loud"]\n```', "No such option"),
+        ("`stopdown plan --json`", "Missing"),
     ],
 )
 def test_a_wrong_command_is_found(text: str, wrong: str) -> None:
@@ -82,25 +80,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("pages")
 
 
-RUNS = [run for page in PAGES for run in read_console(page.read_text(encoding="utf-8"))]
+RUNS = list(dict.fromkeys(run for page in PAGES for run in read_console(page.read_text("utf-8"))))
+"""What several pages type is run once."""
+
+IN_A_PROCESS = [
+    next(run for run in RUNS if run[0].split()[1] == name)
+    for name in ("generate", "doctor", "check", "explain")
+]
+"""The first command of each of these runs as it is installed; the others in this process."""
 
 
 @pytest.mark.parametrize(("command", "expected"), RUNS)
 def test_commands_run(
     command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every command in a `console` block ends with the exit code that it promises."""
+    """Every command in a block ends with the exit code that it promises, and writes its file."""
     monkeypatch.chdir(folder)
-    check_command(command, expected, run)
+    check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a page runs as it stands."""
     monkeypatch.chdir(folder)
-    text = page.read_text(encoding="utf-8")
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        exec(compile(block, page.name, "exec"), {})  # our own text
+    for block in read_blocks(page.read_text(encoding="utf-8"), "python"):
+        if not block.left:
+            exec(compile(block.text, page.name, "exec"), {})  # our own text
+
+
+def test_what_is_not_run_says_why() -> None:
+    """A comment before a block takes it out of the run, and the block behind it stays in."""
+    page = "<!-- not run: slow -->\n```sh\nstopdown a\n```\n\n```sh\nstopdown b  # exit 1\n```\n"
+    assert [block.left for block in read_blocks(page, "sh")] == ["slow", ""]
+    assert read_console(page) == [("stopdown b", 1)]
+
+
+def test_no_block_harms_the_shell_it_is_pasted_into() -> None:
+    """No line of a block that is there to be pasted is `exit`, which would close the reader's shell."""
+    for page in PAGES:
+        for block in read_blocks(page.read_text(encoding="utf-8"), "sh"):
+            assert not re.search(r"^\s*exit\b", block.text, re.MULTILINE)
 
 
 def test_the_flowchart_is_told_in_words() -> None:
@@ -108,7 +127,7 @@ def test_the_flowchart_is_told_in_words() -> None:
     page = (ROOT / "docs" / "black.md").read_text(encoding="utf-8")
     diagram, words = page.split("## The same in words")
     assert diagram.count("```mermaid") == 1
-    drawn = set(find_commands(diagram.split("```mermaid")[1]))
+    drawn = set(find_commands(diagram))
     assert len(drawn) >= 10
     assert drawn <= set(find_commands(words))
 

@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from documentation import Run, check_command, read_console, run_process
+from documentation import Run, read_blocks
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKE = ("make demo", "make test")
 """Not run here: the first installs everything anew, the second is this very run."""
 
 
-def read_blocks(language: str) -> list[str]:
-    """The fenced blocks of a language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+def test_it_is_short() -> None:
+    """The README has at most 200 lines: what is longer is on a page of its own."""
+    assert len(README.splitlines()) <= 200
 
 
-COMMANDS = read_console(README)
-IN_A_PROCESS = ("generate", "doctor", "check", "explain")
-"""The first command of each of these runs as it is installed; the others in this process."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all commands, as a reader has: a plan that one writes, another reads."""
-    return tmp_path_factory.mktemp("readme")
-
-
-@pytest.mark.parametrize(("command", "expected"), COMMANDS)
-def test_commands_run(
-    command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every command of the README ends with the exit code that it promises, and writes its file."""
-    monkeypatch.chdir(folder)
-    firsts = [next(c for c, _ in COMMANDS if c.split()[1] == name) for name in IN_A_PROCESS]
-    check_command(command, expected, run_process if command in firsts else run)
-
-
-def test_python_runs() -> None:
-    """Every Python block of the README runs as it stands."""
-    blocks = read_blocks("python")
-    assert blocks
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})  # our own text
-
-
-def test_the_first_block_holds_the_two_commands() -> None:
-    """The README begins with the two commands, and the Makefile has them."""
-    first = re.search(r"^```\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
-    assert first is not None
-    assert tuple(line.split("#")[0].strip() for line in first[1].splitlines()) == MAKE
+def test_it_has_the_two_commands() -> None:
+    """The README has the two commands that need nothing else, and the Makefile has them."""
+    (block,) = [b for b in read_blocks(README, "") if b.text.startswith("make")]
+    assert tuple(line.split("#")[0].strip() for line in block.text.splitlines()) == MAKE
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test"} <= set(targets)
+
+
+def test_every_extra_is_named() -> None:
+    """The table of extras has each extra of the package."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(extras)
+
+
+def test_every_command_is_named(run: Run) -> None:
+    """The table of commands has each command, with what it answers."""
+    from stopdown.app import cli
+
+    known = {x.name or x.callback.__name__ for x in cli.app.registered_commands}
+    table = README.split("## All commands")[1]
+    assert set(re.findall(r"`stopdown (\w+)`", table)) == known
 
 
 def test_the_tree_is_true() -> None:

@@ -1,0 +1,173 @@
+"""The site: built strictly, complete, its figures from the stored results, nothing loaded from elsewhere.
+
+The last test needs Chromium (`apt-get install chromium`); without one it is skipped.
+"""
+
+from __future__ import annotations
+
+import functools
+import html.parser
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stopdown
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built with warnings as errors: a link to nothing or a page without a place ends it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> object:
+    """What MkDocs calls while it builds."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    import hooks
+
+    return hooks
+
+
+def test_every_public_name_has_its_place(site: Path) -> None:
+    """The Python reference documents each name of `stopdown.__all__`, and other pages can point at it."""
+    from mkdocstrings import Inventory
+
+    with (site / "objects.inv").open("rb") as file:
+        known = Inventory.parse_sphinx(file)
+    assert [name for name in stopdown.__all__ if f"stopdown.{name}" not in known] == []
+
+
+def test_every_command_and_flag_has_its_place(site: Path) -> None:
+    """The reference of the command line is made of the commands: each of them, each option."""
+    import typer
+
+    from stopdown.app import cli
+
+    page = (site / "commands.html").read_text(encoding="utf-8")
+    root = typer.main.get_command(cli.app)
+    for name, command in root.commands.items():  # type: ignore[attr-defined]
+        assert f'id="stopdown-{name}"' in page
+        for option in command.params:
+            assert all(flag in page for flag in option.opts if flag.startswith("--"))
+
+
+def test_figures_come_from_the_results(
+    site: Path, hooks: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure follows its result: another result gives another page, and none stands there unfilled."""
+    import figures
+
+    unfilled = [
+        page.name
+        for page in site.glob("**/*.html")
+        if re.search(r"\{\{ \w+ \}\}", page.read_text())
+    ]
+    assert unfilled == []
+    stored = json.loads((ROOT / "benchmarks/results/shapes_fp16.json").read_text())
+    ratio = f"{stored['bf16_over_planned_median']:.1f} times nearer"
+    assert ratio in (site / "rescaling.html").read_text(encoding="utf-8")
+    text = "fp16 is {{ shapes_ratio }} times nearer."
+    monkeypatch.setattr(figures, "_read", lambda _: {"bf16_over_planned_median": 3.25})
+    assert hooks._fill(text, "rescaling.md") == "fp16 is 3.2 times nearer."  # type: ignore[attr-defined]
+
+
+def test_a_figure_that_is_not_there_ends_the_build(hooks: object) -> None:
+    """A page that asks for an unknown figure is an error that names both."""
+    from mkdocs.exceptions import PluginError
+
+    with pytest.raises(PluginError, match=r"start.md asks for \{\{ nothing \}\}"):
+        hooks._fill("{{ nothing }}", "start.md")  # type: ignore[attr-defined]
+
+
+def test_every_figure_is_used(hooks: object) -> None:
+    """No figure is computed that stands on no page."""
+    import figures
+
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    assert [name for name in figures.FIGURES if f"{{{{ {name} }}}}" not in pages] == []
+
+
+class _Addresses(html.parser.HTMLParser):
+    """What a page loads: scripts, styles, pictures and frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video") and given.get("src"):
+            self.found.append(str(given["src"]))
+        if tag == "link" and given.get("rel") != "canonical":
+            self.found.append(str(given["href"]))
+
+
+def test_pages_name_nothing_from_elsewhere(site: Path) -> None:
+    """No page names a script, style, font or picture of another server."""
+    reader = _Addresses()
+    for page in site.glob("**/*.html"):
+        reader.feed(page.read_text(encoding="utf-8"))
+    for style in site.glob("**/*.css"):
+        reader.found += re.findall(r"url\(\"?([^)\"]+)", style.read_text(encoding="utf-8"))
+    assert len(reader.found) > 100
+    assert [x for x in reader.found if re.match(r"(https?:)?//", x)] == []
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The site on a server of this machine, as a reader has it."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here: apt-get install chromium")
+def test_a_browser_asks_for_nothing_else(site: Path, address: str) -> None:
+    """In a real browser, wide and narrow, pages ask nobody else, say nothing and are not too wide."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with sync_api.sync_playwright() as made:
+        browser = made.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        asked: list[str] = []
+        said: list[str] = []
+        for width in (1280, 390):
+            page = browser.new_page(viewport={"width": width, "height": 844})
+            page.on("request", lambda request: asked.append(request.url))
+            page.on("console", lambda message: said.append(message.text))
+            page.on("pageerror", lambda error: said.append(str(error)))
+            for file in ("index.html", "black.html", "rescaling.html", "commands.html", "api.html"):
+                page.goto(f"{address}/{file}")
+                over = page.evaluate(
+                    "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+                )
+                assert (file, width, over) == (file, width, 0)
+        browser.close()
+    assert said == []
+    assert [url for url in asked if not url.startswith(address)] == []
