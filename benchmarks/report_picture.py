@@ -1,4 +1,4 @@
-"""The picture of a report in the README: the page of a record, opened in Chromium and drawn.
+"""The picture of a report on the site: the page of a record, opened in Chromium and drawn.
 
 python benchmarks/report_picture.py twenty.html.json
 """

@@ -391,12 +391,11 @@ def reported_failures() -> str:
 def findings() -> str:
     """Every kind of finding of `check`, with its severity and its reason."""
     kinds = tomllib.loads((KNOWLEDGE / "rules/findings.toml").read_text(encoding="utf-8"))
-    rows = [
-        f"| `{kind}` | {entry['severity']} | {entry['why']} |"
+    return "\n".join(
+        f"- **`{kind}`** ({entry['severity']}). {entry['why']}"
         for kind, entry in kinds.items()
         if "{" not in entry["why"]
-    ]
-    return "\n".join(["| kind | severity | why |", "|---|---|---|", *rows])
+    )
 
 
 @_figure
