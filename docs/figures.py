@@ -340,6 +340,21 @@ def memory_error() -> str:
 
 
 @_figure
+def eight_bits_table() -> str:
+    """Peak and error of weights in 8 bits, beside everything resident."""
+    rows = []
+    for model, entry in _read("memory_measured")["results"].items():
+        own = {one["strategy"]: one for one in entry["strategies"]}
+        for name in ("resident+fp8", "resident+int8"):
+            if name in own:
+                ratio = own[name]["measured_bytes"] / own["resident"]["measured_bytes"]
+                allowed = f"`--allow {name.removeprefix('resident+')}`"
+                rows.append([model, allowed, f"{ratio:.2f}", _percent(own[name]["error"])])
+    headings = ("model", "option", "peak, all weights on the device = 1", "error")
+    return _make_table(headings, rows)
+
+
+@_figure
 def compare_table() -> str:
     """The comparison of the README's picture: 20 prompts in six precisions."""
     record = _read("compare")["comparison"]

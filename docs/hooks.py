@@ -92,7 +92,8 @@ def _fill(text: str, page: str) -> str:
             raise PluginError(f"{page} asks for {found[0]}, which docs/figures.py does not have.")
         return known[found[1]]()
 
-    return text if page.startswith("repository/") else FIGURE.sub(look_up, text)
+    is_left = page.startswith("repository/") or page == "log.md"  # the log tells what was
+    return text if is_left else FIGURE.sub(look_up, text)
 
 
 @functools.cache

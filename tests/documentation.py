@@ -55,7 +55,7 @@ def read_blocks(page: str, *languages: str) -> list[Block]:
 def read_lines(block: Block) -> Iterator[tuple[str, int]]:
     """Each command of a block of `sh` or `console`, with the exit code that it promises."""
     commands: list[tuple[str, int]] = []
-    for line in block.text.splitlines():
+    for line in re.sub(r" *\\\n *", " ", block.text).splitlines():
         if block.language == "console" and (match := re.fullmatch(r"\s*exit (\d+)", line)):
             commands[-1] = (commands[-1][0], int(match[1]))
         elif block.language == "sh" or line.startswith(("$ ", "stopdown ")):

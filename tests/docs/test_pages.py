@@ -90,6 +90,7 @@ IN_A_PROCESS = [
 """The first command of each of these runs as it is installed; the others in this process."""
 
 
+@pytest.mark.timeout(1200)  # making a plan takes half a minute of a quiet processor, and busy ones are no fault
 @pytest.mark.parametrize(("command", "expected"), RUNS)
 def test_commands_run(
     command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +100,7 @@ def test_commands_run(
     check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
+@pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning")  # how a guard reports a repair
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block of a page runs as it stands."""
