@@ -23,7 +23,7 @@ from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
-from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
 from stopdown.runtime.output_parts import name_axes
@@ -296,16 +296,14 @@ def compare_snapshot(before: Snapshot, pipe: Any) -> list[str]:
 
 
 def _find_modules(pipe: Any) -> dict[str, torch.nn.Module]:
-    if isinstance(pipe, torch.nn.Module):
-        return {"module": pipe}
-    found = pipe.components.items()
-    return {name: item for name, item in found if isinstance(item, torch.nn.Module)}
+    return {"module": pipe} if isinstance(pipe, torch.nn.Module) else find_components(pipe)
 
 
 def _find_objects(pipe: Any) -> Iterator[tuple[str, Any]]:
     if not isinstance(pipe, torch.nn.Module):
-        yield "pipe", pipe
-        for name, component in pipe.components.items():
+        if hasattr(pipe, "__dict__"):
+            yield "pipe", pipe
+        for name, component in getattr(pipe, "components", {}).items():
             if hasattr(component, "__dict__") and not isinstance(component, torch.nn.Module):
                 yield name, component
     for name, module in _find_modules(pipe).items():

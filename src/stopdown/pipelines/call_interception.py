@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import fnmatch
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +28,13 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import put_back, replace_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import Callee
+from stopdown.pipelines.components import DIFFUSERS_KEEPS, Callee
 
 Call = Callable[..., Any]
 Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a method: what to call next, its positional and its keyword arguments."""
 
 _Layers = tuple[tuple["Rank", Layer], ...]
-
-_KEPT_ARGUMENTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "size", "coords")
-"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
 
 
 class Rank(enum.IntEnum):
@@ -183,7 +181,8 @@ def call_cast(
     names = find_argument_names(callee)
     came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
     cast = functools.partial(cast_floats, dtype=dtype)
-    args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=_is_kept)
+    keeps = functools.partial(_is_kept, keeps=callee.keeps)
+    args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=keeps)
     try:
         output = call(*args, **kwargs)
     finally:
@@ -290,5 +289,5 @@ def _find_first(value: Any) -> torch.dtype | None:
     return next((found for item in items if (found := _find_first(item)) is not None), None)
 
 
-def _is_kept(name: str) -> bool:
-    return any(part in name for part in _KEPT_ARGUMENTS)
+def _is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)

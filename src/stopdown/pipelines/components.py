@@ -1,17 +1,42 @@
-"""The components of a pipeline and the calls through which a run uses them.
+"""The components of a program and the calls through which a run uses them.
 
-A pipeline calls a handful of components: text encoder, transformer or UNet, VAE encode, VAE decode.
-A `Callee` is one such call: the object, the method, and the name it has in records.
+A component call is a call of a module, or of a method that the program calls on one (`vae.decode`), that no
+other module's call encloses. A Diffusers pipeline names its components; of any other program
+the attribute path is the name. A `Callee` is one such call: the object, the method, and the
+name it has in records.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stopdown.number_formats import name_dtype
+from stopdown.pipelines.attribute_walk import find_parts
+
+ENTRY_POINTS = "stopdown.adapters"
+"""Group of entry points by which other packages bring adapters."""
+
+DIFFUSERS_KEEPS = (
+    "*timestep*",
+    "*sigma*",
+    "*guidance*",
+    "*rotary*",
+    "*freqs*",
+    "*_ids*",
+    "*size*",
+    "*coords*",
+)
+"""Arguments that keep their dtype at a boundary: rounding them to 16 bits moves or merges them."""
+
+GENERAL_KEEPS = (*DIFFUSERS_KEEPS, "t", "ts", "times")
+"""The same where nobody knows the family."""
 
 _ENCODERS = ("text_encoder", "image_encoder")
 _LAST = ("safety_checker",)
@@ -19,26 +44,66 @@ _LAST = ("safety_checker",)
 
 @dataclass(frozen=True)
 class Callee:
-    """One call that a pipeline makes.
+    """One call that a program makes.
 
     Attributes:
         component: name in records: `transformer`, `vae.decode`.
         owner: the object whose method is called.
-        method: `forward`, `encode` or `decode`.
-        stage: `encode`, `denoise` or `decode`.
+        method: `forward`, `encode`, `decode`…
+        stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
+        keeps: patterns of names of arguments that keep their dtype at a boundary.
     """
 
     component: str
     owner: torch.nn.Module
     method: str
     stage: str
+    keeps: tuple[str, ...] = DIFFUSERS_KEEPS
 
 
-def find_components(pipe: Any) -> dict[str, torch.nn.Module]:
-    """The modules of a pipeline by name."""
-    return {
-        name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
-    }
+@dataclass(frozen=True)
+class Adapter:
+    """What is known of one family of programs.
+
+    Another package adds one by an entry point of the group `stopdown.adapters`, whose value is an
+    `Adapter`. These are asked before Diffusers' own, and the general one is asked last.
+
+    Attributes:
+        name: of the family.
+        recognises: whether a program is of the family.
+        find_components: a program's modules by name.
+        find_callees: the calls that are known before it runs, in order.
+        name_modules: modules whose calls are found as they happen, by name; none where all are known.
+        is_pipeline: one call of the program is a run, whose scheduler counts the steps.
+    """
+
+    name: str
+    recognises: Callable[[Any], bool]
+    find_components: Callable[[Any], dict[str, torch.nn.Module]]
+    find_callees: Callable[[Any], tuple[Callee, ...]]
+    name_modules: Callable[[Any], dict[str, torch.nn.Module]] = lambda program: {}
+    is_pipeline: bool = False
+
+
+def find_adapter(program: Any) -> Adapter:
+    """The adapter of a program's family."""
+    return next(one for one in (*_load_adapters(), *_OWN_ADAPTERS) if one.recognises(program))
+
+
+@functools.cache
+def _load_adapters() -> tuple[Adapter, ...]:
+    """Those that other packages bring."""
+    return tuple(entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
+def find_components(program: Any) -> dict[str, torch.nn.Module]:
+    """The modules of a program by name."""
+    return find_adapter(program).find_components(program)
+
+
+def find_callees(program: Any) -> tuple[Callee, ...]:
+    """Every call of a program that is known before it runs, in the order of its components."""
+    return find_adapter(program).find_callees(program)
 
 
 def is_autoencoder(module: Any) -> bool:
@@ -55,16 +120,81 @@ def list_calls(name: str, module: Any) -> tuple[str, ...]:
     return (f"{name}.encode", f"{name}.decode") if is_autoencoder(module) else (name,)
 
 
-def find_callees(pipe: Any) -> tuple[Callee, ...]:
-    """Every call that the pipeline makes, in the order of its components."""
+def _is_pipeline(program: Any) -> bool:
+    return isinstance(getattr(program, "components", None), Mapping)
+
+
+def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {
+        name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
+    }
+
+
+def _list_pipeline_calls(pipe: Any) -> tuple[Callee, ...]:
     callees: list[Callee] = []
-    for name, module in find_components(pipe).items():
+    for name, module in _find_parts(pipe).items():
         if is_autoencoder(module):
-            callees.append(Callee(f"{name}.encode", module, "encode", "encode"))
-            callees.append(Callee(f"{name}.decode", module, "decode", "decode"))
+            callees += list_methods(name, module)
         else:
             callees.append(Callee(name, module, "forward", find_stage(name)))
     return tuple(callees)
+
+
+def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
+    """The calls through which an autoencoder is used."""
+    return tuple(
+        Callee(f"{name}.{method}", module, method, method) for method in ("encode", "decode")
+    )
+
+
+DIFFUSERS = Adapter("diffusers", _is_pipeline, _find_parts, _list_pipeline_calls, is_pipeline=True)
+"""Pipelines of Diffusers, and whatever names its `components` as they do."""
+
+ONE_CALL = Adapter(
+    "call",
+    lambda program: isinstance(program, Callee),
+    lambda callee: {callee.component: callee.owner},
+    lambda callee: (callee,),
+)
+"""A single component call."""
+
+
+def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
+    """The outermost modules of any program, and the owners of the methods that it names."""
+    parts = find_parts(program)
+    owners = {name.rpartition(".")[0] or name: owner for name, (owner, _) in parts.methods.items()}
+    inner = {id(x) for module in parts.modules.values() for x in list(module.modules())[1:]}
+    return {name: x for name, x in parts.modules.items() if id(x) not in inner} | owners
+
+
+def _list_named_calls(program: Any) -> tuple[Callee, ...]:
+    """Methods that a program is known to call: those that it names, and those of autoencoders."""
+    parts = find_parts(program)
+    callees = [
+        callee
+        for name, module in parts.modules.items()
+        if is_autoencoder(module)
+        for callee in list_methods(name, module)
+    ]
+    for name, (owner, method) in parts.methods.items():
+        callees.append(Callee(name, owner, method, _name_stage(method)))
+    return tuple(dataclasses.replace(callee, keeps=GENERAL_KEEPS) for callee in callees)
+
+
+def _name_stage(method: str) -> str:
+    return method if method in ("encode", "decode") else "call"
+
+
+GENERAL = Adapter(
+    "general",
+    lambda program: True,
+    _find_outermost,
+    _list_named_calls,
+    name_modules=lambda program: find_parts(program).modules,
+)
+"""Any program: its modules are found by walking its attributes, their calls as they happen."""
+
+_OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, GENERAL)
 
 
 def find_stage(component: str) -> str:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, StopdownError, take_first_line
 from stopdown.numerics import iterate_tensors
@@ -90,6 +92,9 @@ class FaultHandler:
             return fault.output
         if self.on_fault == "raise":
             raise self._make_error(case)
+        if fault.is_tracked:
+            self._note(case, "none", "Its gradients are wanted, so nothing was changed.")
+            return fault.output
         return self._repair(case)
 
     def _pass_on(self, fault: Fault, begun: float) -> Any:
@@ -156,7 +161,9 @@ class FaultHandler:
         given = fault.name_arguments()
         guarded.latest.restore()
         try:
-            culprit, output = find_culprit(fault.component, guarded.module, fault.repeat, given)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
+                repeat = fault.repeat
+                culprit, output = find_culprit(fault.component, guarded.module, repeat, given)
         except StopdownError:
             raise
         except Exception:  # code that cannot be looked at: nothing is known

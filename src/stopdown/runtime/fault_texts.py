@@ -30,6 +30,7 @@ class Fault:
         step: of the run, from 0; None outside of denoising.
         place: ` at step 1 of 2`, in words.
         reason: why the precision was chosen; "" when nobody said.
+        is_tracked: gradients are wanted of the output.
     """
 
     guarded: GuardedCall
@@ -42,6 +43,7 @@ class Fault:
     step: int | None
     place: str
     reason: str = ""
+    is_tracked: bool = False
 
     @property
     def callee(self) -> Callee:

@@ -1,9 +1,12 @@
-"""`guard`: intercept the component calls of a pipeline, and repair what goes wrong there.
+"""`guard`: intercept the component calls of a program, and repair what goes wrong there.
 
 Around each component call lie two layers (`Rank.COMPONENT`, next to the component, and `Rank.GUARD`): one
 keeps what the component is really called with, for a replay; the other checks what came out
 (`call_check`) and has a fault answered (`fault_handler`). The repair stays until the guard is removed,
-which leaves the pipeline as it was, to the last bit. Its scheduler never sees the fault.
+which leaves the program as it was, to the last bit. A pipeline's scheduler never sees the fault.
+
+A pipeline's components are known from the start. Of any other program the calls of outermost modules are
+found as they happen (`outermost_calls`); the layers lie there during the call and no longer.
 
 What leaves the pipeline is looked at as well: a fault of the scheduler's last step, or of the pipeline's
 own arithmetic behind it, reaches no component. It is named where it began, and stops the run.
@@ -11,18 +14,20 @@ own arithmetic behind it, reaches no component. It is named where it began, and 
 **Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
 any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
 **Does not catch** arguments that a component changed in place before it failed. Faults outside of the
-components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired.
+components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired; so are those of
+calls whose gradients are wanted. Modules in training are left alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import (
+    InputError,
     NonFiniteError,
     OptionError,
     PlanError,
@@ -38,9 +44,18 @@ from stopdown.errors import (
 )
 from stopdown.frame_faults import find_frame_findings
 from stopdown.number_formats import name_dtype
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, find_slot, intercept
-from stopdown.pipelines.components import Callee, find_callees, find_components
+from stopdown.pipelines.components import (
+    GENERAL,
+    GENERAL_KEEPS,
+    Callee,
+    find_adapter,
+    find_callees,
+    find_components,
+)
+from stopdown.pipelines.outermost_calls import entered, find_outermost, is_in_training, listen
 from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
@@ -117,10 +132,11 @@ class GuardOptions:
 
 
 class Guard:
-    """What `guard` puts on a pipeline; a context manager, and a handle with `record` and `remove`.
+    """What `guard` puts on a program; a context manager, and a handle with `record` and `remove`.
 
     Attributes:
-        pipe: the pipeline.
+        pipe: the program: a pipeline, a module, a dict of them, an object that holds modules.
+        adapter: what is known of its family.
         options: as they were given.
         steps: of the run.
         host_reads: how often the host waited for values.
@@ -129,6 +145,7 @@ class Guard:
 
     def __init__(self, pipe: Any, options: GuardOptions | None = None) -> None:
         self.pipe, self.options = pipe, options or GuardOptions()
+        self.adapter = find_adapter(pipe)
         self.host_reads, self.own_s = 0, 0.0
         self._announce = self.options.announce or _warn
         self._log = RepairLog(self._announce)
@@ -144,7 +161,9 @@ class Guard:
         self._findings: list[Finding] = []
         self._running: set[int] = set()  # threads inside of the pipeline's call
         self._given: dict[str, Any] = {}  # what that was called with
-        self.steps = StepCounter(pipe, Rank.GUARD, on_begin=self._renew)
+        scheduled = pipe if self.adapter.is_pipeline else None
+        self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self._renew)
+        self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
         self._handler = FaultHandler(
             pipe,
             self.options.on_fault,
@@ -185,7 +204,9 @@ class Guard:
             self._put_sensors(component)
         self.steps.follow()
         self._patches.defer(self.steps.stop)
-        put_run_layer(self.pipe, self.run, self._patches)
+        if self.adapter.is_pipeline:
+            put_run_layer(self.pipe, self.run, self._patches)
+        self._listen()
         for entry in self._plan.components if self._plan is not None else ():
             self.limit_inputs(entry.component, entry.scaling.limits)
         if journal is not None:
@@ -194,10 +215,73 @@ class Guard:
 
     def _open_journal(self) -> Journal | None:
         journal = self.options.journal
+        if journal is not None and not self.adapter.is_pipeline:
+            raise InputError(
+                f"A journal was asked for, and a {type(self.pipe).__name__} is no pipeline.",
+                expected="A journal answers calls by their order in the run of a pipeline.",
+                remedy="Leave the journal away.",
+            )
         if isinstance(journal, str | Path):
             journal = Journal(journal, announce=self._announce)
             self._patches.defer(journal.close)
         return journal
+
+    def _listen(self) -> None:
+        """Find the calls of outermost modules as they happen, where the adapter does not know them."""
+        modules = self.adapter.name_modules(self.pipe)
+        self._names = {id(module): name for name, module in modules.items()}
+        if self._has_free_methods:
+            listen(self._meet_module, self._patches)
+            for name, module in find_components(self.pipe).items():
+                notice = functools.partial(self._notice_enclosed, name)
+                self._patches.defer(module.register_forward_pre_hook(notice).remove)
+
+    @property
+    def _has_free_methods(self) -> bool:
+        """Whether methods are known that may be called inside of another module's call."""
+        return self.adapter.name == GENERAL.name
+
+    def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
+        """A module that was given is called: report it once when another one's call encloses it."""
+        enclosing = find_outermost()
+        if enclosing not in (None, module) and id(enclosing) not in self._names:
+            outer = type(enclosing).__name__
+            text = (
+                f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
+                f"{outer} to the guard."
+            )
+            if text not in self._missed:
+                self._missed.append(text)
+                self._announce(text)
+
+    @contextlib.contextmanager
+    def _meet_module(self, module: torch.nn.Module) -> Iterator[None]:
+        """Around the call of an outermost module: guarded when it is one of the program's."""
+        name = self._names.get(id(module))
+        if name is None or is_in_training(module):
+            yield
+            return
+        callee = Callee(name, module, "forward", "call", GENERAL_KEEPS)
+        if not self._admit(self._find_component(callee), name):
+            yield
+            return
+        self._guard_call(callee)
+        self._put_sensors(self._calls[name].component)
+        try:
+            yield
+        finally:
+            self._calls[name].patches.undo()
+
+    def _admit(self, component: GuardedComponent, name: str) -> bool:
+        """Whether a component is guarded; not when a part of it, or what it is a part of, is already."""
+        if component.is_admitted is None:
+            inside = {id(part) for part in component.state.module.modules()}
+            other = next((x for x in self._components.values() if x.overlaps(inside)), None)
+            component.is_admitted = other is None
+            if other is not None:
+                said = f"{name}: it shares modules with {other.calls[0].name}, which is guarded; "
+                self._missed.append(f"{said}its own calls were not watched.")
+        return component.is_admitted
 
     def _guard_call(self, callee: Callee) -> None:
         """Intercept a component call; at another object in the component's place no more."""
@@ -273,7 +357,7 @@ class Guard:
         self._plan = loaded_plan.plan
 
     def _find_state(self, entry: ComponentPlan) -> ComponentState:
-        return self._components[id(getattr(self.pipe, entry.component))].state
+        return self._components[id(find_components(self.pipe)[entry.component])].state
 
     def _reuse(self) -> None:
         """Put on what an earlier guard of the same components found."""
@@ -330,8 +414,22 @@ class Guard:
     def _call_checked(
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Check what came out, and have a fault answered."""
-        entered = time.perf_counter()
+        """Check what came out, and have a fault answered; a call inside of another one is left alone."""
+        if not self._has_free_methods:
+            return self._check_call(guarded, call, args, kwargs)
+        expected = guarded.callee.owner if guarded.callee.method == "forward" else None
+        is_enclosed = find_outermost() is not expected
+        if is_enclosed or is_in_training(guarded.module):
+            return call(*args, **kwargs)
+        if not self._admit(guarded.component, guarded.name):
+            return call(*args, **kwargs)
+        with entered(guarded.callee.owner):
+            return self._check_call(guarded, call, args, kwargs)
+
+    def _check_call(
+        self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        entered_at = time.perf_counter()
         guarded.begin(args, kwargs)
         called = time.perf_counter()
         output = call(*args, **kwargs)
@@ -349,14 +447,16 @@ class Guard:
                     check,
                     guarded.precision,
                     self.steps.find_step(guarded.callee),
-                    self.steps.name_step(guarded.callee),
+                    self._name_place(guarded),
                     self._name_reason(guarded),
+                    self._has_free_methods
+                    and any(t.requires_grad for t in iterate_tensors(output)),
                 )
             )
         if self.options.observer is not None:
             done, total = self.steps.done, self.steps.total
             self.options.observer(guarded.name, guarded.callee.stage, done, total)
-        self.own_s += (called - entered) + (time.perf_counter() - returned)
+        self.own_s += (called - entered_at) + (time.perf_counter() - returned)
         return output
 
     def check(self, guarded: GuardedCall, output: Any) -> CallCheck:
@@ -372,6 +472,12 @@ class Guard:
         for sentence in guarded.note_excesses(check):
             self._announce(sentence)
         return check
+
+    def _name_place(self, guarded: GuardedCall) -> str:
+        """` at step 2 of 28`, or ` at its call 3` where no scheduler counts steps."""
+        if self.adapter.is_pipeline:
+            return self.steps.name_step(guarded.callee)
+        return f" at its call {guarded.count}"
 
     def _name_reason(self, guarded: GuardedCall) -> str:
         for decision in self.options.decisions:
@@ -503,7 +609,7 @@ class Guard:
         return seal_plan(dataclasses.replace(self._plan, components=entries))
 
     def _update(self, entry: ComponentPlan) -> ComponentPlan:
-        component = self._components.get(id(getattr(self.pipe, entry.component, None)))
+        component = self._components.get(id(find_components(self.pipe).get(entry.component)))
         if component is None or not component.state.is_repaired:  # None: it was replaced
             return entry
         why = [
@@ -534,12 +640,15 @@ def guard(
     maxima: bool = False,
     frames: bool = True,
 ) -> Guard:
-    """Guard every component call of a pipeline until the guard is removed.
+    """Guard every component call of a program until the guard is removed.
 
     A run without a fault gives the same bits as without a guard.
 
     Args:
-        pipe: a Diffusers pipeline.
+        pipe: a Diffusers pipeline; or a module, a dict of modules and methods (`{"unet": module,
+            "vae.decode": (vae, "decode")}`), or an object that holds modules, whose attributes are
+            walked. Of these a component is each call that no other module's call encloses, and its
+            name is the attribute path.
         plan: put on the pipeline for as long as the guard is.
         on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
             is known. `warn`: say it once and go on with the bad value.
@@ -558,7 +667,7 @@ def guard(
     Raises:
         OptionError: `on_fault` is none of the three.
         PlanError: the plan does not belong to this pipeline.
-        InputError: the journal belongs to another run, or is in use.
+        InputError: the journal belongs to another run, or is in use; the program holds no module.
         NonFiniteError: out of the pipeline's call, when a fault is not repaired.
 
     Cost: per call of a component an operation for each floating argument, two for its outputs and

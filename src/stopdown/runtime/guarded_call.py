@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,12 +30,19 @@ class GuardedComponent:
         notes: what its modules noted during the call of now.
         calls: through which it is used.
         is_sensed: hooks on its modules make the notes.
+        is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
     """
 
     state: ComponentState
     notes: Notes = field(default_factory=Notes)
     calls: list[GuardedCall] = field(default_factory=list)
     is_sensed: bool = False
+    is_admitted: bool | None = None
+
+    def overlaps(self, modules: Collection[int]) -> bool:
+        """Whether it is guarded and shares modules with these, given by identity."""
+        own = (id(part) for part in self.state.module.modules())
+        return bool(self.is_admitted) and any(part in modules for part in own)
 
     def note_precisions(self) -> None:
         """Its weights were cast: what they are now comes before what they were."""

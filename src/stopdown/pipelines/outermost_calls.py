@@ -1,0 +1,98 @@
+"""The calls of outermost modules, found as they happen: those that no other module's call encloses.
+
+While somebody listens, `torch.nn.Module.__call__` goes through here: a listener is entered around each
+call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
+counts as such a call while it is `entered`.
+
+**Catches** calls of modules of every kind, in every thread.
+**Does not catch** calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
+`torch.func`, a CUDA graph that is recorded), where no value can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from stopdown.patches import Patches
+
+Listener = Callable[[torch.nn.Module], AbstractContextManager[object]]
+"""Given the module that is called; entered around the call."""
+
+
+class _Thread(threading.local):
+    outermost: torch.nn.Module | None = None
+
+
+_thread = _Thread()
+_listeners: tuple[Listener, ...] = ()  # replaced, never changed: a call keeps its own
+_patches = Patches()
+_CHANGING = threading.RLock()
+
+
+def find_outermost() -> torch.nn.Module | None:
+    """The module whose call encloses everything that this thread does now; None outside of calls."""
+    return _thread.outermost
+
+
+@contextlib.contextmanager
+def entered(module: torch.nn.Module) -> Iterator[None]:
+    """The module is the outermost one that is called, unless another one is."""
+    before = _thread.outermost
+    _thread.outermost = before if before is not None else module
+    try:
+        yield
+    finally:
+        _thread.outermost = before
+
+
+def listen(listener: Listener, patches: Patches) -> None:
+    """Enter `listener` around the calls of outermost modules, until `patches` is undone."""
+    global _listeners
+    with _CHANGING:
+        if not _listeners:
+            _put_on()
+        _listeners = (*_listeners, listener)
+    patches.defer(functools.partial(_stop, listener))
+
+
+def _stop(listener: Listener) -> None:
+    global _listeners
+    with _CHANGING:
+        _listeners = tuple(other for other in _listeners if other is not listener)
+        if not _listeners:
+            _patches.undo()
+
+
+def _put_on() -> None:
+    original = vars(torch.nn.Module)["__call__"]
+
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _thread.outermost is not None:
+            return original(self, *args, **kwargs)
+        with entered(self), contextlib.ExitStack() as stack:
+            if is_plain():
+                for listener in _listeners:
+                    stack.enter_context(listener(self))
+            return original(self, *args, **kwargs)
+
+    _patches.set_class_attribute(torch.nn.Module, "__call__", call)
+
+
+def is_in_training(module: torch.nn.Module) -> bool:
+    """Whether a call of now is one of training: it is left alone."""
+    return module.training and torch.is_grad_enabled()
+
+
+def is_plain() -> bool:
+    """Whether a call of now computes values that can be read: it is not traced or transformed."""
+    is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return not (is_recorded or is_transformed or torch.jit.is_tracing())

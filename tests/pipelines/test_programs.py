@@ -1,0 +1,300 @@
+"""The guard on programs that are no pipelines: a module, a dict, sgm's engine, ComfyUI's patcher."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from programs import KINDS, Program, UNet, decode, make_program, overflow_
+from stopdown import testing
+from stopdown.errors import InputError, NonFiniteError, StopdownWarning
+from stopdown.pipelines import components
+from stopdown.runtime.guard import guard
+
+PLAIN_CALL = vars(nn.Module)["__call__"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Any:
+    """Calls of modules go the way that they went before, after each of these tests."""
+    yield
+    assert vars(nn.Module)["__call__"] is PLAIN_CALL
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+def make_faulty(kind: str, dtype: torch.dtype = torch.float16) -> Program:
+    """A program whose second block does not fit into fp16."""
+    program = make_program(kind, dtype)
+    block: Any = program.unet.blocks[1]
+    overflow_(block)
+    return program
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_silent(kind: str, dtype: torch.dtype) -> None:
+    """A healthy run gives the same bits, with one read a call, and the calls are counted by name."""
+    program = make_program(kind, dtype)
+    plain = program.run()
+    with testing.assert_untouched(program.given), guard(program.given) as handle:
+        assert torch.equal(program.run(), plain)
+    counted = {call.component: call.calls for call in handle.record.calls}
+    assert counted.pop(program.component) == 3
+    others = {"dict": {"vae.decode": 1}, "engine": {"first_stage_model.decode": 1}}
+    assert counted == others.get(kind, {})
+    assert handle.repairs == ()
+    assert handle.record.host_reads == sum(call.calls for call in handle.record.calls)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_awake(kind: str) -> None:
+    """An overflow is found in its layer, repaired by exponents, and the result is near that of fp32."""
+    wide, program = make_faulty(kind, torch.float32), make_faulty(kind)
+    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+        found = program.run()
+    (repair,) = handle.repairs
+    assert repair.module_path == f"{program.component}:{program.path}blocks.1.wide"
+    assert (repair.kind, repair.action, repair.replays) == ("range", "rescaled", 1)
+    assert repair.step is None
+    assert " at its call 1, in fp16. " in repair.evidence
+    torch.testing.assert_close(found.float(), wide.run(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_asleep_the_fault_passes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the detector off the same fault reaches the result: the test above sees it."""
+    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
+    program = make_faulty(kind)
+    with guard(program.given):
+        assert not torch.isfinite(program.run()).all()
+
+
+@pytest.mark.parametrize("kind", ["dict", "engine"])
+def test_a_method_is_guarded(kind: str) -> None:
+    """A fault in what a program decodes with is named by the method, and repaired."""
+    program = make_program(kind, torch.float16)
+    dict_given = kind == "dict"
+    vae = program.given["vae.decode"][0] if dict_given else program.given.first_stage_model
+    overflow_(vae.decoder)
+    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+        assert torch.isfinite(program.run()).all()
+    (repair,) = handle.repairs
+    name = "vae.decode" if dict_given else "first_stage_model.decode"
+    assert (repair.component, repair.action) == (name, "rescaled")
+    assert repair.module_path == f"{name}:decoder.wide"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gone(kind: str) -> None:
+    """After a repair, an error or Ctrl-C nothing is left; between calls a copy is a plain copy."""
+    program = make_faulty(kind)
+    with testing.assert_untouched(program.given), guard(program.given, announce=quiet):
+        program.run()
+        assert "forward" not in vars(copy.deepcopy(program.unet))
+    with (
+        testing.assert_untouched(program.given),
+        pytest.raises(NonFiniteError, match="It begins at"),
+        guard(program.given, on_fault="raise"),
+    ):
+        program.run()
+    with (
+        testing.assert_untouched(program.given),
+        pytest.raises(KeyboardInterrupt),
+        guard(program.given),
+    ):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"), [("module", 0), ("dict", 1), ("engine", 0), ("patcher", 1)]
+)
+def test_nested(kind: str, first: int) -> None:
+    """Of two guards the inner one repairs and the outer one sees nothing; they go in either order."""
+    program = make_faulty(kind)
+    with testing.assert_untouched(program.given):
+        guards = [guard(program.given, announce=quiet) for _ in range(2)]
+        found = program.run()
+        assert torch.isfinite(found).all()
+        assert sorted(len(one.repairs) for one in guards) == [0, 1]
+        guards.pop(first).remove()
+        program.run()
+        guards.pop().remove()
+
+
+def test_warn_and_raise() -> None:
+    """Both name the layer; the bad value goes on with the one, and the program stops with the other."""
+    program = make_faulty("patcher")
+    name = r"`model\.diffusion_model` gave .* It begins at `model\.diffusion_model:blocks\.1\.wide`"
+    with guard(program.given, on_fault="warn"), pytest.warns(StopdownWarning, match=name):
+        assert not torch.isfinite(program.run()).all()
+    with guard(program.given, on_fault="raise"), pytest.raises(NonFiniteError, match=name):
+        program.run()
+
+
+def test_the_outermost_call_is_the_component() -> None:
+    """Called by itself the network is a component; called inside of its wrapper it is a part of it."""
+    program = make_program("engine")
+    x, times = torch.randn(1, 4, 8), torch.ones(1)
+    with guard(program.given) as handle, torch.no_grad():
+        program.unet(x, times)
+        program.run()
+    calls = {call.component: call.calls for call in handle.record.calls}
+    assert calls == {"model.diffusion_model": 1, "first_stage_model.decode": 1}
+    (said,) = handle.record.unwatched
+    assert said == (
+        "model: it shares modules with model.diffusion_model, which is guarded; its own calls were "
+        "not watched."
+    )
+
+
+def test_training_is_left_alone() -> None:
+    """In training nothing is counted or changed: the gradients are those without a guard."""
+    gradients = []
+    for guarded in (False, True):
+        program = make_program("engine")
+        engine = program.given.train()
+        picture = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+        if guarded:
+            with guard(engine, announce=quiet) as handle:
+                engine(picture).backward()
+            assert handle.record.calls == ()
+        else:
+            engine(picture).backward()
+        gradients.append([x.grad for x in engine.model.parameters()])
+    for plain, other in zip(*gradients, strict=True):
+        assert torch.equal(plain, other)
+
+
+def test_where_gradients_are_wanted_nothing_is_changed() -> None:
+    """A fault in a call under autograd is named, and the graph is left alone."""
+    program = make_faulty("module")
+    said: list[str] = []
+    x = torch.randn(1, 4, 8).half()
+    with guard(program.given, announce=said.append) as handle:
+        output = program.unet(x, torch.ones(1))
+    assert not torch.isfinite(output).all()
+    output.sum().backward()
+    (repair,) = handle.repairs
+    assert (repair.action, repair.module_path) == ("none", "UNet:blocks.1.wide")
+    assert "Its gradients are wanted" in said[0]
+
+
+def test_a_module_that_is_called_inside_of_another_is_said() -> None:
+    """Not a component: one message names what encloses it, and its calls stay unguarded."""
+    unet, said = UNet().eval(), list[str]()
+    with guard({"block": unet.blocks[0]}, announce=said.append) as handle, torch.no_grad():
+        for _ in range(2):
+            unet(torch.randn(1, 4, 8), torch.ones(1))
+    assert said == [
+        "`block` is called inside of a UNet, so its calls are not guarded. Give the UNet to the guard."
+    ]
+    assert handle.record.calls == ()
+    assert handle.record.unwatched == tuple(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (object(), "There is no module in what was given, a object."),
+        ({}, "There is no module in an empty dict."),
+        ({"unet": "weights.pt"}, "There is no module in `unet`, which is a str."),
+        (
+            {"vae.decode": (nn.Linear(1, 1), "decode")},
+            "`vae.decode`: a Linear has no method decode.",
+        ),
+        ({"vae.decode": ("vae", "decode")}, "`vae.decode`: a str is no module."),
+    ],
+)
+def test_what_holds_no_module_is_refused(given: Any, what: str) -> None:
+    """One message: what was given, what is taken, and what to do."""
+    with pytest.raises(InputError) as caught:
+        guard(given)
+    assert caught.value.what == what
+    assert caught.value.expected.startswith(
+        "Taken are a Diffusers pipeline, a module, a dict such as"
+    )
+
+
+def test_a_journal_needs_a_pipeline(tmp_path: Path) -> None:
+    """The calls of other programs have no order that could be known."""
+    with pytest.raises(InputError, match="A journal was asked for"):
+        guard(make_program("module").given, journal=tmp_path / "journal")
+
+
+def test_two_threads_have_outermost_calls_of_their_own() -> None:
+    """What one thread calls does not enclose what another one calls."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    programs = [make_program(kind) for kind in ("module", "patcher")]
+    plain = [program.run() for program in programs]
+    with (
+        guard(programs[0].given) as first,
+        guard(programs[1].given) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        found = list(pool.map(lambda program: program.run(), programs))
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert [call.calls for one in (first, second) for call in one.record.calls] == [3, 3]
+
+
+def test_compiled_code_is_guarded_as_a_whole() -> None:
+    """A module that torch.compile wraps is one component, and gives the same bits."""
+    program = make_program("module")
+    compiled: Any = torch.compile(program.given, backend="eager")
+    x, times = torch.randn(1, 4, 8), torch.ones(1)
+    with torch.no_grad():
+        plain = compiled(x, times)
+        with guard({"unet": compiled}) as handle:
+            assert torch.equal(compiled(x, times), plain)
+    assert [(call.component, call.calls) for call in handle.record.calls] == [("unet", 1)]
+
+
+def test_another_package_brings_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point of an installed package is asked before the adapters that are here."""
+    (tmp_path / "their_adapter.py").write_text(
+        "from stopdown.pipelines.components import Adapter, Callee\n"
+        "def list_calls(program):\n"
+        "    return (Callee('denoiser', program.unet, 'forward', 'denoise'),)\n"
+        "ADAPTER = Adapter('theirs', lambda program: hasattr(program, 'their_mark'),\n"
+        "                  lambda program: {'denoiser': program.unet}, list_calls)\n"
+    )
+    about = tmp_path / "theirs-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[stopdown.adapters]\ntheirs = their_adapter:ADAPTER\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    components._load_adapters.cache_clear()
+    program = make_program("module")
+
+    class Theirs:
+        their_mark, unet = True, program.unet
+
+    try:
+        with guard(Theirs()) as handle:
+            program.run()
+    finally:
+        components._load_adapters.cache_clear()
+        sys.modules.pop("their_adapter", None)
+    assert [(call.component, call.stage) for call in handle.record.calls] == [
+        ("denoiser", "denoise")
+    ]
+
+
+def test_decoding_outside_of_the_named_method_is_not_found() -> None:
+    """A dict with a method names that method alone."""
+    program = make_program("dict")
+    vae = program.given["vae.decode"][0]
+    with guard(program.given) as handle:
+        decode(vae, torch.randn(1, 4, 8))
+        with torch.no_grad():
+            vae.encode(torch.randn(1, 4, 8))
+    assert [call.component for call in handle.record.calls] == ["vae.decode"]
