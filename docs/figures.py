@@ -369,6 +369,16 @@ def compare_table() -> str:
 
 
 @_figure
+def report_size() -> str:
+    """How large the page of the largest comparison is, and how fast it opens."""
+    made = _read("compare")["report"]
+    return (
+        f"{made['prompts']} prompts in {made['precisions']} precisions has {made['megabytes']:.1f} MB "
+        f"and opens in {made['opening_median_s']:.1f} s"
+    )
+
+
+@_figure
 def score() -> str:
     return _percent(_read("shapes_score")["rows"][0]["all_four"])
 

@@ -57,6 +57,8 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 def on_page_markdown(text: str, page: Page, **_: Any) -> str:
     """Fill in figures, the command reference and drawings; point links at the added files."""
     name = page.file.src_uri
+    if _is_beside(name):
+        page.meta["search"] = {"exclude": True}
     text = LINK.sub(lambda found: _point(found, name), _fill(text, name))
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
 
@@ -92,8 +94,12 @@ def _fill(text: str, page: str) -> str:
             raise PluginError(f"{page} asks for {found[0]}, which docs/figures.py does not have.")
         return known[found[1]]()
 
-    is_left = page.startswith("repository/") or page == "log.md"  # the log tells what was
-    return text if is_left else FIGURE.sub(look_up, text)
+    return text if _is_beside(page) else FIGURE.sub(look_up, text)
+
+
+def _is_beside(page: str) -> bool:
+    """Whether a page is no part of the documentation proper: the log tells what was, others are files."""
+    return page.startswith("repository/") or page == "log.md"
 
 
 @functools.cache
