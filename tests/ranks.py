@@ -8,6 +8,7 @@ killed by its own handle.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -21,6 +22,10 @@ _PRELOADED = (
     *("torch", "torch.distributed", "diffusers", "transformers", "stopdown.testing"),
     *("stopdown.runtime.guard", "stopdown.plans.certified", "stopdown.pipelines.loader"),
 )
+
+
+SWITCHED_OFF = "STOPDOWN_TESTS_SWITCHED_OFF"
+"""Variable with the name of the detector that is off, in the ranks too (`switching_off`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,10 @@ def _enter(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if name := os.environ.get(SWITCHED_OFF):
+        from switching_off import DETECTORS
+
+        DETECTORS[name][0]()
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -114,3 +123,41 @@ def _enter(
         (Path(folder) / f"{rank}.part").rename(Path(folder) / f"{rank}.pt")
         if not error:
             dist.destroy_process_group()
+
+
+def make_with_heads(name: str, heads: int, dtype: Any = None) -> Any:
+    """A tiny pipeline whose transformer has so many attention heads."""
+    import torch
+
+    from stopdown.testing import make_pipeline
+
+    pipe = make_pipeline(name)
+    before = pipe.transformer
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        made = type(before).from_config({**before.config, "num_attention_heads": heads})
+    pipe.transformer = made.eval().requires_grad_(False)
+    for part in (pipe.transformer, pipe.vae, pipe.text_encoder) if dtype is not None else ():
+        part.to(dtype)
+    return pipe
+
+
+def call_small(pipe: Any, **options: Any) -> Any:
+    """What two guided steps give: frames, or latents with `output_type="latent"`."""
+    import torch
+
+    is_picture = type(pipe).__name__ == "CogView3PlusPipeline"
+    size = 64 if is_picture else 32
+    sizes: dict[str, Any] = {} if is_picture else {"num_frames": 9, "max_sequence_length": 16}
+    given = {
+        "prompt": "a red ball",
+        "num_inference_steps": 2,
+        "generator": torch.Generator().manual_seed(0),
+        "output_type": "pt",
+        "height": size,
+        "width": size,
+        **sizes,
+        **options,
+    }
+    with torch.no_grad():
+        return pipe(**given)[0]

@@ -8,11 +8,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from ranks import SWITCHED_OFF
 
 
 def switch_off_check() -> None:
@@ -140,4 +143,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test."""
-    DETECTORS[config.getoption("--switch-off")][0]()
+    name = config.getoption("--switch-off")
+    os.environ[SWITCHED_OFF] = name  # the ranks of a test are processes of their own
+    DETECTORS[name][0]()

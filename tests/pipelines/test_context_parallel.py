@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ranks import gather_results, run_ranks
+from ranks import call_small, gather_results, make_with_heads, run_ranks
 from stopdown.errors import OptionError
 from stopdown.patches import Patches
 from stopdown.pipelines.cogvideox_parallel import REPLACED, CogVideoXAttnProcessor
@@ -23,32 +23,8 @@ ROUNDING = 64 * torch.finfo(torch.float32).eps
 """Sums of the same products in another order, through a few layers and steps, relative to the largest."""
 
 
-def make_with_heads(name: str, heads: int) -> Any:
-    """A tiny pipeline whose transformer has so many attention heads."""
-    pipe = make_pipeline(name)
-    before = pipe.transformer
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        made = type(before).from_config({**before.config, "num_attention_heads": heads})
-    pipe.transformer = made.eval().requires_grad_(False)
-    return pipe
-
-
-def make_latents(pipe: Any, **options: Any) -> torch.Tensor:
-    """What two guided steps give."""
-    is_picture = type(pipe).__name__ == "CogView3PlusPipeline"
-    size = 64 if is_picture else 32
-    sizes: dict[str, Any] = {} if is_picture else {"num_frames": 9, "max_sequence_length": 16}
-    with torch.no_grad():
-        return pipe(
-            prompt="a red ball",
-            num_inference_steps=2,
-            generator=torch.Generator().manual_seed(0),
-            output_type="latent",
-            height=size,
-            width=size,
-            **{**sizes, **options},
-        )[0]
+def make_latents(pipe: Any) -> torch.Tensor:
+    return call_small(pipe, output_type="latent")
 
 
 def compare(rank: int, name: str, heads: int) -> dict[str, Any]:

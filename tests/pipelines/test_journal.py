@@ -30,7 +30,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError
 from stopdown.records import JournalUse, RunRecord, read_record
 from stopdown.runtime.guard import guard
-from stopdown.runtime.journal import Journal
+from stopdown.runtime.journal import Journal, _read_settings
 from stopdown.runtime.journal_values import digest_call, pack, unpack
 
 make_pipeline = functools.cache(testing.make_pipeline)
@@ -528,3 +528,12 @@ def test_the_journal_of_a_file_holds_its_tensors(folder: Path) -> None:
     run(pipe, folder)
     tensors = load_file(find_calls(folder)[2])
     assert tensors["output.0"].dtype == torch.float32
+
+
+def test_settings_are_the_same_in_every_process() -> None:
+    """What Diffusers notes about defaults comes from a set, whose order no run is told apart by."""
+    scheduler = testing.make_pipeline("cogvideox").scheduler
+    described = _read_settings(scheduler)
+    assert scheduler.config["_use_default_values"]
+    assert "beta_end" in described
+    assert "_use_default_values" not in described

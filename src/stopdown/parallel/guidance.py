@@ -40,6 +40,8 @@ def put_guidance_parallel(
 ) -> None:
     """Share the rows of each denoiser call among the ranks, until `patches` is undone.
 
+    Put it on before a guard, and take it off after that.
+
     Args:
         group: process group; None for that of all ranks.
         announce: told once of a batch that cannot be shared.
@@ -55,10 +57,9 @@ def put_guidance_parallel(
         if callee.stage == "denoise":
             whole = group or dist.group.WORLD
             patches.set_attribute(callee.owner, GROUP, whole)
-            layer = functools.partial(_share_rows, callee, whole, tell)
             intercept(
-                callee, layer, patches, Rank.MEMORY
-            )  # inside of a guard, which repairs all rows
+                callee, functools.partial(_share_rows, callee, whole, tell), patches, Rank.DEVICES
+            )
 
 
 def _share_rows(

@@ -18,7 +18,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from stopdown.errors import InputError, RankError, StopdownError, take_one_line
 from stopdown.patches import Patches
+from stopdown.pipelines.components import find_components
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|broken pipe|peer", re.IGNORECASE)
 """Words of what PyTorch says when a rank cannot be reached any more."""
@@ -75,6 +76,23 @@ class Ranks:
         found = [value]
         dist.broadcast_object_list(found, group=self._group, group_src=0)
         return found[0]
+
+    def lead(self, action: Callable[[], Any]) -> Any:
+        """What rank 0 gets of doing something that only one may do; None on the others.
+
+        Raises:
+            StopdownError: what it raised there, on every rank.
+        """
+        result, told = None, None
+        if self.number == 0:
+            try:
+                result = action()
+            except StopdownError as error:
+                told = (type(error), error.what, error.expected, error.remedy)
+        if (told := self.share(told)) is not None:
+            kind, what, expected, remedy = told
+            raise kind(what, expected=expected, remedy=remedy)
+        return result
 
     def refuse_differences(self, what: str, described: Mapping[str, Any], remedy: str) -> None:
         """Refuse, on every rank alike, ranks that were not started alike.
@@ -134,7 +152,7 @@ class Ranks:
         except StopdownError:  # raised on every rank alike
             raise
         except Exception as error:
-            if not _LOST.search(str(error)):
+            if not is_lost(error):
                 with contextlib.suppress(Exception):
                     self._store.set(f"failed/{self.number}", _describe(error))
                 raise
@@ -185,6 +203,11 @@ class Ranks:
         return f"{subject} gone: killed, or without memory or network. The others end with it."
 
 
+def is_lost(error: Exception) -> bool:
+    """Whether an exception says that another rank cannot be reached."""
+    return isinstance(error, dist.DistError) or bool(_LOST.search(str(error)))
+
+
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {take_one_line(error, 300)}"
 
@@ -206,12 +229,14 @@ def find_group(pipe: Any) -> tuple[Any] | None:
     Returns:
         The group in a tuple, because None is the group of all ranks.
     """
-    for part in pipe.components.values() if dist.is_available() and dist.is_initialized() else ():
-        if (spread := getattr(part, "__dict__", {}).get(GROUP)) is not None:
-            return (spread,)
-    for part in pipe.components.values() if dist.is_available() and dist.is_initialized() else ():
-        whole = getattr(part, "__dict__", {}).get("_parallel_config")
-        config = getattr(whole, "context_parallel_config", None)
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    parts = [vars(part) for part in find_components(pipe).values()]
+    for part in parts:
+        if (group := part.get(GROUP)) is not None:
+            return (group,)
+    for part in parts:
+        config = getattr(part.get("_parallel_config"), "context_parallel_config", None)
         if config is not None:
             return (config._flattened_mesh.get_group(),)
     return None

@@ -40,15 +40,14 @@ _Layers = tuple[tuple["Rank", Layer], ...]
 class Rank(enum.IntEnum):
     """The layers around a call, from next to the component outwards; of one rank, the later is outside."""
 
-    COMPONENT = (
-        0  # keeps what the component is called with, and casts it where a repair cast the weights
-    )
-    PLAN = 1  # casts at boundaries, sets how sums are done, compares adapters
-    MEMORY = 2  # brings weights to the device, cuts attention into pieces
-    FAULT = 3  # makes a call go wrong, for tests
-    GUARD = 4  # checks what came out; repairs the component and runs the call again
-    RECORD = 5  # measures and keeps calls for comparisons, plans and dry runs
-    JOURNAL = 6  # answers a call from a file, or writes it there
+    DEVICES = 0  # shares the rows of a call among several devices
+    COMPONENT = 1  # keeps what the component is called with, and casts it as its weights were cast
+    PLAN = 2  # casts at boundaries, sets how sums are done, compares adapters
+    MEMORY = 3  # brings weights to the device, cuts attention into pieces
+    FAULT = 4  # makes a call go wrong, for tests
+    GUARD = 5  # checks what came out; repairs the component and runs the call again
+    RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
+    JOURNAL = 7  # answers a call from a file, or writes it there
 
 
 class _Stack:

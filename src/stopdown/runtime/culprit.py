@@ -34,6 +34,7 @@ _HIDING = ("clamp", "nan_to_num")
 _SENTINEL = -FP16.largest
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_LINKS = 12
+_LAST = 2**40
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Culprit:
         chain: modules from there to the output, at most 12.
         around: the modules that it happened in, innermost first, without those that do no more
             than hand its value on: in fp32 these would give what does not fit all the same.
+        order: which operation of the call it is; that of an exchange between ranks comes last, because
+            the value came from another rank.
     """
 
     kind: str
@@ -62,6 +65,7 @@ class Culprit:
     reached: float = math.nan
     chain: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
+    order: int = 0
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
@@ -103,6 +107,7 @@ class _Event:
     operands: tuple[str, ...] = ()
     reached: float = math.nan
     around: tuple[str, ...] = ()
+    is_exchange: bool = False
     returned_by: set[str] = field(default_factory=set)
 
 
@@ -237,7 +242,9 @@ class _Tracer(TorchDispatchMode):
         if not real and not is_mask:
             event.operands = tuple(_describe_operands(inputs))
             event.around = tuple(path for path in reversed(self.stack) if path)
-            event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
+            event.is_exchange = "c10d" in getattr(func, "namespace", "")
+            if not event.is_exchange:  # which all ranks would have to join once more
+                event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
         return event
 
     def _find_causes(self, inputs: list[torch.Tensor]) -> Iterator[_Event]:
@@ -277,6 +284,7 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
         event.reached,
         tuple(links[:_MOST_LINKS]),
         tuple(path for path in event.around if path not in hopeless),
+        event.index + _LAST * event.is_exchange,
     )
 
 
@@ -347,4 +355,5 @@ def _numbers(args: Any, kwargs: Any) -> list[float]:
 
 
 def _find_storage(tensor: torch.Tensor) -> int:
+    tensor = getattr(tensor, "elem", tensor)  # of one that waits for an exchange between ranks
     return tensor.untyped_storage().data_ptr()

@@ -21,8 +21,10 @@ import torch
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, StopdownError, take_first_line
 from stopdown.numerics import iterate_tensors
+from stopdown.parallel.ranks import Ranks, is_lost
 from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Repair
+from stopdown.runtime.agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.culprit import Culprit, find_culprit, join_module_path
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
@@ -59,6 +61,7 @@ class FaultHandler:
         check: checks the output of a call that was run again.
         find_origin: where values came from that are not finite and that no component made.
         names_culprit: run a call that failed once more to find where the fault begins.
+        ranks: that make the same output together, and answer alike.
     """
 
     pipe: Any
@@ -67,6 +70,7 @@ class FaultHandler:
     check: Callable[[GuardedCall, Any], CallCheck]
     find_origin: Callable[[], Origin]
     names_culprit: bool = True
+    ranks: Ranks | None = None
 
     def answer(self, fault: Fault) -> Any:
         """The output to go on with after a fault.
@@ -75,6 +79,8 @@ class FaultHandler:
             NonFiniteError: there is none.
         """
         with _ONE_FAULT:
+            if self.ranks is not None:
+                fault = agree_on_fault(self.ranks, fault)
             return self._work_on(fault)
 
     def _work_on(self, fault: Fault) -> Any:
@@ -126,11 +132,21 @@ class FaultHandler:
 
     def _try(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
-        name = name_action(remedy)
+        name, output, told = name_action(remedy), None, ""
+        repairs = before
         try:
-            output = self._replay(case, remedy, before)
-        except Exception as error:  # whatever a model's code does: the next remedy is tried
-            case.tried.append(f"{name}: {take_first_line(error)}")
+            repairs = self._find_repairs(case, remedy, before)
+        except Exception as error:  # no such repair, or the model's code refuses it
+            told = take_first_line(error)
+        if not (told := self._gather_failure(told)):
+            try:
+                output = self._replay(case, repairs, before)
+            except Exception as error:  # whatever a model's code does: the next remedy is tried
+                self._end_if_lost(error)
+                told = take_first_line(error)
+            told = self._gather_failure(told)
+        if told:
+            case.tried.append(f"{name}: {told}")
             return False, None
         if not self.check(case.fault.guarded, output).is_good:
             case.tried.append(f"{name}: the same call was not finite again.")
@@ -140,19 +156,40 @@ class FaultHandler:
             case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
         return given == wanted, output
 
-    def _replay(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> Any:
-        """The output of the same call with a remedy put on in place of those tried so far."""
+    def _find_repairs(
+        self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]
+    ) -> tuple[Adjustment, ...]:
+        """What is to be in force when a remedy is tried."""
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
         state.put_on(before)
         latest.restore()  # the call that exponents are found for is the one that failed
-        repairs = state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
-        state.put_on(repairs)
-        latest.restore()
+        return state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
+
+    def _replay(
+        self, case: _Case, repairs: tuple[Adjustment, ...], before: tuple[Adjustment, ...]
+    ) -> Any:
+        """The output of the same call with these repairs in force, on all ranks those of rank 0."""
+        if self.ranks is not None:
+            repairs = self.ranks.share(repairs)
+        guarded = case.fault.guarded
+        guarded.state.put_on(repairs)
+        guarded.latest.restore()
         if repairs != before:
-            clear_caches(state.module)  # what they kept may have another scale or dtype
+            clear_caches(guarded.module)  # what they kept may have another scale or dtype
         case.replays += 1
-        return fault.repeat()
+        return case.fault.repeat()
+
+    def _gather_failure(self, told: str) -> str:
+        """Why it failed, on this rank or on another one; "" when it did on none."""
+        if self.ranks is None or not any(self.ranks.agree(bool(told))):
+            return told
+        return next(filter(None, self.ranks.gather(told)))
+
+    def _end_if_lost(self, error: Exception) -> None:
+        """Raise it when it says that another rank is gone: nothing can be run again without that."""
+        if self.ranks is not None and is_lost(error):
+            raise error
 
     def _find_culprit(self, fault: Fault) -> Culprit:
         if not self.names_culprit:
@@ -166,10 +203,11 @@ class FaultHandler:
                 culprit, output = find_culprit(fault.component, guarded.module, repeat, given)
         except StopdownError:
             raise
-        except Exception:  # code that cannot be looked at: nothing is known
+        except Exception as error:  # code that cannot be looked at: nothing is known
+            self._end_if_lost(error)
             return Culprit("unknown")
         self.check(guarded, output)  # forget what the replay clamped
-        return culprit
+        return culprit if self.ranks is None else agree_on_culprit(self.ranks, culprit)
 
     def _describe_culprit(self, case: _Case) -> str:
         return case.culprit.describe(case.fault.component) if self.names_culprit else ""

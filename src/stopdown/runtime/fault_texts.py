@@ -31,6 +31,7 @@ class Fault:
         place: ` at step 1 of 2`, in words.
         reason: why the precision was chosen; "" when nobody said.
         is_tracked: gradients are wanted of the output.
+        found: what was found and where, when it was another rank that found it.
     """
 
     guarded: GuardedCall
@@ -44,6 +45,7 @@ class Fault:
     place: str
     reason: str = ""
     is_tracked: bool = False
+    found: str = ""
 
     @property
     def callee(self) -> Callee:
@@ -67,6 +69,8 @@ class Fault:
 
 def name_fault(fault: Fault) -> str:
     """What was found and where, in one sentence."""
+    if fault.found:
+        return fault.found
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
         return (

@@ -71,11 +71,17 @@ from stopdown.records import (
     Repair,
 )
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
+from stopdown.runtime.agreement import (
+    agree_on_check,
+    find_ranks,
+    refuse_other_noise,
+    refuse_other_runs,
+)
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
-from stopdown.runtime.journal import Journal
+from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
 from stopdown.runtime.repair_cache import RepairCache
@@ -116,7 +122,7 @@ class GuardOptions:
     announce: Announce | None = None
     plan: Plan | None = None
     loaded_plan: LoadedPlan | None = None
-    journal: Journal | str | Path | None = None
+    journal: Journal | Follower | str | Path | None = None
     maxima: bool = False
     repair_cache: RepairCache | None = None
     frames: bool = True
@@ -161,6 +167,8 @@ class Guard:
         self._findings: list[Finding] = []
         self._running: set[int] = set()  # threads inside of the pipeline's call
         self._given: dict[str, Any] = {}  # what that was called with
+        self._ranks = find_ranks(pipe)
+        self._has_noise = False  # of this run, on every rank alike
         scheduled = pipe if self.adapter.is_pipeline else None
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self._renew)
         self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
@@ -171,6 +179,7 @@ class Guard:
             self.check,
             self._find_origin,
             self.options.names_culprit,
+            self._ranks,
         )
 
     # What is put on
@@ -207,13 +216,15 @@ class Guard:
         if self.adapter.is_pipeline:
             put_run_layer(self.pipe, self.run, self._patches)
         self._listen()
+        if self._ranks is not None:
+            self._ranks.watch(self._patches)
+            refuse_other_runs(self._ranks, self.pipe, self._plan)
         for entry in self._plan.components if self._plan is not None else ():
             self.limit_inputs(entry.component, entry.scaling.limits)
-        if journal is not None:
-            journal.put_on(self.pipe, self._patches, lambda: len(self._log))
-            self._journal = journal
+        self._put_journal(journal)
 
     def _open_journal(self) -> Journal | None:
+        """The journal, None without one and on every rank but the first."""
         journal = self.options.journal
         if journal is not None and not self.adapter.is_pipeline:
             raise InputError(
@@ -222,9 +233,25 @@ class Guard:
                 remedy="Leave the journal away.",
             )
         if isinstance(journal, str | Path):
-            journal = Journal(journal, announce=self._announce)
-            self._patches.defer(journal.close)
-        return journal
+            opening = functools.partial(Journal, journal, announce=self._announce)
+            journal = opening() if self._ranks is None else self._ranks.lead(opening)
+            if journal is not None:
+                self._patches.defer(journal.close)
+        return journal if isinstance(journal, Journal) else None
+
+    def _put_journal(self, journal: Journal | None) -> None:
+        self._journal = journal
+
+        def put_on() -> None:
+            if journal is not None:
+                journal.put_on(self.pipe, self._patches, lambda: len(self._log), self._ranks)
+
+        if self._ranks is None or self.options.journal is None:
+            put_on()
+            return
+        self._ranks.lead(put_on)
+        if journal is None:
+            Follower(self._ranks).put_on(self.pipe, self._patches)
 
     def _listen(self) -> None:
         """Find the calls of outermost modules as they happen, where the adapter does not know them."""
@@ -431,6 +458,9 @@ class Guard:
     ) -> Any:
         entered_at = time.perf_counter()
         guarded.begin(args, kwargs)
+        if self._ranks is not None and guarded.callee.stage == "denoise" and not self._has_noise:
+            refuse_other_noise(self._ranks, args, kwargs)
+            self._has_noise = True
         called = time.perf_counter()
         output = call(*args, **kwargs)
         returned = time.perf_counter()
@@ -462,9 +492,12 @@ class Guard:
     def check(self, guarded: GuardedCall, output: Any) -> CallCheck:
         """What a call's output and arguments are like; maxima and what a plan does not cover are kept.
 
-        Cost: two operations, one for each module that clamps, and one host read.
+        Cost: two operations, one for each module that clamps, and one host read; with ranks one
+        all_reduce.
         """
         check = check_call(guarded.component.notes, output)
+        if self._ranks is not None:
+            check = agree_on_check(self._ranks, check)
         self.host_reads += check.host_reads
         for path, dtype, amax in check.maxima:
             key = (guarded.name, path, self.steps.find_step(guarded.callee), name_dtype(dtype))
@@ -504,9 +537,10 @@ class Guard:
         self._running.add(thread)
         try:
             self._begin_run(args, kwargs)
-            output = call(*args, **kwargs)
-            begun = time.perf_counter()
-            self._check_result(output)
+            with self._ranks.ending() if self._ranks is not None else contextlib.nullcontext():
+                output = call(*args, **kwargs)
+                begun = time.perf_counter()
+                self._check_result(output)
             self.own_s += time.perf_counter() - begun
             return output
         finally:
@@ -514,6 +548,7 @@ class Guard:
             self._given = {}
 
     def _begin_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._has_noise = False
         self._renew()
         self.steps.follow()
         self.steps.forget()
@@ -523,6 +558,8 @@ class Guard:
 
     def _check_result(self, output: Any) -> None:
         nan, infinite, total = count_bad(output)
+        if self._ranks is not None and any(self._ranks.agree(nan + infinite > 0)):
+            nan, infinite, total = max(self._ranks.gather((nan, infinite, total)))
         self.host_reads += has_tensors(output)
         is_reported = any(repair.action == "none" for repair in self._log.of_this_run)
         if nan + infinite == 0:

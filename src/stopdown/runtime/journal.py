@@ -7,7 +7,10 @@ once; its arguments must be the same bytes. No state of a scheduler has to be un
 be again. The numbers that a call drew are drawn from then on as after that call. A call that was
 repaired is run once more, so that its repair is in force for those that follow.
 
-**Catches** another prompt, seed, size, model, precision, version or device (refused, by name); a head
+Of several ranks the first one has the journal, and tells the others what it reads.
+
+**Catches** another prompt, seed, size, model, precision, version, device or number of ranks (refused,
+by name); a head
 whose checksum does not fit (all is made anew); files
 that are cut, changed, missing or of another run, and calls with other arguments (made anew from
 there on); two processes with one journal.
@@ -39,13 +42,20 @@ from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.number_formats import name_dtype
+from stopdown.parallel.ranks import Ranks
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions
 from stopdown.plans.calibrated import sample_weights
 from stopdown.randomness import RandomSource, find_random
 from stopdown.records import JournalUse
-from stopdown.runtime.journal_values import PackingError, digest_call, pack, unpack
+from stopdown.runtime.journal_values import (
+    PackingError,
+    digest_call,
+    move_structure,
+    pack,
+    unpack,
+)
 
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
@@ -77,7 +87,45 @@ class _Answer:
     repaired: bool
 
 
-class Journal:
+class _Layers:
+    """Layers around all component calls, of which the outermost one answers."""
+
+    _depth = 0
+
+    def _put_layers(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
+        for callee in find_callees(pipe):
+            layer = functools.partial(self._stand, callee, count_repairs)
+            intercept(callee, layer, patches, Rank.JOURNAL)
+
+    def _stand(
+        self,
+        callee: Callee,
+        count_repairs: Callable[[], int],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """One call: from the journal, or made and written there."""
+        if self._depth:  # a component that calls another one: the outer call is what counts
+            return call(*args, **kwargs)
+        self._depth += 1
+        try:
+            return self._answer(callee, count_repairs, call, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _answer(
+        self,
+        callee: Callee,
+        count_repairs: Callable[[], int],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        raise NotImplementedError
+
+
+class Journal(_Layers):
     """A folder with the calls of one run; also a context manager, which lets the folder go.
 
     Args:
@@ -103,7 +151,8 @@ class Journal:
         self._run, self._limit = _to_plain(run or {}), limit_bytes
         self._announce = announce or (lambda text: None)
         self._notes: list[str] = []
-        self._answered = self._written = self._number = self._depth = 0
+        self._answered = self._written = self._number = 0
+        self._ranks: Ranks | None = None
         self._stopped = False
         self._digest = ""
         _refuse_foreign(self.folder)
@@ -138,28 +187,35 @@ class Journal:
         size = sum(path.stat().st_size for path in self._list_entries())
         return JournalUse(str(self.folder), self._answered, self._written, size, tuple(self._notes))
 
-    def put_on(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
+    def put_on(
+        self,
+        pipe: Any,
+        patches: Patches,
+        count_repairs: Callable[[], int],
+        ranks: Ranks | None = None,
+    ) -> None:
         """Intercept the component calls of a pipeline, outside of what stands there already.
 
         Args:
             count_repairs: how many calls were repaired so far.
+            ranks: that make the same calls; this is the first, and the others follow (`Follower`).
 
         Raises:
-            InputError: the journal belongs to another pipeline, or a component remembers its calls.
+            InputError: the journal belongs to another pipeline or number of ranks, or a component
+                remembers its calls.
             OutputError: the folder cannot be written.
         """
         _refuse_memories(pipe)
-        head = {**self._run, **_describe_pipeline(pipe)}
+        self._ranks = ranks
+        count = 1 if ranks is None else ranks.count
+        head = {**self._run, "ranks": count, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
         self._digest = _digest_bytes(msgspec.json.encode(head))
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
-        for callee in find_callees(pipe):
-            intercept(
-                callee, functools.partial(self._stand, callee, count_repairs), patches, Rank.JOURNAL
-            )
+        self._put_layers(pipe, patches, count_repairs)
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start anew: without a head that can be read, no call can be trusted."""
@@ -175,23 +231,6 @@ class Journal:
                 remedy="Name another folder for the journal.",
             ) from error
 
-    def _stand(
-        self,
-        callee: Callee,
-        count_repairs: Callable[[], int],
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """One call: from the journal, or made and written there."""
-        if self._depth:  # a component that calls another one: the outer call is what counts
-            return call(*args, **kwargs)
-        self._depth += 1
-        try:
-            return self._answer(callee, count_repairs, call, args, kwargs)
-        finally:
-            self._depth -= 1
-
     def _answer(
         self,
         callee: Callee,
@@ -203,19 +242,17 @@ class Journal:
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
+            self._share(None)
             return call(*args, **kwargs)
         digest = digest_call(callee.component, args, kwargs)
         sources = find_random(_find_device(callee), (*args, *kwargs.values()))
         found = self._read(number, digest, len(sources))
+        self._share(found)
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
-            if found.repaired:
-                call(*args, **kwargs)
-            for index, state in found.random.items():
-                sources[index].put(state)
             self._answered += 1
-            return found.output
+            return _give(found, call, args, kwargs, sources)
         repairs = count_repairs()
         output = call(*args, **kwargs)
         begun = time.perf_counter()
@@ -224,6 +261,11 @@ class Journal:
             self._write(number, callee, digest, output, drawn, count_repairs() > repairs)
         self.own_s += time.perf_counter() - begun
         return output
+
+    def _share(self, found: _Answer | None) -> None:
+        """Tell the other ranks whether a call is answered, and with what."""
+        if self._ranks is not None:
+            self._ranks.share(found and (*pack(found.output), found.random, found.repaired))
 
     def _write(
         self,
@@ -334,6 +376,56 @@ class Journal:
             )
 
 
+class Follower(_Layers):
+    """What another rank than the first has in place of a journal: it goes by what that one reads.
+
+    Attributes:
+        own_s: seconds that were spent besides the calls.
+        use: nothing, because the first rank's record has it.
+    """
+
+    own_s, use = 0.0, None
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def put_on(self, pipe: Any, patches: Patches) -> None:
+        """Intercept the component calls of a pipeline as the journal does."""
+        self._put_layers(pipe, patches, lambda: 0)
+
+    def _answer(
+        self,
+        callee: Callee,
+        count_repairs: Callable[[], int],
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        told = self._ranks.share(None)
+        if told is None:
+            return call(*args, **kwargs)
+        structure, tensors, random, repaired = told
+        device = _find_device(callee)
+        sources = find_random(device, (*args, *kwargs.values()))
+        output = unpack(move_structure(structure, device), tensors)
+        return _give(_Answer(output, random, repaired), call, args, kwargs, sources)
+
+
+def _give(
+    found: _Answer,
+    call: Call,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sources: list[RandomSource],
+) -> Any:
+    """The output of a call that was made before, with random numbers as after it."""
+    if found.repaired:
+        call(*args, **kwargs)
+    for index, state in found.random.items():
+        sources[index].put(state)
+    return found.output
+
+
 def _read_drawn(
     sources: list[RandomSource], before: dict[int, torch.Tensor]
 ) -> dict[int, torch.Tensor]:
@@ -438,7 +530,7 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
     found = {
         "pipeline": type(pipe).__name__,
         "scheduler": type(scheduler).__name__,
-        "scheduler's settings": repr(sorted(dict(getattr(scheduler, "config", {})).items())),
+        "scheduler's settings": _read_settings(scheduler),
         "device": str(choose_device(str(device))),
         "threads": machine["torch_threads"],
         "versions": machine["versions"],
@@ -449,6 +541,12 @@ def _describe_pipeline(pipe: Any) -> dict[str, Any]:
         found[f"{name}'s weights"] = sample_weights(module)
         found[f"{name}'s tiling"] = _read_tiling(module)
     return _to_plain(found)
+
+
+def _read_settings(scheduler: Any) -> str:
+    """A scheduler's configuration, without Diffusers' own notes, whose order is another in each process."""
+    config = dict(getattr(scheduler, "config", {}))
+    return repr(sorted((name, x) for name, x in config.items() if not name.startswith("_")))
 
 
 def _read_tiling(module: torch.nn.Module) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
 from stopdown.pipelines.components import Callee, read_precisions
+from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
 from stopdown.records import ResidualStream, Scaling
@@ -220,7 +221,11 @@ class ComponentState:
         before = self.applied
         self.take_off()
         try:
-            with bared(self.module), without_caches(self.module):
+            with (
+                bared(self.module),
+                without_caches(self.module),
+                without_context_parallel(self.module),
+            ):
                 is_forward = callee.method == "forward"
                 call = self.module if is_forward else getattr(self.module, callee.method)
                 if self._calibration is None:

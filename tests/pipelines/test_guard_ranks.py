@@ -1,0 +1,206 @@
+"""The guard across ranks: one flag a call, the same repair on all, the culprit of the rank that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import call_small, gather_results, make_with_heads, run_ranks
+from stopdown.errors import InputError, RankError
+from stopdown.parallel.guidance import put_guidance_parallel
+from stopdown.patches import Patches
+from stopdown.pipelines.context_parallel import put_context_parallel
+from stopdown.runtime.guard import guard
+from stopdown.testing import assert_untouched, inject
+
+CALLS = (
+    ("text_encoder", 0),
+    ("text_encoder", 1),
+    ("transformer", 0),
+    ("transformer", 1),
+    ("vae.decode", 0),
+)
+"""Each component call of a small run: component, number of the call."""
+
+
+def put_parallel(pipe: Any, patches: Patches, how: str) -> None:
+    if how == "context":
+        put_context_parallel(pipe.transformer, patches)
+    else:
+        put_guidance_parallel(pipe, patches)
+
+
+def plant(
+    rank: int, name: str, how: str, faulty: int, cases: tuple[dict[str, Any], ...], half: bool
+) -> dict[str, Any]:
+    """What comes of faults on one rank alone: bits as planned or not, and what the guards did."""
+    pipe = make_with_heads(name, 2 if dist.get_world_size() == 2 else 6)
+    for part in (pipe.transformer, pipe.vae, pipe.text_encoder) if half else ():
+        part.half()
+    found = []
+    with assert_untouched(pipe), Patches() as patches:
+        put_parallel(pipe, patches, how)
+        planned = call_small(pipe)
+        with guard(pipe, announce=lambda text: None) as guarding:
+            silent = torch.equal(call_small(pipe), planned) and not guarding.repairs
+        for case in cases:
+            is_mine = rank == faulty
+            fault = inject(pipe, **case) if is_mine else contextlib.nullcontext()
+            with fault, guard(pipe, announce=lambda text: None) as guarding:
+                frames = call_small(pipe)
+            repairs = [dataclasses.replace(x, elapsed_s=0.0) for x in guarding.repairs]
+            found.append((torch.equal(frames, planned), frames, repairs))
+    return {"silent": silent, "found": found, "planned": planned}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "count", "faulty"),
+    [
+        ("cogvideox", "context", 2, 1),
+        pytest.param("cogvideox", "guidance", 2, 0, marks=pytest.mark.slow),
+        pytest.param("cogvideox", "context", 3, 2, marks=pytest.mark.slow),
+        pytest.param("cogview3plus", "context", 2, 0, marks=pytest.mark.slow),
+        pytest.param("cogview3plus", "context", 3, 1, marks=pytest.mark.slow),
+        pytest.param("wan", "context", 2, 1, marks=pytest.mark.slow),
+        pytest.param("wan", "context", 3, 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_of_one_rank_is_repaired_on_all(
+    name: str, how: str, count: int, faulty: int
+) -> None:
+    """NaN on one rank, at each component and step: found there, run again on all, frames as planned."""
+    inner = [{"component": "transformer", "step": 1, "module_path": "transformer_blocks.0.attn1"}]
+    if name == "wan":
+        inner[0]["module_path"] = "blocks.0.attn1"
+    cases = (*({"component": part, "step": step} for part, step in CALLS), *inner)
+    results = gather_results(run_ranks(plant, count, name, how, faulty, cases, False))
+    for result in results:
+        assert result["silent"]
+        for (is_planned, _, repairs), (_, _, first), case in zip(
+            result["found"], results[0]["found"], cases, strict=True
+        ):
+            assert is_planned, case
+            (repair,) = repairs
+            assert repairs == first  # the same on every rank
+            assert (repair.component, repair.action) == (case["component"], "replayed")
+            assert repair.kind == "intermittent"
+            if "module_path" not in case:  # inside, an exchange hands it on to all
+                assert f"It was so on rank {faulty} alone." in repair.evidence
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_culprit_is_that_of_the_rank_that_has_it(count: int) -> None:
+    """A module that fails in fp16 on one rank, whose values reach all: named on all, in fp32 on all."""
+    path = "transformer_blocks.1.ff.net.2"
+    fault = {"component": "transformer", "step": 0, "module_path": path, "lasting": True}
+    results = gather_results(
+        run_ranks(plant, count, "cogvideox", "context", count - 1, (fault,), True)
+    )
+    for result in results:
+        ((_, frames, repairs),) = result["found"]
+        (repair,) = repairs
+        assert repairs == results[0]["found"][0][2]
+        assert torch.equal(frames, results[0]["found"][0][1])
+        assert frames.isfinite().all()
+        assert repair.module_path == f"transformer:{path}"
+        assert (frames - result["planned"]).abs().max() < 0.02
+
+
+def differ(rank: int) -> dict[str, str]:
+    """What is said of ranks that were not started alike."""
+    pipe = make_with_heads("cogvideox", 2)
+    with Patches() as patches:
+        put_context_parallel(pipe.transformer, patches)
+        with guard(pipe, announce=lambda text: None):
+            noise = catch(lambda: call_small(pipe, generator=torch.Generator().manual_seed(rank)))
+            if rank:
+                pipe.vae.half()
+        precision = catch(lambda: guard(pipe))
+    return {"noise": noise, "precision": precision}
+
+
+def catch(call: Any) -> str:
+    try:
+        call()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_were_not_started_alike_are_refused() -> None:
+    """Other noise, and another precision: refused on every rank, in the same words."""
+    first, second = gather_results(run_ranks(differ, 2))
+    assert first == second
+    assert first["noise"] == (
+        "Rank 1 of 2 began from other noise than rank 0. Ranks that make one output together begin from "
+        "the same values. Give each rank a generator of the same seed: torch.Generator().manual_seed(0)."
+    )
+    assert first["precision"].startswith(
+        "The ranks differ in their plan or model: vae's precision is ['fp32'] on rank 0 and ['fp16'] on "
+        "rank 1;"
+    )
+
+
+def run_journal(rank: int, folder: str, dying: int | None) -> dict[str, Any]:
+    """A run of three steps with a journal, in which one rank is killed; or what comes of the next one."""
+    pipe = make_with_heads("cogvideox", 6)
+    told: list[str] = []
+
+    def kill(*_: Any) -> None:
+        if rank == dying and guarding.steps.done == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with Patches() as patches:
+        put_context_parallel(pipe.transformer, patches)
+        planned = call_small(pipe, num_inference_steps=3) if dying is None else None
+        guarding = guard(pipe, announce=told.append, journal=folder)
+        patches.defer(guarding.remove)
+        patches.defer(pipe.transformer.transformer_blocks[1].register_forward_pre_hook(kill).remove)
+        try:
+            frames = call_small(pipe, num_inference_steps=3)
+        except RankError as error:
+            return {"ended": str(error)}
+        is_planned = planned is not None and torch.equal(frames, planned)
+        return {"is_planned": is_planned, "journal": guarding.record.journal, "told": told}
+
+
+def open_journal(rank: int, folder: str) -> str:
+    pipe = make_with_heads("cogvideox", 6)
+    with Patches() as patches:
+        put_context_parallel(pipe.transformer, patches)
+        return catch(lambda: guard(pipe, journal=folder))
+
+
+@pytest.mark.parametrize("dying", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_rank_dies_and_the_journal_goes_on(dying: int, tmp_path: Path) -> None:
+    """The other rank names it and ends; two new ones go on, frames as planned; one alone is refused."""
+    outcomes = run_ranks(run_journal, 2, str(tmp_path), dying)
+    assert outcomes[dying].code == -signal.SIGKILL
+    assert outcomes[1 - dying].result == {
+        "ended": f"Rank {dying} of 2 is gone: killed, or without memory or network. The others end with "
+        "it. Start the run again; with --journal it goes on where it was."
+    }
+    first, second = gather_results(run_ranks(run_journal, 2, str(tmp_path), None))
+    assert first["is_planned"]
+    assert second["is_planned"]
+    assert first["journal"].answered == 3  # two texts and the first step
+    assert first["journal"].written == 3  # two steps and the decoder
+    assert second["journal"] is None
+    with pytest.raises(InputError, match="belongs to another run: ranks was 2 and is 1"):
+        guard(make_with_heads("cogvideox", 6), journal=tmp_path)
+
+
+@pytest.mark.slow
+def test_three_ranks_do_not_go_on_with_the_journal_of_two(tmp_path: Path) -> None:
+    """The number of ranks is refused by name, in the same words on each of them."""
+    gather_results(run_ranks(run_journal, 2, str(tmp_path), None))
+    (said,) = set(gather_results(run_ranks(open_journal, 3, str(tmp_path))))
+    assert "belongs to another run: ranks was 2 and is 3." in said
