@@ -77,6 +77,42 @@ def read_settings() -> Settings:
     return Settings(cache_folder(), found)
 
 
+@dataclass(frozen=True)
+class RankSettings:
+    """Which of several processes this is, as `torchrun` tells them.
+
+    Attributes:
+        number: among all of them, from 0.
+        count: of all of them.
+        local: among those of this machine, from 0; the index of its device.
+    """
+
+    number: int
+    count: int
+    local: int
+
+
+def read_rank() -> RankSettings | None:
+    """Which of the processes that `torchrun` started this is; None for a process alone.
+
+    Raises:
+        OptionError: the variables are no numbers.
+    """
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if not given["WORLD_SIZE"] or not given["RANK"]:
+        return None
+    try:
+        found = RankSettings(*(int(given[x] or 0) for x in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+    except ValueError as error:
+        raise OptionError(
+            f"The environment says RANK={given['RANK']}, WORLD_SIZE={given['WORLD_SIZE']} and "
+            f"LOCAL_RANK={given['LOCAL_RANK']}.",
+            expected="torchrun sets them to whole numbers.",
+            remedy="Start it with torchrun --nproc-per-node 2 -m stopdown generate …",
+        ) from error
+    return found if found.count > 1 else None
+
+
 def cache_folder() -> Path:
     """The folder for what Stopdown keeps between runs; it need not exist yet.
 

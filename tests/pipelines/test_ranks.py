@@ -40,23 +40,31 @@ def agree(rank: int) -> dict[str, Any]:
         "guided": [
             share_guidance("cogvideox", torch.float32),
             share_guidance("svd", torch.float64),  # from noise of 700, which makes rounding large
-            share_guidance("wan", torch.float32),
+            share_guidance("wan", torch.float32),  # a call for each branch
+            share_guidance("wan", torch.float32, guidance_scale=1.0, num_inference_steps=3),
         ],
     }
 
 
-def share_guidance(name: str, dtype: torch.dtype) -> tuple[float, bool, list[str]]:
-    """Error of two ranks to one; whether a group is found while rows are shared; what is announced."""
+def share_guidance(
+    name: str, dtype: torch.dtype, **options: Any
+) -> tuple[float, int, bool, list[str]]:
+    """Error of two ranks to one, calls that this one made, whether a group is found, what is announced."""
     pipe, told = make_pipeline(name, dtype=dtype), list[str]()
-    alone = make_latents(pipe)
+    calls: list[int] = []
+    denoiser = pipe.unet if name == "svd" else pipe.transformer
+    alone = make_latents(pipe, **options)
     with assert_untouched(pipe), Patches() as patches:
         put_guidance_parallel(pipe, patches, announce=told.append)
-        shared, is_found = make_latents(pipe), find_group(pipe) is not None
+        part = next(denoiser.children())  # that each call enters once
+        counting = part.register_forward_pre_hook(lambda *_: calls.append(1))
+        shared, is_found = make_latents(pipe, **options), find_group(pipe) is not None
+        counting.remove()
     error = float((shared - alone).abs().max() / alone.abs().max())
-    return error, is_found and find_group(pipe) is None, told
+    return error, len(calls), is_found and find_group(pipe) is None, told
 
 
-def make_latents(pipe: Any) -> torch.Tensor:
+def make_latents(pipe: Any, **given: Any) -> torch.Tensor:
     sizes: dict[str, Any] = {"height": 32, "width": 32, "num_frames": 9}
     prompt: dict[str, Any] = {"prompt": "a red ball"}
     if type(pipe).__name__ == "StableVideoDiffusionPipeline":
@@ -67,7 +75,7 @@ def make_latents(pipe: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         options = {"num_inference_steps": 2, "generator": generator, "output_type": "latent"}
-        return pipe(**prompt, **sizes, **options)[0]
+        return pipe(**{**prompt, **sizes, **options, **given})[0]
 
 
 def test_ranks_agree_and_share_guidance() -> None:
@@ -81,16 +89,17 @@ def test_ranks_agree_and_share_guidance() -> None:
         assert found["told"].startswith(
             "The ranks differ in their plan: hash is 'b' on rank 0 and 'a' on rank 1."
         )
-        (rows, found_rows, said), (frames, found_frames, _), (one, _, said_of_one) = found["guided"]
-        assert rows <= ROUNDING
-        assert frames <= 1e-12
-        assert found_rows
-        assert found_frames
-        assert said == []
-        assert one == 0.0
-        assert said_of_one == [
-            "`transformer` is called with 1 row, which 2 ranks cannot share: every rank computes the whole "
-            "call."
+        rows, frames, branches, single = found["guided"]
+        assert rows[0] <= ROUNDING
+        assert frames[0] <= 1e-12
+        assert branches[0] == 0.0
+        assert single[0] == 0.0
+        assert [one[1] for one in found["guided"]] == [2, 2, 3, 3]  # Wan: four without sharing
+        assert all(one[2] for one in found["guided"])
+        assert [one[3] for one in (rows, frames, branches)] == [[], [], []]
+        assert single[3] == [
+            "`transformer` is called once a step, with rows that the ranks cannot share: every rank "
+            "computes the whole call."
         ]
 
 

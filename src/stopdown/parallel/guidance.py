@@ -1,12 +1,16 @@
-"""The branches of guidance on several devices: each rank computes its rows of a denoiser's batch.
+"""The branches of guidance on several devices: with and without the prompt, each rank its share.
 
-Most pipelines stack the branches with and without the prompt, and several prompts, as rows of one call.
-Rows do not depend on each other, so each rank computes its share, and the outputs are gathered: every
-rank goes on with the whole. On two ranks a guided step takes about half as long. Nothing of a model has to
-be known, so it works where no context-parallel plan is, and beside one (`mesh`).
+Most pipelines stack the branches, and several prompts, as rows of one call of their denoiser. Rows do not
+depend on each other, so each rank computes its rows, and the outputs are gathered. Some pipelines (Wan,
+Qwen-Image) call the denoiser once a branch. There the first call returns at once with outputs that are
+pending; at the second call one rank computes the first branch and the others the second one, and what
+they gave is exchanged. A pending output that is used earlier is computed there and then, on every rank.
 
-**Catches** batches that the ranks do not divide: each rank computes them in full, and it is said once.
-**Does not catch** pipelines that call the denoiser once a branch (Wan, Qwen-Image): their batch is one row.
+Nothing of a model has to be known, so this works where no context-parallel plan is. Every rank goes on
+with the whole result, and on two of them a guided step takes about half as long.
+
+**Catches** calls that cannot be shared: every rank computes them in full, and it is said once.
+**Does not catch** arguments that a pipeline changes in place between the calls of two branches.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from stopdown.arguments import put_back, replace_tensors
 from stopdown.numerics import iterate_tensors
@@ -28,6 +33,7 @@ from stopdown.pipelines.call_interception import (
     find_argument_names,
     intercept,
     map_tensors,
+    sign_arguments,
 )
 from stopdown.pipelines.components import Callee, find_callees
 
@@ -38,69 +44,154 @@ _WHOLE = ("rotary", "freqs", "img_ids", "txt_ids")
 def put_guidance_parallel(
     pipe: Any, patches: Patches, *, group: Any = None, announce: Callable[[str], None] = print
 ) -> None:
-    """Share the rows of each denoiser call among the ranks, until `patches` is undone.
+    """Share the branches of each denoiser call among the ranks, until `patches` is undone.
 
     Put it on before a guard, and take it off after that.
 
     Args:
         group: process group; None for that of all ranks.
-        announce: told once of a batch that cannot be shared.
+        announce: told once of calls that cannot be shared.
     """
-    said: set[str] = set()
-
-    def tell(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            announce(text)
-
+    whole = group or dist.group.WORLD
     for callee in find_callees(pipe):
         if callee.stage == "denoise":
-            whole = group or dist.group.WORLD
             patches.set_attribute(callee.owner, GROUP, whole)
-            intercept(
-                callee, functools.partial(_share_rows, callee, whole, tell), patches, Rank.DEVICES
-            )
+            rows = functools.partial(_share_rows, callee, whole)
+            intercept(callee, rows, patches, Rank.DEVICES)
+            branches = _Branches(callee, whole, announce)
+            intercept(callee, branches.call, patches, Rank.BRANCHES)
 
 
 def _share_rows(
-    callee: Callee,
-    group: Any,
-    tell: Callable[[str], None],
-    call: Call,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    callee: Callee, group: Any, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    """Compute this rank's rows of a call, and gather those of all."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = _count_rows(args, kwargs)
     if rows % ranks:
-        tell(
-            f"`{callee.component}` is called with {rows} row{'s' * (rows != 1)}, which {ranks} ranks "
-            "cannot share: every rank computes the whole call."
-        )
         return call(*args, **kwargs)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         is_row = tensor.dim() > 0 and tensor.shape[0] == rows
         return tensor.chunk(ranks)[rank] if is_row else tensor
 
-    def keeps(name: str) -> bool:
-        return any(part in name for part in _WHOLE)
-
     def gather(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0 or tensor.shape[0] != rows // ranks:
-            return tensor
-        mine = tensor.contiguous()
-        parts = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(parts, mine, group=group)
-        return torch.cat(parts)
+        is_row = tensor.dim() > 0 and tensor.shape[0] == rows // ranks
+        return torch.cat(_gather(tensor, group)) if is_row else tensor
 
     names = find_argument_names(callee)
-    args, kwargs, replaced = replace_tensors(args, kwargs, take, names=names, keeps=keeps)
+    args, kwargs, replaced = replace_tensors(args, kwargs, take, names=names, keeps=_is_whole)
     try:
         output = call(*args, **kwargs)
     finally:
         put_back(replaced)
     return map_tensors(output, gather)
+
+
+_ALONE = 2
+"""The first call shows what comes back, so a second branch after it is alone once."""
+
+
+class _Branches:
+    """The calls of a denoiser that come one after the other, a branch each."""
+
+    def __init__(self, callee: Callee, group: Any, announce: Callable[[str], None]) -> None:
+        self._callee, self._group, self._announce = callee, group, announce
+        self._signature = ""  # of the calls whose outputs are known
+        self._like: Any = None  # their shapes, on no device
+        self._pending: _Branch | None = None
+        self._alone = 0
+
+    def call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An output: whole, pending, or of the second of two branches."""
+        keeps_states = getattr(self._callee.owner, "is_cache_enabled", False)
+        if keeps_states or _count_rows(args, kwargs) % dist.get_world_size(self._group) == 0:
+            return call(*args, **kwargs)
+        signature = sign_arguments(args, kwargs)
+        make = functools.partial(call, *args, **kwargs)
+        if signature != self._signature:  # the first call shows what comes back
+            output = make()
+            self._signature = signature
+            self._like = map_tensors(output, lambda x: torch.empty_like(x, device="meta"))
+            return output
+        first, self._pending = self._pending, None
+        if first is not None and first.tensors is None:
+            return self._share(first, make)
+        device = next(x.device for x in iterate_tensors((args, kwargs)))
+        self._pending = _Branch(make, self._report)
+        numbers = iter(range(len(list(iterate_tensors(self._like)))))
+        branch = self._pending
+        return map_tensors(self._like, lambda x: _Pending(x, device, branch, next(numbers)))
+
+    def _share(self, first: _Branch, make_second: Callable[[], Any]) -> Any:
+        """Both branches, of which each rank computes one; the output of the second comes back."""
+        is_first = dist.get_rank(self._group) == 0
+        output = first.make() if is_first else make_second()
+        both = [_gather(tensor, self._group)[:2] for tensor in iterate_tensors(output)]
+        first.tensors = [pair[0] for pair in both]
+        seconds = iter([pair[1] for pair in both])
+        return map_tensors(output, lambda _: next(seconds))
+
+    def _report(self) -> None:
+        self._alone += 1
+        if self._alone == _ALONE:
+            self._announce(
+                f"`{self._callee.component}` is called once a step, with rows that the ranks cannot "
+                "share: every rank computes the whole call."
+            )
+
+
+class _Branch:
+    """One call that is still to be made, or what it gave."""
+
+    def __init__(self, make: Callable[[], Any], report: Callable[[], None]) -> None:
+        self.make, self._report = make, report
+        self.tensors: list[torch.Tensor] | None = None
+
+    def find(self, number: int) -> torch.Tensor:
+        """A tensor of its output; the call is made when nobody else has made it."""
+        if self.tensors is None:
+            self._report()
+            self.tensors = list(iterate_tensors(self.make()))
+        return self.tensors[number]
+
+
+class _Pending(torch.Tensor):
+    """A tensor of an output that is there as soon as it is used."""
+
+    branch: _Branch
+    number: int
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, device: torch.device, branch: _Branch, number: int
+    ) -> _Pending:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=device
+        )
+        made.branch, made.number = branch, number
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # what Tensor says of it is not how it is called
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        def find(leaf: Any) -> Any:
+            return leaf.branch.find(leaf.number) if isinstance(leaf, _Pending) else leaf
+
+        return func(*pytree.tree_map(find, args), **pytree.tree_map(find, kwargs or {}))
+
+
+def _gather(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """The tensor of each rank, in their order."""
+    mine = tensor.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return parts
+
+
+def _is_whole(name: str) -> bool:
+    return any(part in name for part in _WHOLE)
 
 
 def _count_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -47,7 +47,8 @@ class Rank(enum.IntEnum):
     FAULT = 4  # makes a call go wrong, for tests
     GUARD = 5  # checks what came out; repairs the component and runs the call again
     RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
-    JOURNAL = 7  # answers a call from a file, or writes it there
+    BRANCHES = 7  # makes calls that come one after the other on several devices at once
+    JOURNAL = 8  # answers a call from a file, or writes it there
 
 
 class _Stack:
