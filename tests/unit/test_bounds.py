@@ -412,9 +412,9 @@ def test_a_wrong_gain_or_shift_is_caught(
     """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
     right = product_rules.bound_image
 
-    def wrong(weight: torch.Tensor, rows: list[AffineRow], entries: int) -> Any:
+    def wrong(weight: torch.Tensor, rows: list[AffineRow]) -> Any:
         halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
-        return right(weight, halved, entries)
+        return right(weight, halved)
 
     monkeypatch.setattr(product_rules, "bound_image", wrong)
     bound, found = search_modulated(shifted)
@@ -529,7 +529,7 @@ def test_a_matrix_that_is_taken_apart_is_bounded(monkeypatch: pytest.MonkeyPatch
     exact = float(torch.linalg.matrix_norm(weight.double(), 2))
     assert exact < singular_values.measure_sigma(weight) < 2**0.5 * exact
     aligned = torch.ones((96, 24))  # nothing is lost where both parts point the same way
-    assert 48.0 <= singular_values.measure_sigma(aligned) < 48.1
+    assert 48.0 <= singular_values.measure_sigma(aligned) < 48.3
 
 
 def test_a_wrong_singular_value_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,9 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.intervals import WEIGHT_FLOOR, Interval
+from stopdown.bounds.intervals import Interval
 from stopdown.bounds.operands import Operands
+from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, Products, multiply_rows
 from stopdown.bounds.rules import bound_written_norm
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
@@ -104,7 +105,7 @@ def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
 
 def _error_of(values: torch.Tensor) -> torch.Tensor:
     size = values.abs()
-    return size * 2.0**-11 + WEIGHT_FLOOR * size.max()
+    return size * WEIGHT_ROUNDING + WEIGHT_FLOOR * size.max()
 
 
 def _begin_written(op: Operands) -> AffineRows:
@@ -196,7 +197,7 @@ def _join(op: Operands, known: Mapping[Node, AffineRows]) -> AffineRows:
 
 
 def bound_image(
-    weight: torch.Tensor, affine_rows: Sequence[AffineRow], entries: int
+    weight: torch.Tensor, affine_rows: Sequence[AffineRow]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
 
@@ -204,34 +205,38 @@ def bound_image(
 
     Args:
         weight: `[out, d]`, as it is before it is rounded.
-        entries: at most so many are widened to float64 at a time.
 
     Cost: one pass over the weight, a product with `BASIS` columns for each affine_row.
     """
-    slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
+    count, rounding = len(affine_rows), 1 + WEIGHT_ROUNDING
     gains = torch.stack([x.gain.square() for x in affine_rows], 1)
-    rests = torch.stack([x.rest + x.basis[2] + 2.0**-11 * x.largest for x in affine_rows], 1)
-    rests = torch.cat([rests, torch.stack([x.largest for x in affine_rows], 1)], 1)
-    rows = torch.cat([x.basis[1] for x in affine_rows]).T.contiguous()
-    radius = torch.tensor([x.radius for x in affine_rows]).double()
-    found, parts = [], []
-    for part in weight.split(max(1, entries // max(weight.shape[1], 1))):
-        wide = part.double()
-        moved = _move_most(wide @ rows, affine_rows)
-        error, sizes = ((wide.abs() @ rests) * (1 + 2.0**-11)).chunk(2, dim=1)
-        core = (wide.square_() @ gains).sqrt() * (1 + 2.0**-11) + slack * gains.sum(0).sqrt()
-        core = radius * core + error + slack * _sum_rest(affine_rows)
-        found.append((core + moved).amax(1))
-        parts.append((core + sizes).amax(1))
-    return torch.cat(found), torch.cat(parts)
-
-
-def _move_most(products: torch.Tensor, affine_rows: Sequence[AffineRow]) -> torch.Tensor:
-    """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
-    parts = products.split([len(x.basis[1]) for x in affine_rows], dim=1)
-    return torch.stack(
-        [(y @ x.basis[0].T).abs_().amax(1) for x, y in zip(affine_rows, parts, strict=True)], 1
+    rests = [x.rest + x.basis[2] + WEIGHT_ROUNDING * x.largest for x in affine_rows]
+    products = multiply_rows(
+        weight,
+        plain=torch.cat([x.basis[1] for x in affine_rows]).T,
+        magnitudes=torch.stack([*rests, *(x.largest for x in affine_rows)], 1),
+        squares=torch.cat([gains, torch.ones_like(gains[:, :1])], 1),
     )
+    error, sizes = (products.magnitudes * rounding).chunk(2, dim=1)
+    radius = torch.tensor([x.radius for x in affine_rows]).double()
+    core = products.squares[:, :count].sqrt() * rounding + products.slack * gains.sum(0).sqrt()
+    core = radius * core + error + products.slack * _sum_rest(affine_rows)
+    return (core + _move_most(products, affine_rows)).amax(1), (core + sizes).amax(1)
+
+
+def _move_most(products: Products, affine_rows: Sequence[AffineRow]) -> torch.Tensor:
+    """`[out, affine_rows]`: the largest product with a table, from those with its basis, side by side."""
+    parts = products.plain.split([len(x.basis[1]) for x in affine_rows], dim=1)
+    norms, moved = products.squares[:, -1].sqrt().clamp(min=1e-300), []
+    for row, part in zip(affine_rows, parts, strict=True):
+        coefficients, basis, _ = row.basis
+        lengths = basis.square().sum(1).sqrt().clamp(min=1e-300)
+        coefficients = coefficients * lengths
+        longest = coefficients.abs().sum(1).max()
+        scaled = (part / norms[:, None] / lengths).float() @ (coefficients / longest).float().T
+        most = scaled.abs_().amax(1).double() + 2 * products.plain_error
+        moved.append(most * norms * longest)
+    return torch.stack(moved, 1)
 
 
 def _sum_rest(affine_rows: Sequence[AffineRow]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from stopdown.bounds.row_sums import multiply_rows
 from stopdown.bounds.singular_values import count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, make_bound
 from stopdown.graph.nodes import arguments, find_slope, has_trait, is_kind, operation
@@ -27,12 +28,6 @@ ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0
 
 FLOOR = 2.0**-12
 """Room for what is subnormal in fp16, relative to a tensor's largest magnitude."""
-
-WEIGHT_ROUNDING = 2.0**-11
-"""A weight's relative error in fp16."""
-
-WEIGHT_FLOOR = 2.0**-10
-"""Room for what is subnormal of a weight, relative to its largest magnitude."""
 
 MOST_ELEMENTS = 1 << 24
 
@@ -50,12 +45,14 @@ class Interval:
         batched: whether the value depends on the timestep.
         length: `[..., 1]`, how far a whole row can be away in the 2-norm; None where no more is
             known than the radius says.
+        parts: `[out]`, of a linear's result: no part of its sums is larger; None of anything else.
     """
 
     center: torch.Tensor
     radius: torch.Tensor
     batched: bool = False
     length: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
 
     @property
     def row_error(self) -> torch.Tensor:
@@ -83,6 +80,13 @@ class Interval:
             total += float(squares.sum())
         typical = (total / max(center.numel(), 1)) ** 0.5
         return peak.expand(shape), norm.sqrt().expand((*shape[:-1], *norm.shape[-1:])), typical
+
+    def widen(self, more: torch.Tensor) -> Interval:
+        """The same values, further away by as much; what was found of them is kept."""
+        length = None if self.length is None else self.length + _measure_rows(more)
+        made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
+        vars(made).update({k: x for k, x in vars(self).items() if k == "_over_timesteps"})
+        return made
 
 
 def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
@@ -145,7 +149,7 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
 
     Args:
         held: node to its interval, or a list of them, or something else.
-        load: node to a parameter's values in float64, None when it is no parameter.
+        load: node to a parameter's values as they are stored, None when it is no parameter.
     """
     sources = [x for x in node.all_input_nodes if isinstance(held(x), (Interval, list))]
     values = [held(x) for x in sources]
@@ -248,9 +252,7 @@ def _round(node: Node, value: Interval) -> Interval:
     relative = ROUNDING.get(held.dtype, 0.0)
     peak = value.largest + value.radius
     floor = float(peak.max()) * FLOOR if held.dtype == torch.float16 and peak.numel() else 0.0
-    more = relative * peak + floor
-    length = None if value.length is None else value.length + _measure_rows(more)
-    return Interval(value.center, value.radius + more, value.batched, length)
+    return value.widen(relative * peak + floor)
 
 
 def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
@@ -342,25 +344,34 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     bias = load(given["bias"]) if isinstance(given.get("bias"), Node) else None
     few = _find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
-    center = torch.nn.functional.linear(flat, weight, bias).reshape(*few.shape[:-1], -1)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    center = torch.nn.functional.linear(flat.to(wide), weight.to(wide)).double()
+    center = (center if bias is None else center.add_(bias)).reshape(*few.shape[:-1], -1)
+    made = _bound_errors(node, value, weight, bias)
     center = center.expand(*value.center.shape[:-1], -1)
-    error = _bound_own_error(node, value, weight, bias)
-    carried = torch.minimum(
-        torch.nn.functional.linear(value.radius, weight.abs()),
-        weight.square().sum(1).sqrt() * value.row_error,
-    )
+    return _round(node, replace(made, center=center))
+
+
+def _bound_errors(
+    node: Node, value: Interval, weight: torch.Tensor, bias: torch.Tensor | None
+) -> Interval:
+    """What is known of a linear's result beside its values: errors that it is given, and its own.
+
+    Its own are those of rounding its weights, its bias and its sums; the product here is one of fp32, too.
+    """
+    before, shape = value.radius.shape[:-1], (*value.radius.shape[:-1], -1)
+    rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
+    largest = (value.largest + value.radius).reshape(-1, weight.shape[1])
+    columns = torch.cat([largest, value.radius.reshape(-1, weight.shape[1])]).T
+    found = multiply_rows(weight, magnitudes=columns, squares=torch.ones_like(columns[:, :1]))
+    sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
+    own = (rounding + 2 * found.plain_error) * sums
+    own = own + found.slack * largest.sum(1).reshape(*before, 1)
+    size = torch.zeros(1).double() if bias is None else bias.double().abs()
+    own = own + rounding * size
+    carried = torch.minimum(carried, found.squares[:, 0].sqrt() * value.row_error)
     length = None
     if count_work(weight) <= MOST_LENGTH_WORK and weight.shape[0] <= 4 * weight.shape[1]:
-        length = measure_sigma(weight) * value.row_error + _measure_rows(error)
-    return _round(node, Interval(center, carried + error, value.batched, length))
-
-
-def _bound_own_error(
-    node: Node, value: Interval, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """What a linear adds by rounding its weights, its bias and its sums, for each element."""
-    rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
-    sizes, largest = weight.abs(), value.largest + value.radius
-    error = (rounding + weight.shape[1] * 2.0**-23) * torch.nn.functional.linear(largest, sizes)
-    error = error + WEIGHT_FLOOR * float(sizes.max()) * largest.sum(-1, keepdim=True)
-    return error if bias is None else error + rounding * bias.abs()
+        length = measure_sigma(weight) * value.row_error + _measure_rows(own)
+    parts = (sums + own + size).reshape(-1, weight.shape[0]).amax(0)
+    return Interval(value.center, carried + own, value.batched, length, parts)

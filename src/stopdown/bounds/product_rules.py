@@ -8,15 +8,13 @@ for every part of the sum as well, so no partial sum is larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
-from stopdown.bounds.intervals import WEIGHT_FLOOR, WEIGHT_ROUNDING, Interval
 from stopdown.bounds.operands import Operands
+from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, sum_rows
 from stopdown.bounds.singular_values import (
     DECOMPOSED,
     MOST_WORK,
@@ -33,49 +31,8 @@ from stopdown.bounds.values import (
 )
 from stopdown.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
 
-ROW_ENTRIES = 1 << 18
-"""Weights are widened to float64 in parts of at most this many values."""
-
 SUM_ROUNDING = 2.0**-23
 """Relative error of one addition in fp32, doubled for that of the product."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a product needs to know of its weight, row by row.
-
-    Attributes:
-        absolute: `sum |w| peak` of each row.
-        euclidean: `sqrt(sum w**2)` of each row.
-    """
-
-    absolute: torch.Tensor
-    euclidean: torch.Tensor
-
-
-def measure_rows(weight: torch.Tensor, peak: torch.Tensor) -> Rows:
-    """Sums over the rows of a matrix `[out, in]`, in parts and in float64.
-
-    Args:
-        peak: `[in]` or `[1]` float64.
-
-    Cost: one pass; at most `ROW_ENTRIES` values are widened at a time.
-    """
-    absolute, euclidean = [], []
-    slack = WEIGHT_FLOOR * float(weight.abs().max()) if weight.numel() else 0.0
-    width = weight.shape[1]
-    spread = float(peak.sum()) * (width if peak.numel() == 1 else 1)
-    for part in _split_rows(weight):
-        wide = part.double().abs_()
-        sums = wide.sum(1) * peak if peak.numel() == 1 else wide @ peak
-        absolute.append(sums * (1 + WEIGHT_ROUNDING) + slack * spread)
-        norms = wide.square_().sum(1).sqrt_()
-        euclidean.append(norms * (1 + WEIGHT_ROUNDING) + slack * math.sqrt(width))
-    return Rows(torch.cat(absolute), torch.cat(euclidean))
-
-
-def _split_rows(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(weight.split(max(1, ROW_ENTRIES // max(weight.shape[1], 1))))
 
 
 def _bias(op: Operands) -> torch.Tensor:
@@ -96,7 +53,7 @@ def linear(op: Operands) -> Bound | None:
         return None
     last = len(op.shape) - 1
     peak = largest_over(bound.peak, range(last)).reshape(-1)
-    rows = measure_rows(values, peak)
+    rows = sum_rows(values, peak)
     norm = norm_over(bound, shape_of(source), (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
@@ -106,7 +63,7 @@ def linear(op: Operands) -> Bound | None:
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
     if found := op.known.affine_rows(source):
-        image, image_parts = bound_image(values, found, ROW_ENTRIES)
+        image, image_parts = bound_image(values, found)
         size = torch.minimum(size, image.reshape(spread))
         parts = torch.minimum(parts, image_parts.reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
@@ -155,17 +112,6 @@ def _bound_affine_length(weight: torch.Tensor, row: AffineRow) -> float:
     shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())
     shifted += rounded * float(row.table.square().sum(-1).sqrt().max())
     return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
-
-
-def bound_interval_parts(
-    weight: torch.Tensor, bias: torch.Tensor | None, value: Interval
-) -> torch.Tensor:
-    """`[out]`: a bound of every part of the sums of a linear whose input is known."""
-    largest = (value.largest + value.radius).reshape(-1, weight.shape[1]).amax(0)
-    sizes = weight.double().abs_()
-    slack = WEIGHT_FLOOR * float(sizes.max()) * float(largest.sum())
-    found = (sizes @ largest) * (1 + WEIGHT_ROUNDING) + slack
-    return found if bias is None else found + bias.double().abs() * (1 + 2 * WEIGHT_ROUNDING)
 
 
 def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
@@ -275,7 +221,7 @@ def convolve(op: Operands) -> Bound | None:
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
     rows = [
-        measure_rows(part, _spread_channels(peak, group, groups, values.shape[1], places))
+        sum_rows(part, _spread_channels(peak, group, groups, values.shape[1], places))
         for group, part in enumerate(flat.chunk(groups))
     ]
     absolute = torch.cat([x.absolute for x in rows])
@@ -314,7 +260,7 @@ def transposed(op: Operands) -> Bound | None:
         return None
     channel = len(shape_of(source)) - (values.dim() - 1)
     flat = values.transpose(0, 1).reshape(values.shape[1], -1)
-    rows = measure_rows(flat, torch.tensor([bound.largest]).double())
+    rows = sum_rows(flat, torch.tensor([bound.largest]).double())
     size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
     ones = [1] * len(op.shape)
     ones[channel] = -1

@@ -25,7 +25,6 @@ from torch.fx import Node
 from stopdown.bounds.affine_rows import AffineRows, by_channel, follow, rounded
 from stopdown.bounds.intervals import (
     FLOOR,
-    WEIGHT_FLOOR,
     Interval,
     bound_interval,
     evaluate,
@@ -33,13 +32,13 @@ from stopdown.bounds.intervals import (
     writes_in_place,
 )
 from stopdown.bounds.operands import Operands
-from stopdown.bounds.product_rules import bound_interval_parts, bound_scores
+from stopdown.bounds.product_rules import bound_scores
+from stopdown.bounds.row_sums import WEIGHT_FLOOR
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
 from stopdown.graph.nodes import (
-    arguments,
     has_trait,
     is_float,
     is_kind,
@@ -203,12 +202,6 @@ class _Propagation:
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
-    def _exact_load(self, node: Node) -> torch.Tensor | None:
-        if node.name not in self.capture.parameters:
-            return None
-        found = self.load(node)
-        return None if found is None else found.double()
-
     # inputs and parameters
 
     def _hold_input(self, node: Node) -> None:
@@ -303,22 +296,11 @@ class _Propagation:
         if made is not None:
             self.held[node] = made
             if isinstance(made, Interval) and is_float(node):
-                self._record(node, bound_interval(made, shape_of(node)), self._find_parts(node))
+                self._record(node, bound_interval(made, shape_of(node)), made.parts)
         elif is_float(node):
             self._apply_rule(node)
         if writes_in_place(node):
             self._change_aliases(node)
-
-    def _find_parts(self, node: Node) -> torch.Tensor | None:
-        """Bounds of the parts of a sum that is known: they may be larger than the sum."""
-        given = arguments(node)
-        if not is_kind(node, "linear") or not isinstance(given["input"], Node):
-            return None
-        value, weight = self._exact(given["input"]), self.load(given["weight"])
-        if value is None or weight is None:
-            return None
-        bias = self.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
-        return bound_interval_parts(weight, bias, value)
 
     def _evaluate(self, node: Node) -> Any:
         sources = [x for x in node.all_input_nodes if x.name not in self.capture.parameters]
@@ -327,7 +309,7 @@ class _Propagation:
         if not sources and node.all_input_nodes:
             return None
         try:
-            return evaluate(node, self.held.get, self._exact_load)
+            return evaluate(node, self.held.get, self.load)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None  # bounded like any other value then
 

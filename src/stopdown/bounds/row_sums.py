@@ -1,0 +1,110 @@
+"""Products of a weight's rows with columns: plain, of magnitudes and of squares, read once, in fp32.
+
+A weight is read in parts that stay in a processor's cache, each scaled by one power of two so that its
+largest value lies between a half and one. A sum of n products in fp32 is off by at most `n u / (1 - n u)`
+of the sum of their magnitudes (u is 2**-24): what is given back has room for that. Products that are too
+small for fp32 are covered by the room for weights that are subnormal in fp16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+WEIGHT_ROUNDING = 2.0**-11
+"""A weight's relative error in fp16."""
+
+WEIGHT_FLOOR = 2.0**-10
+"""Room for what is subnormal of a weight, relative to its largest magnitude."""
+
+ENTRIES = 1 << 18
+"""Weights are widened in parts of at most this many values."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of a weight `[out, in]` with columns, `[out, k]` float64 each.
+
+    Attributes:
+        plain: `W @ columns`, each within `plain_error` times the norms of its row and column.
+        magnitudes: no less than `|W| @ columns`.
+        squares: no less than `W**2 @ columns`.
+        slack: how far a value of the weight that is subnormal in fp16 can be rounded.
+    """
+
+    plain: torch.Tensor
+    magnitudes: torch.Tensor
+    squares: torch.Tensor
+    plain_error: float
+    slack: float
+
+
+def multiply_rows(
+    weight: torch.Tensor,
+    *,
+    plain: torch.Tensor | None = None,
+    magnitudes: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+) -> Products:
+    """Products of a weight `[out, in]` with float64 columns `[in, k]`; those not given are empty.
+
+    Args:
+        magnitudes, squares: columns without negative values.
+
+    Cost: one pass; at most `ENTRIES` values are widened at a time.
+    """
+    width, wide = weight.shape[1], torch.promote_types(weight.dtype, torch.float32)
+    none = torch.zeros(width, 0).double()
+    columns = [none if x is None else x for x in (plain, magnitudes, squares)]
+    tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
+    narrow = [(x / top).to(wide) for x, top in zip(columns, tops, strict=True)]
+    largest = max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
+    scale = 2.0 ** -max(-126, min(126, math.frexp(largest)[1]))
+    found: tuple[list[torch.Tensor], ...] = ([], [], [])
+    for part in weight.split(max(1, ENTRIES // max(width, 1))):
+        rows = part.to(wide) * scale
+        found[0].append(rows @ narrow[0])
+        found[1].append(rows.abs_() @ narrow[1])
+        found[2].append(rows.square_() @ narrow[2])
+    made = [torch.cat(x).double() * top for x, top in zip(found, tops, strict=True)]
+    losses = (width + 8) * 2.0**-23
+    return Products(
+        made[0] / scale,
+        made[1] / scale * (1 + losses),
+        made[2] / scale**2 * (1 + losses),
+        losses,
+        WEIGHT_FLOOR * largest * (1 + losses),
+    )
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """What a product needs to know of its weight, row by row, as it may be rounded to fp16.
+
+    Attributes:
+        absolute: `sum |w| peak` of each row.
+        euclidean: `sqrt(sum w**2)` of each row.
+    """
+
+    absolute: torch.Tensor
+    euclidean: torch.Tensor
+
+
+def sum_rows(weight: torch.Tensor, peak: torch.Tensor) -> RowSums:
+    """Sums over the rows of a matrix `[out, in]`.
+
+    Args:
+        peak: `[in]` or `[1]` float64.
+
+    Cost: one pass.
+    """
+    width = weight.shape[1]
+    peaks = peak.expand(width)[:, None]
+    found = multiply_rows(weight, magnitudes=peaks, squares=torch.ones_like(peaks))
+    spread, rounding = float(peaks.sum()), 1 + WEIGHT_ROUNDING
+    return RowSums(
+        found.magnitudes[:, 0] * rounding + found.slack * spread,
+        found.squares[:, 0].sqrt() * rounding + found.slack * math.sqrt(width),
+    )

@@ -1,0 +1,76 @@
+"""Products with a weight's rows in fp32: never less than what they bound, and hardly more."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stopdown.bounds import singular_values
+from stopdown.bounds.row_sums import multiply_rows, sum_rows
+from stopdown.bounds.singular_values import bound_top
+
+SIZES = (1e-30, 1e-3, 1.0, 1e30)
+
+
+def draw_weight(seed: int, dtype: torch.dtype, size: float) -> torch.Tensor:
+    """`[24, 300]` with values over ten orders of magnitude, zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = 10 ** (-5 * torch.rand(24, 300, generator=generator))
+    weight = size * spread * torch.randn(24, 300, generator=generator)
+    return (weight * (torch.rand(24, 300, generator=generator) > 0.1)).to(dtype)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    size=st.sampled_from(SIZES),
+    other=st.sampled_from([1e-100, 1.0, 1e100]),
+)
+def test_products_have_room_for_their_sums(
+    seed: int, dtype: torch.dtype, size: float, other: float
+) -> None:
+    """Whatever the sizes, the exact sums in float64 lie within what is stated."""
+    weight = draw_weight(seed, dtype, size)
+    columns = other * torch.randn(300, 3, generator=torch.Generator().manual_seed(seed)).double()
+    found = multiply_rows(weight, plain=columns, magnitudes=columns.abs(), squares=columns.abs())
+    exact = weight.double()
+    magnitudes, squares = exact.abs() @ columns.abs(), exact.square() @ columns.abs()
+    assert bool((found.magnitudes >= magnitudes).all())
+    assert bool((found.squares >= squares).all())
+    assert bool((found.magnitudes <= magnitudes * 1.001).all())
+    lengths = exact.square().sum(1).sqrt()[:, None] * columns.square().sum(0).sqrt()
+    assert bool(((found.plain - exact @ columns).abs() <= found.plain_error * lengths).all())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_hold_for_weights_as_fp16_stores_them(size: float) -> None:
+    """A weight whose largest value is stored at 2^-15 or more: its rounded rows stay below the sums."""
+    weight = draw_weight(0, torch.float32, size)
+    peak = torch.rand(300, generator=torch.Generator().manual_seed(1)).double()
+    found = sum_rows(weight, peak)
+    for stored in (2.0**-15, 1.0, 2.0**15):
+        scale = 2.0 ** round(math.log2(stored / float(weight.abs().max())) + 0.5)
+        rounded = (weight.double() * scale).half().double() / scale
+        assert bool((rounded.abs() @ peak <= found.absolute).all())
+        assert bool((rounded.square().sum(1).sqrt() <= found.euclidean).all())
+
+
+def test_no_eigenvalue_is_above_its_bound() -> None:
+    """Of matrices with one large eigenvalue, many alike, none: above the largest, by 3 % at most."""
+    drawn = torch.randn(60, 40, generator=torch.Generator().manual_seed(0)).double()
+    ones = torch.ones(40, 40).double()
+    for gram in (drawn.T @ drawn, drawn @ drawn.T, ones, torch.eye(40).double(), 0 * ones):
+        top = float(torch.linalg.eigvalsh(gram)[-1])
+        assert top <= bound_top(gram) <= 1.03 * top + 1e-12
+
+
+def test_an_estimate_that_is_too_small_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decomposition, not the estimate, says that no eigenvalue lies above."""
+    monkeypatch.setattr(singular_values, "_estimate_top", lambda gram: 1.0)
+    gram = torch.diag(torch.tensor([1.0, 1.2, 7.0]).double())
+    assert 7.0 <= bound_top(gram) < 7.001
