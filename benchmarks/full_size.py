@@ -32,7 +32,7 @@ from stopdown.graph.nodes import arguments, is_float, operation, shape_of
 from stopdown.graph.ranges import Range
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.problem import Measured, split_values
-from stopdown.scaling.rescale import find_scaling
+from stopdown.scaling.search import find_scaling
 
 RESULTS = Path(__file__).parent / "results"
 Result = TypeVar("Result")

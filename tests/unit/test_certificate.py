@@ -14,19 +14,16 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.ranges import Range
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
-from stopdown.scaling import certificate, find_scaling, measure_call
-from stopdown.scaling.certificate import (
+from stopdown.scaling import find_scaling, measure_call, search
+from stopdown.scaling.certificate import describe_share, find_uncertain, mix_ranges
+from stopdown.scaling.measurement import Kind
+from stopdown.scaling.problem import Limit, Measured, Problem
+from stopdown.scaling.search import (
     VANISHING_BITS,
-    Kind,
-    _find_most,
-    _find_visible,
-    describe_share,
-    find_uncertain,
-    mix_ranges,
+    find_visible,
     scale_by_bounds,
     scale_unmeasured,
 )
-from stopdown.scaling.problem import Limit, Measured, Problem
 
 
 def test_a_model_that_overflows_is_certified() -> None:
@@ -90,12 +87,20 @@ def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
     """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
     module = nn.Linear(4, 4)
     module.weight.data.fill_(2.0**-4)
-    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
+    args = (torch.randn(2, 4),)
+    measured = measure_call(module, args, {}, dtype=torch.float16)
     plain = find_scaling(module, [measured])
     found = [replace(plain, exponents={"weight": fold, "bias": fold}) for fold in folds]
     answers = iter([replace(plain, exponents={}), *found])
-    mixes = [[measured] for _ in folds]
-    scaling, taken = _find_most(module, [measured], mixes, lambda *_: next(answers), free=free)
+
+    def find(*_: object) -> Scaling:
+        answer = next(answers, None)
+        if answer is None:
+            raise ScalingError("There are no more.")
+        return answer
+
+    scaling = scale_by_bounds(module, [Kind(measured, args, {})], "auto" if free else "bound", find)
+    taken = not scaling.range_note.startswith("No bound is taken")
     return scaling.exponents.get("weight", 0), taken
 
 
@@ -108,7 +113,7 @@ def test_auto_passes_over_bounds_that_cost_bits() -> None:
 
 def test_that_no_bound_is_taken_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each bound would cost something, the result claims none and no headroom over measured."""
-    monkeypatch.setattr(certificate, "_is_free", lambda *_: False)
+    monkeypatch.setattr(search, "is_free", lambda *_, **__: False)
     module, calls = make_example("T5")
     rescaling = rescale_(module, calls=calls, ranges="auto")
     assert not rescaling.certified
@@ -214,4 +219,4 @@ def test_a_parameter_that_vanishes_is_named() -> None:
     measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
     found = replace(find_scaling(module, [measured]), exponents={"weight": -40})
     with pytest.raises(ScalingError, match=r"weight would vanish in fp16: .* times 2\*\*-40"):
-        _find_visible(lambda *_: found, module, [measured])
+        find_visible(lambda *_: found, module, [measured])

@@ -13,7 +13,7 @@ from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling import cast_, rescale, rescale_
+from stopdown.scaling import cast_, rescale_, search
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules
 from stopdown.testing import compare_snapshot, take_snapshot
 
@@ -84,7 +84,7 @@ def test_products_of_matrices_stay_in_fp16() -> None:
 def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stream is fp32 all the same."""
     module, calls = make_example("CogVideoX rotary")
-    demand = rescale.demand_agreement
+    demand = search.demand_agreement
 
     def refuse(plain: Any, streamed: Any) -> None:
         first = next(n for n in streamed.graph.graph.nodes if n.name.startswith("linear"))
@@ -92,10 +92,8 @@ def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.Mo
             raise ScalingError("The first linear is fp32.")
         demand(plain, streamed)
 
-    monkeypatch.setattr(rescale, "demand_agreement", refuse)
-    stream, note = rescale.plan_stream(module, calls, torch.float16)
-    assert stream is not None
-    assert note == ""
+    monkeypatch.setattr(search, "demand_agreement", refuse)
+    stream = search.plan_stream(module, calls, torch.float16)
     assert "time_embedding.linear_1" in stream.cast_input_down
 
 
@@ -150,7 +148,7 @@ def test_products_inside_an_fp32_module_are_done_in_fp16(
     cast.undo()
     rescaling.undo()
     assert compare_snapshot(before, module) == []
-    monkeypatch.setattr(rescale, "open_fp32_modules", lambda *given: None)
+    monkeypatch.setattr(search, "open_fp32_modules", lambda *given: None)
     assert rescale_(module, calls=calls).fp32_modules == stream.cast_output_down
 
 

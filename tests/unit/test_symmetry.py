@@ -8,7 +8,7 @@ import torch
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.graph.ranges import Range
 from stopdown.numerics import relative_l2
-from stopdown.scaling import cast_, rescale, rescale_
+from stopdown.scaling import cast_, rescale_, search
 from stopdown.scaling.problem import Limit, Problem
 from stopdown.scaling.solver import solve_problem
 from stopdown.scaling.symmetry import find_used, keep_multiplies, merge_alike, name_likenesses
@@ -90,11 +90,11 @@ def test_blocks_that_want_different_exponents_are_searched_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where one block is pinned and its like has to be scaled, merging finds nothing, and is left."""
-    monkeypatch.setattr(rescale, "_FEW", 0)
+    monkeypatch.setattr(search, "FEW_MODULES", 0)
     problem, module = make_problem(1.0, 1e7), make_blocks(4, 4)
     merged = merge_alike(problem, name_likenesses(module))
     assert solve_problem(merged, hard_top_bits=1.0, fp32_modules=False) is None
-    assert rescale._choose_multiplies(module, problem, 1.0) is problem
+    assert search.choose_multiplies(module, problem, 1.0) is problem
 
 
 def test_a_search_over_like_modules_finds_what_the_whole_one_finds(
@@ -107,11 +107,11 @@ def test_a_search_over_like_modules_finds_what_the_whole_one_finds(
     whole = rescale_(module, calls=calls)
     whole.undo()
     searches: list[Problem] = []
-    merge = rescale.merge_alike
+    merge = search.merge_alike
     monkeypatch.setattr(
-        rescale, "merge_alike", lambda *given: searches.append(given[0]) or merge(*given)
+        search, "merge_alike", lambda *given: searches.append(given[0]) or merge(*given)
     )
-    monkeypatch.setattr(rescale, "_FEW", 0)
+    monkeypatch.setattr(search, "FEW_MODULES", 0)
     found = rescale_(module, calls=calls)
     assert searches
     assert len(found.multiplies) == len(whole.multiplies) > 0

@@ -11,7 +11,7 @@ from torch import nn
 
 from stopdown.errors import ScalingError, TrialError
 from stopdown.records import ComponentPlan, Trial
-from stopdown.scaling import folds, rescale_, scale_anyhow, trial
+from stopdown.scaling import folds, rescale_, scale_calls, trial
 from stopdown.testing import compare_snapshot, take_snapshot
 
 Change = Callable[[torch.Tensor], Any]
@@ -215,7 +215,7 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
 
     module.forward = count  # type: ignore[method-assign]
     with pytest.raises(ScalingError, match="not bit for bit what it was"):
-        scale_anyhow(module, [[(module, (x,), {})]], torch.float16)
+        scale_calls(module, [[(module, (x,), {})]], torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

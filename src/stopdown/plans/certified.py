@@ -46,8 +46,7 @@ from stopdown.plans.call_recorder import Progress
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
 from stopdown.records import ComponentPlan, Plan, Trial
-from stopdown.scaling import find_scaling
-from stopdown.scaling.certificate import scale_unmeasured
+from stopdown.scaling.search import scale_unmeasured
 
 _UNTRIED = Trial(note="A certificate has weights and no inputs: its calls were not tried.")
 
@@ -238,7 +237,7 @@ def _plan_component(
     checkpoint.tell = _count(name, module, progress)
     try:
         calls = [_capture(module, x) for x in seen]
-        scaling = scale_unmeasured(module, calls, checkpoint.load, find_scaling)
+        scaling = scale_unmeasured(module, calls, checkpoint.load)
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
     if "" in scaling.fp32_modules:

@@ -25,7 +25,7 @@ from stopdown.scaling import (
     Measured,
     measure_again,
     measure_call,
-    scale_anyhow,
+    scale_calls,
 )
 from stopdown.scaling.rescale import Call as PlainCall
 from stopdown.scaling.weights import check_weights
@@ -76,7 +76,7 @@ def _find_exact(
     ranges: str,
 ) -> Scaling:
     placed = [[_place_call(module, call) for call in group] for group in kinds]
-    scaling = scale_anyhow(module, placed, dtype, residual, ranges)
+    scaling = scale_calls(module, placed, dtype, residual, ranges)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return scaling

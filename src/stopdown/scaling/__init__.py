@@ -1,17 +1,10 @@
 """Rescaling: exponents that bring a bf16-trained module into fp16's range without changing it."""
 
 from stopdown.scaling.folds import Rescaling, cast_, fold_scaling
+from stopdown.scaling.measurement import measure_again, measure_call
 from stopdown.scaling.problem import Measured
-from stopdown.scaling.rescale import (
-    check_residual,
-    find_folds,
-    find_scaling,
-    measure_again,
-    measure_call,
-    rescale_,
-    scale_anyhow,
-    scale_calls,
-)
+from stopdown.scaling.rescale import check_residual, rescale_
+from stopdown.scaling.search import find_folds, find_scaling, scale_calls
 
 __all__ = [
     "Measured",
@@ -24,6 +17,5 @@ __all__ = [
     "measure_again",
     "measure_call",
     "rescale_",
-    "scale_anyhow",
     "scale_calls",
 ]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from stopdown.bounds.propagation import (
     Load,
     bound_call,
 )
-from stopdown.errors import OptionError, ScalingError
+from stopdown.errors import OptionError
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
@@ -37,7 +36,7 @@ from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import Scaling
-from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Measured, Problem, split_values
 
 RANGES = ("measured", "bound", "auto")
@@ -46,50 +45,8 @@ RANGES = ("measured", "bound", "auto")
 CALIBRATED_BITS = 4.0
 """Headroom over what was measured, where a bound is not taken although there are bounds."""
 
-LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
-"""How much looser than measured a bound may be, tried one after the other."""
-
-LOW_WEIGHT_BITS = -12.0
-"""A weight of typical size below this loses bits in fp16."""
-
 PEAK = 8.0
 """Largest over typical size of a value that was not measured."""
-
-MORE_STRAIN_BITS = 0.05
-"""What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
-the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
-
-MOST_STRAIN_BITS = 0.5
-"""The same where bounds are asked for: beyond it fp16 falls behind bf16."""
-
-MORE_MULTIPLIES = 1
-"""What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
-
-VANISHING_BITS = -22
-"""A parameter whose largest value is stored below 2 to this has two bits left in fp16, or none."""
-
-Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A captured and measured call, and the arguments that it was captured with."""
-
-    measured: Measured
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
-        """The capture with its arguments."""
-        return self.measured.capture, self.args, self.kwargs
-
-    @property
-    def seen(self) -> dict[str, float]:
-        """Placeholder name of each input to the largest magnitude that was measured."""
-        ranges = self.measured.ranges
-        inputs = [name for name in self.measured.capture.inputs if name in ranges]
-        return {name: max(part.amax for part in ranges[name]) for name in inputs}
 
 
 def check_ranges(ranges: str | None) -> str:
@@ -107,90 +64,71 @@ def check_ranges(ranges: str | None) -> str:
     )
 
 
-def scale_by_bounds(
-    module: torch.nn.Module, kinds: Sequence[Kind], ranges: str, find: Find
-) -> Scaling:
-    """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
+@dataclass(frozen=True)
+class BoundedCalls:
+    """Calls of a module with bounds beside what was measured, or guessed.
 
-    Args:
-        kinds: what was captured and measured.
-        ranges: `bound` or `auto`.
-        find: finds exponents for calls.
-
-    Raises:
-        ScalingError: there are none.
-
-    Cost: one pass over the weights for each kind, and up to a dozen solutions.
+    Attributes:
+        guessed: nothing was measured.
     """
-    find = partial(_find_visible, find)
+
+    kinds: Sequence[Kind]
+    stated: Sequence[Stated]
+    bounds: Sequence[Bounds]
+    guessed: bool = False
+
+    def mix(self, bits: float) -> list[Measured]:
+        """The calls with bounds where those are at most so many bits looser than what was measured."""
+        return [
+            replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
+            for kind, found in zip(self.kinds, self.bounds, strict=True)
+        ]
+
+    def describe(self, scaling: Scaling) -> Scaling:
+        """Exponents of such calls with what they promise, and for which inputs."""
+        rest = _GUESSED if self.guessed else _MEASURED
+        said = [
+            describe_share(scaling.values, scaling.bounded, rest, note_limits(self.stated)),
+            *_describe_scores(self.bounds),
+        ]
+        return replace(scaling, range_note=" ".join(said), limits=list_limits(self.stated))
+
+
+def bound_kinds(module: torch.nn.Module, kinds: Sequence[Kind]) -> BoundedCalls:
+    """Bounds of calls that were measured.
+
+    Cost: one pass over the weights for each kind.
+    """
     named = name_parameters(module)
     stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
     bounds = [
         bound_call(kind.measured.capture, named.__getitem__, one.limits, kind.measured.blocks)
         for kind, one in zip(kinds, stated, strict=True)
     ]
-    mixes = [_mix_all(kinds, bounds, bits) for bits in LOOSEST_BITS]
-    plain = [kind.measured for kind in kinds]
-    scaling, taken = _find_most(module, plain, mixes, find, free=ranges == "auto")
-    if not taken:
-        return replace(scaling, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
-    return _describe(scaling, stated, bounds)
+    return BoundedCalls(kinds, stated, bounds)
 
 
-def _find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
-    """As `find`, refused where bounds are so loose that parameters would vanish in fp16.
-
-    Raises:
-        ScalingError: there are no exponents, or they would round a whole parameter away.
-    """
-    scaling = find(module, calls)
-    for call in calls:
-        for node, name in call.capture.parameters.items():
-            largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
-            folds = [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
-            if largest > 0 and folds and log2_of(largest) + min(folds) < VANISHING_BITS:
-                raise ScalingError(
-                    f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
-                    f"{largest:.3g}, and would be stored times 2**{min(folds)}."
-                )
-    return scaling
-
-
-def _mix_all(kinds: Sequence[Kind], bounds: Sequence[Bounds], bits: float) -> list[Measured]:
-    return [
-        replace(kind.measured, ranges=mix_ranges(kind.measured.ranges, found.ranges, bits))
-        for kind, found in zip(kinds, bounds, strict=True)
-    ]
-
-
-def scale_unmeasured(
+def bound_unmeasured(
     module: torch.nn.Module,
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
-    find: Find,
-) -> Scaling:
-    """Exponents from the weights alone: no value was measured, typical sizes are guessed.
+) -> BoundedCalls:
+    """Bounds from the weights alone, and guesses where there are none.
 
     Args:
         module: fake; only its modules and their attributes are looked at.
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
 
-    Raises:
-        ScalingError: there are none.
-
-    Cost: one pass over the weights for each call, and up to a dozen solutions.
+    Cost: one pass over the weights for each call.
     """
-    find = partial(_find_visible, find)
     stated, kinds, bounds = state_calls(module, calls), [], []
     for (capture, args, kwargs), one in zip(calls, stated, strict=True):
         blocks = split_values(capture)
         bounds.append(bound_call(capture, load, one.limits, blocks))
         ranges = _guess_ranges(capture, bounds[-1], blocks)
         kinds.append(Kind(Measured(capture, blocks, ranges), args, kwargs))
-    mixes = [_mix_all(kinds, bounds, bits) for bits in LOOSEST_BITS]
-    scaling = _find_narrowest(module, mixes, find)
-    return _describe(scaling, stated, bounds, _GUESSED)
+    return BoundedCalls(kinds, stated, bounds, guessed=True)
 
 
 def _guess_ranges(
@@ -208,89 +146,6 @@ def _guess_ranges(
             parts = tuple(replace(x, amax=min(x.amax, PEAK * x.rms), certain=False) for x in parts)
         guessed[node.name] = parts
     return guessed
-
-
-def _find_narrowest(
-    module: torch.nn.Module, mixes: Sequence[Sequence[Measured]], find: Find
-) -> Scaling:
-    """The exponents with the most bounds that leave the least in fp32."""
-    best: Scaling | None = None
-    for mixed in mixes:
-        try:
-            found = find(module, mixed)
-        except ScalingError:
-            continue
-        if best is None or (found.fp32_flops, len(found.fp32_modules)) < (
-            best.fp32_flops,
-            len(best.fp32_modules),
-        ):
-            best = found
-        if not found.fp32_modules:
-            return found
-    return best if best is not None else find(module, mixes[0])
-
-
-def _find_most(
-    module: torch.nn.Module,
-    plain: Sequence[Measured],
-    mixes: Sequence[Sequence[Measured]],
-    find: Find,
-    *,
-    free: bool,
-) -> tuple[Scaling, bool]:
-    """The exponents with the most bounds that need no more fp32, or cost no more in any way.
-
-    And whether there are any: else those are given that rest on measurements.
-    """
-    best = find(module, plain)
-    for mixed in mixes:
-        try:
-            found = find(module, mixed)
-        except ScalingError:
-            continue
-        if _is_free(found, best, plain) if free else _is_visible(found, best, plain):
-            return found, True
-    return best, False
-
-
-def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
-    few = len(found.fp32_modules) <= len(best.fp32_modules)
-    return few and found.fp32_flops <= best.fp32_flops
-
-
-def _is_visible(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
-    """No more in fp32, and weights keep most of their bits."""
-    more = _measure_strain(found, calls) - _measure_strain(best, calls)
-    return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
-
-
-def _is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
-    """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
-    more = _measure_strain(found, calls) - _measure_strain(best, calls)
-    return (
-        _is_as_narrow(found, best)
-        and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
-        and read_headroom(found) >= min(1.0, read_headroom(best))
-        and more <= MORE_STRAIN_BITS
-    )
-
-
-def _measure_strain(scaling: Scaling, calls: Sequence[Measured]) -> float:
-    """Bits by which the typical sizes of folded weights lie too low, in the mean.
-
-    Biases are left out: what they lose is below the last place of the sum that they are added to.
-    """
-    lost, count = 0.0, 0
-    for call in calls:
-        for node, name in call.capture.parameters.items():
-            if name.endswith("bias"):
-                continue
-            sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
-            folds = [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
-            count += 1
-            if sizes and folds:
-                lost += max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
-    return lost / max(count, 1)
 
 
 def mix_ranges(
@@ -343,30 +198,20 @@ def find_uncertain(
     return count, tuple(uncertain)
 
 
-_NONE_TAKEN = (
-    "No bound is taken: each choice of them would cost precision, multiplies or fp32. Every fp16 value "
-    "rests on what was measured."
-)
 _MEASURED = f"the rest calibrated with {CALIBRATED_BITS:g} bits of headroom"
 _GUESSED = (
     "the rest guessed: measure it, stopdown plan SOURCE --ranges auto, or let the guard watch it"
 )
 
 
-def _describe(
-    scaling: Scaling, stated: Sequence[Stated], bounds: Sequence[Bounds], rest: str = _MEASURED
-) -> Scaling:
-    share = describe_share(scaling.values, scaling.bounded, rest, note_limits(stated))
-    scores = sorted(
-        {p for found in bounds for p, size in found.scores.items() if size > FP16.largest}
-    )
-    said = [share]
-    if scores:
-        said.append(
-            f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
-            f"backend keeps them in it ({scores[0]})."
-        )
-    return replace(scaling, range_note=" ".join(said), limits=list_limits(stated))
+def _describe_scores(bounds: Sequence[Bounds]) -> list[str]:
+    beyond = (p for found in bounds for p, size in found.scores.items() if size > FP16.largest)
+    if not (scores := sorted(set(beyond))):
+        return []
+    return [
+        f"The scores of {len(scores)} attention{'s' * (len(scores) != 1)} can leave fp16 where a "
+        f"backend keeps them in it ({scores[0]})."
+    ]
 
 
 def describe_share(values: int, bounded: int, rest: str = _MEASURED, limits: str = "") -> str:

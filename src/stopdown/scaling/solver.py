@@ -35,9 +35,6 @@ numbers span 2**-14 to 2**16. The tighter this is, the sooner the search for mul
 SOFT_TOP_BITS = 4.0
 """Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
 
-HARD_TOPS_BITS = (1.0, 0.01)
-"""Headroom that must stay: a whole bit, or, when that cannot be had, hardly any."""
-
 LONGEST_S = {"folds": 10.0, "fp32_modules": 60.0}
 """Seconds after which the best exponents found so far are taken."""
 

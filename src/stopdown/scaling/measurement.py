@@ -1,0 +1,125 @@
+"""Calls of a module, captured in the dtype to come, with the ranges that their values have in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stopdown.errors import CaptureError
+from stopdown.graph.capture import Answers, Capture, capture_call, note_answers, owner_of
+from stopdown.graph.ranges import measure_ranges, merge_ranges
+from stopdown.records import ResidualStream
+from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
+from stopdown.scaling.residual import with_stream
+from stopdown.scaling.trial import Call
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A captured and measured call, and the arguments that it was captured with."""
+
+    measured: Measured
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def call(self) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
+        """The capture with its arguments."""
+        return self.measured.capture, self.args, self.kwargs
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """Placeholder name of each input to the largest magnitude that was measured."""
+        ranges = self.measured.ranges
+        inputs = [name for name in self.measured.capture.inputs if name in ranges]
+        return {name: max(part.amax for part in ranges[name]) for name in inputs}
+
+
+def measure_kinds(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    stream: ResidualStream | None,
+) -> list[Kind]:
+    """What calls reach, kind by kind, with a residual stream as it is given.
+
+    Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
+    """
+    return [
+        Kind(x, kind[0][1], kind[0][2] or {})
+        for kind in kinds
+        for x in _measure_kind(module, kind, dtype, stream)
+    ]
+
+
+def _measure_kind(
+    module: torch.nn.Module, kind: Sequence[Call], dtype: torch.dtype, stream: ResidualStream | None
+) -> list[Measured]:
+    """One capture with the merged ranges of a kind's calls; more where its path depends on values."""
+    found: list[Measured] = []
+    for call, args, kwargs in kind:
+        answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
+        same = (i for i, known in enumerate(found) if known.capture.answers == answers)
+        if (known := next(same, None)) is not None:
+            found[known] = measure_again(found[known], module, args, kwargs)
+        else:
+            found.append(measure_call(call, args, kwargs, dtype=dtype, stream=stream))
+    return found
+
+
+def capture_streamed(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    stream: ResidualStream | None,
+) -> Capture:
+    """A call captured with its residual stream in fp32; None captures it as it is."""
+    if stream is None:
+        return capture_call(call, args, kwargs, dtype=dtype)
+    answers: Answers = ()
+    try:
+        with with_stream(owner_of(call), stream, dtype) as wide:
+            return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
+    except CaptureError:  # under the hooks of a stream the module itself cannot be asked
+        answers = note_answers(call, args, kwargs or {})
+        if not answers:
+            raise
+    with with_stream(owner_of(call), stream, dtype) as wide:
+        return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
+
+
+def measure_call(
+    call: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float16,
+    stream: ResidualStream | None = None,
+) -> Measured:
+    """One call captured in `dtype` and its ranges measured in fp32.
+
+    Args:
+        stream: capture it with its residual stream in fp32.
+
+    Cost: a capture (seconds) and one forward in fp32.
+    """
+    capture = capture_streamed(call, args, kwargs, dtype, stream)
+    blocks, clamps = split_values(capture), find_kept_clamps(capture)
+    ranges = measure_ranges(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
+    return Measured(capture, blocks, ranges)
+
+
+def measure_again(
+    known: Measured, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Measured:
+    """Another call of a kind that is captured already, its ranges merged with those before.
+
+    Cost: one forward in fp32.
+    """
+    clamps = find_kept_clamps(known.capture)
+    ranges = measure_ranges(known.capture, module, args, kwargs, known.blocks, clamps)
+    return replace(known, ranges=merge_ranges(known.ranges, ranges))

@@ -1,0 +1,509 @@
+"""What is tried to bring calls into fp16's range, in which order, and what of it is taken.
+
+A strategy finds something or says why not. `take_first` tries strategies in order and takes the first
+that does; where none does, the cheapest of what was found. There are three lists of them, one inside the
+other:
+
+- `scale_calls`: an fp32 residual stream where it is asked for, the stream as the model has it, hooks;
+- `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
+- `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
+  headroom, then as much in fp32 as it takes.
+
+**Catches** overflow and underflow of every 16-bit value in the calls that it is given.
+**Does not catch** larger ranges in other calls (the result is calibrated, not certified), and
+what a fused kernel keeps to itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from stopdown.bounds.propagation import Load
+from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.graph.capture import Capture, capture_call
+from stopdown.graph.ranges import log2_of
+from stopdown.records import ResidualStream, Scaling
+from stopdown.scaling.certificate import BoundedCalls, bound_kinds, bound_unmeasured
+from stopdown.scaling.fallback import scale_by_hooks
+from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.linear_system import ZERO
+from stopdown.scaling.measurement import Kind, capture_streamed, measure_kinds
+from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
+from stopdown.scaling.residual import (
+    demand_agreement,
+    find_stream,
+    measure_wide_flops,
+    open_fp32_modules,
+)
+from stopdown.scaling.solution import describe_solution
+from stopdown.scaling.solver import Solution, explain_failure, solve_problem
+from stopdown.scaling.symmetry import find_used, keep_multiplies, merge_alike, name_likenesses
+from stopdown.scaling.trial import Call, Reference, run_reference, try_scaling
+
+CHEAP = 200.0
+"""A solution by folding alone that costs less is taken without trying multiplies."""
+
+FEW_MODULES = 100
+"""Up to this many modules are searched for multiplies one by one."""
+
+LOOSEST_BITS = (math.inf, 40.0, 30.0, 24.0, 20.0, 17.0, 14.0, 11.0, 8.0, 5.0, 2.0)
+"""How much looser than measured a bound may be, tried one after the other."""
+
+LOW_WEIGHT_BITS = -12.0
+"""A weight of typical size below this loses bits in fp16."""
+
+MORE_STRAIN_BITS = 0.05
+"""What bounds may cost: bits that are lost so, in the mean over the weights. A tenth of a bit shows in
+the output (a CogVideoX 9 % further from fp32, a Wan 25 %), a twentieth does not."""
+
+MOST_STRAIN_BITS = 0.5
+"""The same where bounds are asked for: beyond it fp16 falls behind bf16."""
+
+MORE_MULTIPLIES = 1
+"""What bounds may cost besides: one output of a module multiplied, which no bit is lost by."""
+
+VANISHING_BITS = -22
+"""A parameter whose largest value is stored below 2 to this has two bits left in fp16, or none."""
+
+Found = TypeVar("Found")
+StopReason = CaptureError | ScalingError
+Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling]
+
+
+@dataclass(frozen=True)
+class Strategy(Generic[Found]):
+    """Something to try.
+
+    Attributes:
+        find: gives what was found.
+        does: whether that is taken at once; what is not may still be the cheapest in the end.
+    """
+
+    find: Callable[[], Found]
+    does: Callable[[Found], bool] = lambda found: True
+
+
+def take_first(
+    strategies: Iterable[Strategy[Found]],
+    *,
+    price: Callable[[Found], Any] = lambda found: 0,
+    left: list[StopReason] | None = None,
+) -> Found:
+    """What the first strategy finds that does; else the cheapest that was found, the first of equals.
+
+    Args:
+        left: gets why each strategy found nothing, while they are tried.
+
+    Raises:
+        CaptureError, ScalingError: the last of these reasons, when nothing was found at all.
+    """
+    left, found = [] if left is None else left, list[Found]()
+    for strategy in strategies:
+        try:
+            made = strategy.find()
+        except (CaptureError, ScalingError) as error:
+            left.append(error)
+            continue
+        if strategy.does(made):
+            return made
+        found.append(made)
+    if not found:
+        raise left[-1]
+    return min(found, key=price)
+
+
+# exponents of one problem
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What exponents may cost.
+
+    Attributes:
+        headroom_bits: what every 16-bit value must keep.
+        fp32_flops: share of the matmul work that may be done in modules kept in fp32; 0 for no module.
+    """
+
+    headroom_bits: float
+    fp32_flops: float = 0.0
+
+
+RELAXATIONS = (
+    Relaxation(1.0),
+    Relaxation(1.0, fp32_flops=0.05),
+    Relaxation(0.01),
+    Relaxation(1.0, fp32_flops=1.0),
+    Relaxation(0.01, fp32_flops=1.0),
+)
+"""Hardly any headroom holds for the calls that were measured and for few others: a few hundredths of the
+work in fp32 are better, all of it is not."""
+
+
+def choose_multiplies(module: torch.nn.Module, wider: Problem, bits: float) -> Problem:
+    """With many modules, multiplies only where they pay when like modules are scaled alike."""
+    if len(wider.multiplies) <= FEW_MODULES:
+        return wider
+    merged = merge_alike(wider, name_likenesses(module))
+    found = solve_problem(merged, hard_top_bits=bits, fp32_modules=False)
+    return wider if found is None else keep_multiplies(wider, find_used(merged, found.exponents))
+
+
+def _describe(problem: Problem, solution: Solution | None) -> Scaling:
+    if solution is None:
+        raise explain_failure(problem)
+    return describe_solution(problem, solution)
+
+
+def find_scaling(
+    module: torch.nn.Module, calls: Sequence[Measured], stream: ResidualStream | None = None
+) -> Scaling:
+    """The cheapest exponents that keep the measured calls in range.
+
+    Args:
+        stream: under which the calls were measured.
+
+    Raises:
+        ScalingError: there are none.
+    """
+    casts = stream or ResidualStream((), ())
+    state = cache(partial(
+        state_problem, module, calls,
+        widened=frozenset((*casts.cast_output_up, *casts.cast_output_down)),
+        closed=frozenset(casts.cast_output_down),
+        wide_outputs=find_wide_outputs(calls),
+    ))  # fmt: skip
+
+    @cache
+    def find_wide(bits: float) -> Scaling:
+        wider = state(multiplies=True)
+        return _describe(wider, solve_problem(wider, hard_top_bits=bits, fp32_modules=True))
+
+    def find(relaxation: Relaxation) -> Scaling:
+        if not relaxation.fp32_flops:
+            return _find_cheaply(module, state, relaxation.headroom_bits)
+        scaling = find_wide(relaxation.headroom_bits)
+        if scaling.fp32_flops > relaxation.fp32_flops:
+            raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
+        return scaling
+
+    found = take_first(Strategy(partial(find, x)) for x in RELAXATIONS)
+    return replace(found, stream=stream)
+
+
+def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
+    """Exponents by folding alone when that is cheap, else with multiplies when that is cheaper."""
+    plain = state()
+    best = solve_problem(plain, hard_top_bits=bits, fp32_modules=False)
+    if best is not None and best.cost < CHEAP:
+        return describe_solution(plain, best)
+    searched = choose_multiplies(module, state(multiplies=True), bits)
+    other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
+    if other is not None and (best is None or other.cost < best.cost):
+        return describe_solution(searched, other)
+    return _describe(plain, best)
+
+
+def find_folds(
+    module: torch.nn.Module,
+    calls: Sequence[Measured],
+    groups: Sequence[Collection[str]] = (),
+    *,
+    free: bool = False,
+) -> Scaling | None:
+    """Exponents by folding alone, as files can hold them; None when there are none.
+
+    Args:
+        groups: `module.path.attribute` of eps that only change together.
+        free: let each other eps change by itself; otherwise they stay as they are.
+    """
+    problem = state_problem(module, calls)
+    places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
+    for group in groups:
+        problem.system.equate(*[places.pop(name, ZERO) for name in group])
+    if not free:
+        problem.system.pin(*places.values())
+    for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
+        if solution := solve_problem(problem, hard_top_bits=bits, fp32_modules=False):
+            return describe_solution(problem, solution)
+    return None
+
+
+# bounds instead of measured ranges
+
+
+def scale_by_bounds(
+    module: torch.nn.Module, kinds: Sequence[Kind], ranges: str, find: Find = find_scaling
+) -> Scaling:
+    """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
+
+    Args:
+        kinds: what was captured and measured.
+        ranges: `bound` or `auto`.
+        find: finds exponents for calls.
+
+    Raises:
+        ScalingError: there are none.
+
+    Cost: one pass over the weights for each kind, and up to a dozen solutions.
+    """
+    bounded, plain = bound_kinds(module, kinds), [kind.measured for kind in kinds]
+    best = find_visible(find, module, plain)
+    judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
+    found = take_first(
+        [Strategy(lambda: best, lambda found: False), *_list_bounds(module, bounded, find, judge)]
+    )
+    if found is best:
+        return replace(best, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
+    return bounded.describe(found)
+
+
+def scale_unmeasured(
+    module: torch.nn.Module,
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+    load: Load,
+    find: Find = find_scaling,
+) -> Scaling:
+    """Exponents from the weights alone: no value was measured, typical sizes are guessed.
+
+    Those with the most bounds that leave the least in fp32.
+
+    Args:
+        module: fake; only its modules and their attributes are looked at.
+        calls: captured calls and the arguments that they were captured with.
+        load: gives a parameter or buffer by name.
+
+    Raises:
+        ScalingError: there are none.
+
+    Cost: one pass over the weights for each call, and up to a dozen solutions.
+    """
+    bounded = bound_unmeasured(module, calls, load)
+    strategies = _list_bounds(module, bounded, find, lambda found: not found.fp32_modules)
+    found = take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+    return bounded.describe(found)
+
+
+def _list_bounds(
+    module: torch.nn.Module, bounded: BoundedCalls, find: Find, does: Callable[[Scaling], bool]
+) -> Iterator[Strategy[Scaling]]:
+    for bits in LOOSEST_BITS:
+        yield Strategy(partial(find_visible, find, module, bounded.mix(bits)), does)
+
+
+def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+    """As `find`, refused where bounds are so loose that parameters would vanish in fp16.
+
+    Raises:
+        ScalingError: there are no exponents, or they would round a whole parameter away.
+    """
+    scaling = find(module, calls)
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
+            folds = _list_folds(scaling, name)
+            if largest > 0 and folds and log2_of(largest) + min(folds) < VANISHING_BITS:
+                raise ScalingError(
+                    f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
+                    f"{largest:.3g}, and would be stored times 2**{min(folds)}."
+                )
+    return scaling
+
+
+def _list_folds(scaling: Scaling, name: str) -> list[int]:
+    return [e for n, e in scaling.exponents.items() if n.partition("[")[0] == name]
+
+
+def is_visible(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+    """No more in fp32, and weights keep most of their bits."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return _is_as_narrow(found, best) and more <= MOST_STRAIN_BITS
+
+
+def is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
+    """No more in fp32, a multiply more at most, about as many bits of weights lost, a bit to spare."""
+    more = _measure_strain(found, calls) - _measure_strain(best, calls)
+    return (
+        _is_as_narrow(found, best)
+        and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
+        and read_headroom(found) >= min(1.0, read_headroom(best))
+        and more <= MORE_STRAIN_BITS
+    )
+
+
+def _is_as_narrow(found: Scaling, best: Scaling) -> bool:
+    few = len(found.fp32_modules) <= len(best.fp32_modules)
+    return few and found.fp32_flops <= best.fp32_flops
+
+
+def _measure_strain(scaling: Scaling, calls: Sequence[Measured]) -> float:
+    """Bits by which the typical sizes of folded weights lie too low, in the mean.
+
+    Biases are left out: what they lose is below the last place of the sum that they are added to.
+    """
+    lost, count = 0.0, 0
+    for call in calls:
+        for node, name in call.capture.parameters.items():
+            if name.endswith("bias"):
+                continue
+            sizes = [part.rms for part in call.ranges.get(node, ()) if part.rms > 0]
+            folds = _list_folds(scaling, name)
+            count += 1
+            if sizes and folds:
+                lost += max(0.0, LOW_WEIGHT_BITS - min(folds) - log2_of(min(sizes)))
+    return lost / max(count, 1)
+
+
+_NONE_TAKEN = (
+    "No bound is taken: each choice of them would cost precision, multiplies or fp32. Every fp16 value "
+    "rests on what was measured."
+)
+
+
+# calls of a module
+
+
+def scale_calls(
+    module: torch.nn.Module,
+    kinds: Sequence[Sequence[Call]],
+    dtype: torch.dtype,
+    residual: str = "native",
+    ranges: str = "measured",
+    *,
+    verify: bool = True,
+) -> Scaling:
+    """Exponents, tried: with the stream asked for, else without, else what hooks show of the matrices.
+
+    What hooks find is what fp16 can hold of a module without a graph, or whose code does not run with
+    its exponents in place.
+
+    Args:
+        kinds: calls by kind: those of one kind share a graph.
+        residual: `native` or `fp32`.
+        ranges: `measured`, `bound` or `auto`.
+        verify: run the first call of each kind with what was found, as `try_scaling` does.
+
+    Raises:
+        CaptureError: there is no graph, and hooks do not do either.
+        ScalingError: there are no exponents, they are not exact, or the module does not run with them.
+
+    Cost: a capture for each kind (three with an fp32 residual), a forward in fp32 for each call, and
+        those of `try_scaling`.
+    """
+    search = _CallSearch(module, kinds, dtype, ranges, verify)
+    return take_first(search.list_strategies(residual), left=search.left)
+
+
+@dataclass
+class _CallSearch:
+    """Tries what may bring the calls of one module into range."""
+
+    module: torch.nn.Module
+    kinds: Sequence[Sequence[Call]]
+    dtype: torch.dtype
+    ranges: str
+    verify: bool
+    left: list[StopReason] = field(default_factory=list)
+
+    def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
+        """Each only where the reasons before it leave it a chance."""
+        if residual == "fp32":
+            yield Strategy(self._find_streamed)
+        if not self._failed(CaptureError):
+            yield Strategy(self._find_native)
+        if isinstance(self.left[-1], CaptureError | TrialError):
+            yield Strategy(self._find_by_hooks)
+
+    def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
+        return [x for x in self.left if isinstance(x, kinds)]
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return run_reference(self.module, [kind[0] for kind in self.kinds])
+
+    def _find_streamed(self) -> Scaling:
+        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.dtype)
+        return self._try(self._scale(stream))
+
+    def _find_native(self) -> Scaling:
+        found = self._try(self._scale(None))
+        why = f"The residual stream is not kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
+
+    def _find_by_hooks(self) -> Scaling:
+        calls = [call for kind in self.kinds for call in kind]
+        reason = self._failed(CaptureError, TrialError)[0]
+        reference = (lambda: self._reference) if self.verify else None
+        return scale_by_hooks(self.module, calls, self.dtype, reason, reference)
+
+    def _try(self, scaling: Scaling) -> Scaling:
+        if not self.verify:
+            return scaling
+        trial = try_scaling(self.module, scaling, self.dtype, self._reference)
+        return replace(scaling, trial=trial)
+
+    def _scale(self, stream: ResidualStream | None) -> Scaling:
+        """Modules in fp32 as a whole, or, where that leaves less in fp32, but for their products."""
+        kinds = measure_kinds(self.module, self.kinds, self.dtype, stream)
+        whole = self._solve(kinds, stream)
+        strategies = [
+            Strategy(lambda: whole, lambda found: not found.fp32_modules),
+            Strategy(
+                partial(self._open, kinds, stream, whole),
+                lambda found: found.fp32_flops < whole.fp32_flops,
+            ),
+        ]
+        return take_first(strategies)
+
+    def _open(
+        self, kinds: Sequence[Kind], stream: ResidualStream | None, whole: Scaling
+    ) -> Scaling:
+        captures = [x.measured.capture for x in kinds]
+        opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
+        if opened is None:
+            raise ScalingError("No module that is kept in fp32 has products inside.")
+        again = measure_kinds(self.module, self.kinds, self.dtype, opened)
+        for one, other in zip(kinds, again, strict=True):
+            demand_agreement(one.measured.capture, other.measured.capture)
+        inside = self._solve(again, opened)
+        wide = [max(measure_wide_flops(x.measured.capture) for x in y) for y in (kinds, again)]
+        return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
+
+    def _solve(self, kinds: Sequence[Kind], stream: ResidualStream | None) -> Scaling:
+        if self.ranges == "measured":
+            return find_scaling(self.module, [x.measured for x in kinds], stream)
+        find = partial(find_scaling, stream=stream)
+        return scale_by_bounds(self.module, kinds, self.ranges, find)
+
+
+def plan_stream(
+    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype
+) -> ResidualStream:
+    """Where a module's residual stream becomes fp32 in these calls.
+
+    Raises:
+        CaptureError: the code cannot be traced, whatever the stream.
+        ScalingError: it cannot, and why.
+
+    Cost: two to five captures for each call (seconds).
+    """
+    plain = [capture_call(call, args, kwargs, dtype=dtype) for call, args, kwargs in calls]
+
+    def find(rows: bool, attention: bool) -> ResidualStream:
+        stream = find_stream(module, plain, attention=attention, rows=rows)
+        for bare, call in zip(plain, calls, strict=True):
+            demand_agreement(bare, capture_streamed(*call, dtype, stream))
+        return stream
+
+    left: list[StopReason] = []
+    ways = itertools.product((True, False), (False, True))
+    try:
+        return take_first((Strategy(partial(find, *way)) for way in ways), left=left)
+    except (CaptureError, ScalingError) as error:
+        raise ScalingError(left[0].what) from error

@@ -1,0 +1,70 @@
+"""A solution as plain data: exponents by the names of parameters and modules, and what they promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from stopdown.numerics import headroom_bits
+from stopdown.records import Scaling
+from stopdown.scaling.certificate import find_uncertain
+from stopdown.scaling.linear_system import ZERO
+from stopdown.scaling.problem import Problem
+from stopdown.scaling.solver import Solution
+
+
+def describe_solution(problem: Problem, solution: Solution) -> Scaling:
+    """A solution as plain data, by names instead of unknowns."""
+    at = _Reader(problem, solution).exponent
+    folds = {_row_name(*key): at(unknown) for key, unknown in problem.parameters.items()}
+    eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
+    multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
+    headroom, tightest = _find_tightest(problem, solution)
+    outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
+    values, uncertain = find_uncertain(problem, at, solution.fp32_modules)
+    return Scaling(
+        exponents=_without_zeros(folds),
+        eps=_without_zeros(eps),
+        multiplies=_without_zeros(multiplies),
+        fp32_modules=solution.fp32_modules,
+        headroom_bits=headroom,
+        tightest=tightest,
+        certified=bool(values) and not uncertain,
+        values=values,
+        bounded=values - len(uncertain),
+        uncertain=uncertain,
+        pinned={name: tuple(sorted(set(places))) for name, places in problem.pinned.items()},
+        fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
+        kept_buffers=tuple(sorted(problem.kept_buffers)),
+        outputs=outputs,
+    )
+
+
+class _Reader:
+    """Exponents of unknowns in a solution."""
+
+    def __init__(self, problem: Problem, solution: Solution) -> None:
+        self._system, self._exponents = problem.system, solution.exponents
+
+    def exponent(self, unknown: int) -> int:
+        root = self._system.find(unknown)
+        return 0 if root == ZERO else self._exponents[root]
+
+
+def _find_tightest(problem: Problem, solution: Solution) -> tuple[float | None, str]:
+    at = _Reader(problem, solution).exponent
+    rooms = [
+        (headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place)
+        for x in problem.limits
+        if x.dtype == torch.float16 and not set(x.interiors) & set(solution.fp32_modules)
+    ]
+    return min(rooms, default=(None, ""))
+
+
+def _row_name(name: str, start: int, stop: int) -> str:
+    return f"{name}[{start}:{stop}]" if stop else name
+
+
+def _without_zeros(exponents: Mapping[str, int]) -> dict[str, int]:
+    return {name: exponent for name, exponent in exponents.items() if exponent}

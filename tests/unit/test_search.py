@@ -1,0 +1,86 @@
+"""What is tried in which order, and what of it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.errors import CaptureError, ScalingError
+from stopdown.scaling import find_scaling, measure_call, search
+from stopdown.scaling.search import Relaxation, Strategy, take_first
+
+
+def refuse(why: str) -> int:
+    """Nothing is found."""
+    raise ScalingError(why)
+
+
+def test_the_first_strategy_that_does_is_taken() -> None:
+    """What found nothing says why; what comes after the first that does is not tried."""
+    left: list[CaptureError | ScalingError] = []
+    tried: list[int] = []
+    strategies = [
+        Strategy(lambda: refuse("too hot")),
+        Strategy(lambda: 3, lambda found: False),
+        Strategy(lambda: 2),
+        Strategy(lambda: tried.append(1) or 1),
+    ]
+    assert take_first(strategies, left=left) == 2
+    assert [x.what for x in left] == ["too hot"]
+    assert not tried
+
+
+def test_where_none_does_the_cheapest_is_taken() -> None:
+    """The first of equals; the last reason where nothing was found."""
+    found = [Strategy(lambda x=x: x, lambda found: False) for x in (5, -3, 3)]
+    assert take_first(found, price=abs) == -3
+    assert take_first(found) == 5
+    with pytest.raises(ScalingError, match="too cold"):
+        take_first([Strategy(lambda: refuse("too hot")), Strategy(lambda: refuse("too cold"))])
+
+
+class Placed(nn.Module):
+    """A projection whose sum with positions nothing can scale, up to 50,000."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+        nn.init.constant_(self.proj.weight, 50000 / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) + torch.arange(8).to(x.dtype)
+
+
+class Model(nn.Module):
+    """An embedding with positions, and a linear that makes it much or little of the work."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = Placed(), nn.LayerNorm(8), nn.Linear(8, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.embed(x)))
+
+
+@pytest.mark.parametrize(("width", "kept"), [(512, ("embed",)), (8, ())])
+def test_headroom_is_worth_a_little_work_in_fp32(width: int, kept: tuple[str, ...]) -> None:
+    """A fiftieth of the work in fp32 buys a bit of headroom; half of it does not."""
+    module = Model(width).eval().requires_grad_(False)
+    measured = measure_call(module, (torch.ones(2, 8),))
+    found = find_scaling(module, [measured])
+    assert found.fp32_modules == kept
+    assert found.headroom_bits is not None
+    assert (found.headroom_bits >= 1) == bool(kept)
+
+
+def test_without_that_relaxation_headroom_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardly any headroom is what was taken before a little fp32 was tried."""
+    left = tuple(x for x in search.RELAXATIONS if x != Relaxation(1.0, fp32_flops=0.05))
+    assert len(left) == len(search.RELAXATIONS) - 1
+    monkeypatch.setattr(search, "RELAXATIONS", left)
+    module = Model(512).eval().requires_grad_(False)
+    found = find_scaling(module, [measure_call(module, (torch.ones(2, 8),))])
+    assert not found.fp32_modules
+    assert found.headroom_bits is not None
+    assert found.headroom_bits < 1
