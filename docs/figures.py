@@ -158,6 +158,11 @@ def converted_ratio_worst() -> str:
     return f"{_read('convert')['bf16_over_converted']['worst']:.1f}"
 
 
+@_figure
+def converted_prompts() -> str:
+    return str(len(_read("convert")["errors"]["bf16 plain"]))
+
+
 # What it costs
 
 
@@ -270,6 +275,17 @@ def faults_asleep() -> str:
 
 
 @_figure
+def fault_pipelines() -> str:
+    return str(len({x["pipeline"] for x in _read("fault_matrix")["rows"]}))
+
+
+@_figure
+def fault_schedulers() -> str:
+    """Schedulers that were named; a pipeline's own is one of them."""
+    return str(len({x["scheduler"] for x in _read("fault_matrix")["rows"] if x["scheduler"]}))
+
+
+@_figure
 def check_found() -> str:
     faults = _read("check")["faults"]
     return f"{sum(x['found'] for x in faults)} of {len(faults)}"
@@ -366,6 +382,11 @@ def compare_table() -> str:
         rmse = f"{x['rmse_median']:.4f}" if is_measured else "–"
         rows.append([f"`{name}`", x["verdict"], worst, rmse])
     return _make_table(("precision", "verdict", "worst PSNR", "median RMSE"), rows)
+
+
+@_figure
+def compare_prompts() -> str:
+    return str(_read("compare")["report"]["prompts"])
 
 
 @_figure
