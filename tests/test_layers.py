@@ -57,6 +57,8 @@ LIGHT = (
 )
 """What is loaded before a model is: imports nothing heavy when it is imported itself."""
 
+MOST_PARAMETERS = 8
+
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "numpy", "scipy", "av", "PIL")
 
 TENSORLESS = (
@@ -187,6 +189,22 @@ def list_ends_of_fp16(sources: Sources) -> list[str]:
     ]
 
 
+def list_wide_functions(sources: Sources) -> list[str]:
+    """Functions with more than `MOST_PARAMETERS`, of every kind; `self` and `cls` do not count."""
+    found = []
+    for name, tree in sources.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                given = node.args
+                named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                named += [x for x in (given.vararg, given.kwarg) if x is not None]
+                count = len([x for x in named if x.arg not in ("self", "cls")])
+                if count > MOST_PARAMETERS:
+                    called = getattr(node, "name", "a lambda")
+                    found.append(f"{name}.{called} has {count} parameters")
+    return found
+
+
 def list_heavy_loads(sources: Sources) -> list[str]:
     """Light modules that load something heavy when they are imported."""
     return [
@@ -233,6 +251,11 @@ def test_hooks_come_off() -> None:
 def test_the_end_of_fp16_stands_once() -> None:
     """Where fp16 ends is read from `number_formats`, and what counts as near to it too."""
     assert list_ends_of_fp16(SOURCES) == []
+
+
+def test_functions_have_few_parameters() -> None:
+    """A function takes at most eight; a command takes one record of its options."""
+    assert list_wide_functions(SOURCES) == ["runtime.guard.guard has 11 parameters"]
 
 
 def test_light_modules_stay_light() -> None:
@@ -341,6 +364,14 @@ def test_an_end_of_fp16_is_found(text: str) -> None:
     assert found.startswith("media writes 6")
     assert list_ends_of_fp16(parse(number_formats=text)) == []
     assert list_ends_of_fp16(parse(media="say = 'fp16 ends at 65504'")) == []
+
+
+def test_a_function_of_many_parameters_is_found() -> None:
+    """Every kind of parameter counts, the object of a method does not."""
+    text = "class A:\n    def f(self, a, b, /, c, d, *e, g, h, {}**i): ..."
+    assert list_wide_functions(parse(media=text.format(""))) == []
+    assert list_wide_functions(parse(media=text.format("j, "))) == ["media.f has 9 parameters"]
+    assert list_wide_functions(parse(media="x = lambda a, b, c, d, e, f, g, h, i: a")) != []
 
 
 def test_a_heavy_load_is_found() -> None:

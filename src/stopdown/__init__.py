@@ -41,9 +41,11 @@ _HOMES = {
     "RankError": "errors",
     "Price": "records",
     "Repair": "records",
+    "Request": "pipelines.requests",
     "Rescaling": "scaling.folds",
     "RunRecord": "records",
     "ScalingError": "errors",
+    "Source": "pipelines.sources",
     "SourceError": "errors",
     "StopdownError": "errors",
     "StopdownWarning": "errors",
@@ -61,6 +63,7 @@ _HOMES = {
     "mend": "dtype_rules.mend",
     "read_plan": "plans.plan_files",
     "rescale_": "scaling.rescale",
+    "resolve_source": "pipelines.sources",
     "write_plan": "plans.plan_files",
 }
 
@@ -85,9 +88,11 @@ __all__ = [
     "Price",
     "RankError",
     "Repair",
+    "Request",
     "Rescaling",
     "RunRecord",
     "ScalingError",
+    "Source",
     "SourceError",
     "StopdownError",
     "StopdownWarning",
@@ -105,6 +110,7 @@ __all__ = [
     "mend",
     "read_plan",
     "rescale_",
+    "resolve_source",
     "write_plan",
 ]
 __version__ = "0.1.0"
@@ -130,6 +136,8 @@ if TYPE_CHECKING:
         StopdownWarning,
         TrialError,
     )
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source, resolve_source
     from stopdown.plans.applier import apply_plan
     from stopdown.plans.calibrated import make_plan
     from stopdown.plans.load import load

@@ -301,18 +301,20 @@ def _attend(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
     """Attention with its scores summed first and scaled then, as fused kernels do.
 
+    `options` are `scale` and `enable_gqa`, as of PyTorch's own function.
+
     A few queries at a time, so that memory does not grow with the square of their number.
     """
-    if enable_gqa:
+    if options.get("enable_gqa"):
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     if is_causal:
         shape = (query.shape[-2], key.shape[-2])
         attn_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    scale = options.get("scale")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     rows, done = _count_rows(query, key.shape[-2]), []
     for start in range(0, query.shape[-2], rows):

@@ -116,6 +116,6 @@ def test_a_planned_pipeline_has_no_finding(name: str) -> None:
         width=call.get("width"),
         steps=2,
     )
-    plan = stopdown.make_plan(pipe, prompts=("a",), steps=2, request=request)
+    plan = stopdown.make_plan(pipe, prompts=("a",), request=request)
     with stopdown.apply_plan(pipe, plan):
         assert stopdown.check(pipe, device="v100", arguments=call_of(name)) == []

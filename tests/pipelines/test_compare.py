@@ -27,6 +27,11 @@ PROMPTS = ["a red circle", "a blue square"]
 SMALL = Request(frames=5, height=32, width=32)
 
 
+def small(**changes: Any) -> Request:
+    """The small request, with its steps."""
+    return dataclasses.replace(SMALL, **changes)
+
+
 @pytest.fixture(scope="module")
 def pipe() -> Any:
     """CogVideoX, tiny, with a transformer that overflows in fp16."""
@@ -38,7 +43,7 @@ def made(pipe: Any) -> Comparison:
     """Two prompts under fp32, bf16, naive fp16, clamped fp16 and a plan, two steps each."""
     with testing.assert_untouched(pipe):
         names = "fp32,bf16,fp16,clamp,plan"
-        return compare(pipe, PROMPTS, names, steps=2, seed=5, request=SMALL)
+        return compare(pipe, PROMPTS, names, request=small(steps=2, seed=5))
 
 
 def run_by_hand(pipe: Any, prompt: str, seed: int, dtype: torch.dtype) -> np.ndarray:
@@ -145,19 +150,19 @@ def test_a_comparison_goes_on_where_it_stopped(
 
     monkeypatch.setattr(matrix, "run_cell", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        compare(pipe, PROMPTS, "fp32,bf16", steps=1, request=SMALL, folder=tmp_path)
-    again = compare(pipe, PROMPTS, "fp32,bf16", steps=1, request=SMALL, folder=tmp_path)
+        compare(pipe, PROMPTS, "fp32,bf16", request=small(steps=1), folder=tmp_path)
+    again = compare(pipe, PROMPTS, "fp32,bf16", request=small(steps=1), folder=tmp_path)
     assert calls[2:] == ["bf16 a blue square", "bf16 a blue square", "fp32 a blue square"]
     monkeypatch.setattr(matrix, "run_cell", run)
-    whole = compare(pipe, PROMPTS, "fp32,bf16", steps=1, request=SMALL)
+    whole = compare(pipe, PROMPTS, "fp32,bf16", request=small(steps=1))
     for one, other in zip(again.rows, whole.rows, strict=True):
         assert [c.measures for c in one.cells] == [c.measures for c in other.cells]
 
 
 def test_another_request_does_not_reuse_cells(pipe: Any, tmp_path: Path) -> None:
     """Cells of other steps in the same folder are not taken for those of this comparison."""
-    one = compare(pipe, PROMPTS[:1], "fp32,bf16", steps=1, request=SMALL, folder=tmp_path)
-    two = compare(pipe, PROMPTS[:1], "fp32,bf16", steps=2, request=SMALL, folder=tmp_path)
+    one = compare(pipe, PROMPTS[:1], "fp32,bf16", request=small(steps=1), folder=tmp_path)
+    two = compare(pipe, PROMPTS[:1], "fp32,bf16", request=small(steps=2), folder=tmp_path)
     assert len(one.rows[0].cells[1].latents_rel_err) == 1
     assert len(two.rows[0].cells[1].latents_rel_err) == 2
 
@@ -174,7 +179,7 @@ def test_a_precision_that_fails_half_way_stands_in_its_place(
         return run(opened, name, request, *rest)
 
     monkeypatch.setattr(cells_module, "_run", fail)
-    made = compare(pipe, PROMPTS, "fp32,bf16,gone.json", steps=1, request=SMALL)
+    made = compare(pipe, PROMPTS, "fp32,bf16,gone.json", request=small(steps=1))
     cells = [{cell.precision: cell for cell in row.cells} for row in made.rows]
     assert [row["bf16"].verdict for row in cells] == ["same", "failed"]
     assert cells[1]["bf16"].error == "RuntimeError: CUDA error: out of memory"
@@ -195,10 +200,10 @@ def test_pipelines_are_closed_when_there_is_no_room(pipe: Any, tmp_path: Path) -
 
 def test_a_pipeline_in_memory_has_one_precision(pipe: Any) -> None:
     """By component it cannot be compared: the message says what to do, and the rest runs."""
-    made = compare(pipe, PROMPTS[:1], "fp32,vae=bf16", steps=1, request=SMALL)
+    made = compare(pipe, PROMPTS[:1], "fp32,vae=bf16", request=small(steps=1))
     assert "Save it with save_pretrained and compare the folder." in made.rows[0].cells[1].error
     with pytest.raises(OptionError, match="it has 1"):
-        compare(pipe, PROMPTS[:1], "fp32", steps=1)
+        compare(pipe, PROMPTS[:1], "fp32", request=Request(steps=1))
 
 
 def test_a_probe_is_silent_and_gone(pipe: Any) -> None:

@@ -23,7 +23,7 @@ def test_the_bundled_model_under_six_precisions(tmp_path: Path) -> None:
     import numpy as np
     import torch
 
-    made = compare("shapes", [PROMPT], SIX, steps=4, seed=3, device="cpu")
+    made = compare("shapes", [PROMPT], SIX, request=Request(steps=4, seed=3), device="cpu")
     verdicts = {variant.name: variant.verdict for variant in made.variants}
     assert verdicts == {
         "fp32": "reference",

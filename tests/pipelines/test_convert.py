@@ -38,7 +38,7 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
-from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import RecordedCall
@@ -143,10 +143,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
 
 
 def measured(name: str) -> dict[str, Any]:
-    return {"prompts": ["a red train"], "steps": 2, "request": Request(**SIZES.get(name, {}))}
+    return {"prompts": ["a red train"], "request": Request(**SIZES.get(name, {}), steps=2)}
 
 
-def convert_made(name: str, source: Path, output: Path, plan: Plan, **options: Any) -> Conversion:
+def convert_made(
+    name: str, source: Path | Source, output: Path, plan: Plan, **options: Any
+) -> Conversion:
     return convert(source, output, plan, request=Request(**SIZES.get(name, {})), **options)
 
 
@@ -330,7 +332,11 @@ def single(
     source, output = place / "tiny.safetensors", place / "out.safetensors"
     save_single(folder, source)
     anywhere = seal_plan(dataclasses.replace(plan, fingerprint=""))
-    return source, output, convert_made("sd", source, output, anywhere, config=folder)
+    return (
+        source,
+        output,
+        convert_made("sd", resolve_source(source, config=folder), output, anywhere),
+    )
 
 
 def test_a_single_file_keeps_names_shapes_order_and_metadata(
@@ -377,14 +383,14 @@ def test_force_replaces_a_file_with_its_mark_alone(
         (marked, False, "would replace a model that convert wrote; --force does that."),
     ):
         with pytest.raises(OutputError, match=message):
-            convert(single[0], place, plan, force=force)
+            convert(single[0], place, plan, allow=["overwrite"] if force else [])
 
     def open_none(*_: object) -> None:
         raise InterruptedError
 
     monkeypatch.setattr(convert_module, "_open", open_none)
     with pytest.raises(InterruptedError):  # the place was accepted
-        convert(single[0], marked, plan, force=True)
+        convert(single[0], marked, plan, allow=["overwrite"])
 
 
 def test_a_single_file_becomes_a_folder_too(
@@ -396,7 +402,8 @@ def test_a_single_file_becomes_a_folder_too(
     folder, plan = made("sd")
     anywhere = seal_plan(dataclasses.replace(plan, fingerprint=""))
     leave = ["unet", "vae"]
-    convert_made("sd", single[0], tmp_path / "out", anywhere, config=folder, leave=leave)
+    source = resolve_source(single[0], config=folder)
+    convert_made("sd", source, tmp_path / "out", anywhere, leave=leave)
     wide = load_file(tmp_path / "out" / "unet" / "diffusion_pytorch_model.safetensors")
     half = load_file(tmp_path / "out" / "text_encoder" / "model.safetensors")
     assert {x.dtype for x in wide.values()} == {torch.bfloat16}
@@ -449,7 +456,7 @@ def test_what_a_converter_computes_is_told_from_what_it_moves(
         return {**converted, "conv_in.bias": converted["conv_in.bias"] + 1}
 
     monkeypatch.setitem(mapping, "checkpoint_mapping_fn", compute)
-    rows = trace_rows(resolve_source(tmp_path / "tiny.safetensors"), folder)
+    rows = trace_rows(resolve_source(tmp_path / "tiny.safetensors", config=folder))
     assert rows.strange == {"vae": (), "text_encoder": (), "unet": ("conv_in.bias",)}
 
 
@@ -509,12 +516,12 @@ def test_a_fused_layout_is_written_back(tmp_path: Path, monkeypatch: pytest.Monk
             checkpoint, config=str(folder), subfolder="transformer", torch_dtype=dtype
         )
 
-    def load(source: Any, *, torch_dtypes: torch.dtype, config: Any) -> Any:
+    def load(source: Any, *, torch_dtypes: torch.dtype) -> Any:
         checkpoint = single_file.load_single_file_checkpoint(str(source.path))
         return SimpleNamespace(components={"transformer": read(checkpoint, torch_dtypes)})
 
     monkeypatch.setattr(single_files, "load_pipeline", load)  # the file has a transformer alone
-    rows = trace_rows(resolve_source(source), folder)
+    rows = trace_rows(resolve_source(source, config=folder))
     assert (rows.strange, rows.find_unread()) == ({"transformer": ()}, ())
     folds = {
         "transformer_blocks.0.attn.to_k.weight": -3,
@@ -645,7 +652,7 @@ def test_an_effect_beyond_the_limit_is_refused(
         f"generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []
-    record = convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"], allow_eps=True)
+    record = convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"], allow=["eps"])
     assert next(e.effect for e in record.components if e.component == "unet") == 0.25
 
 
@@ -718,7 +725,7 @@ def test_what_convert_did_not_write_is_never_replaced(
          "written are apart. Give another place."),
     ):  # fmt: skip
         with pytest.raises(OutputError) as caught:
-            convert(folder, place, plan, force=True)
+            convert(folder, place, plan, allow=["overwrite"])
         assert str(caught.value) == message
     with pytest.raises(OptionError, match=r"is a single file and .* is a folder\. A single file"):
         convert(folder, tmp_path / "out.safetensors", plan)
@@ -740,7 +747,7 @@ def test_force_replaces_what_convert_wrote(
         convert_made("sd", folder, out, plan, leave=leave)
     link.symlink_to(out)
     before = (out / "model_index.json").stat().st_ino
-    convert_made("sd", folder, link, plan, leave=leave, force=True)
+    convert_made("sd", folder, link, plan, leave=leave, allow=["overwrite"])
     assert (out / "model_index.json").stat().st_ino != before
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "out"]
@@ -761,7 +768,7 @@ def test_force_spares_what_was_put_there(
     else:
         (out / name).write_text("mine")
     with pytest.raises(OutputError) as caught:
-        convert_made("sd", folder, out, plan, leave=leave, force=True)
+        convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
     assert f"a folder with files that convert did not write so: {name}." in str(caught.value)
     assert (out / name).is_dir() or (out / name).read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -787,7 +794,7 @@ def test_force_spares_sources_and_plans_inside(
         (folder, out / "plan.json", out / "plan.json"),
     ):
         with pytest.raises(OutputError, match=r"OUT .* holds .*, which is read") as caught:
-            convert(source, out, given, leave=leave, force=True)
+            convert(source, out, given, leave=leave, allow=["overwrite"])
         assert str(named) in str(caught.value) or "diffusion_pytorch_model" in str(caught.value)
     assert (out / "unet" / "config.json").is_file()
 
@@ -808,7 +815,7 @@ def test_what_comes_into_out_meanwhile_stays(
 
     monkeypatch.setattr(convert_module, "copy_descriptions", come)
     with pytest.raises(OutputError) as caught:
-        convert_made("sd", folder, out, plan, leave=leave, force=True)
+        convert_made("sd", folder, out, plan, leave=leave, allow=["overwrite"])
     assert str(caught.value) == (
         f"The output {out} could not be put into its place: The output {out} would replace a folder "
         f"with files that convert did not write so: mine. It is whole, and was kept as {out}-2. "

@@ -74,9 +74,8 @@ def plan_of() -> Callable[[str], tuple[Any, Plan]]:
         if name not in made:
             pipe = build(name)
             with assert_untouched(pipe):
-                plan = make_plan(
-                    pipe, prompts=["a red train"], steps=2, request=Request(**SIZES[name])
-                )
+                request = Request(**SIZES[name], steps=2)
+                plan = make_plan(pipe, prompts=["a red train"], request=request)
             made[name] = pipe, plan
         return made[name]
 
@@ -146,8 +145,8 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
     takes_video = name in ("cogvideox-video", "control")
     frames = {} if takes_video else {"frames": 9 if name == "cogvideox" else 17}
     height = 32 if name == "cogvideox-image" else 16
-    wanted = Request(height=height, width=32, **frames)
-    plan = make_plan(pipe, prompts=["a red train"], steps=2, request=wanted)
+    wanted = Request(height=height, width=32, steps=2, **frames)
+    plan = make_plan(pipe, prompts=["a red train"], request=wanted)
     entry = next(x for x in plan.components if x.component == "transformer")
     assert (entry.precision, entry.scaling.fp32_modules) == ("fp16", ())
 
@@ -158,7 +157,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
             frames=None if takes_video else frames,
             arguments={"output_type": "latent"},
         )
-        (request,) = list_requests(pipe, ["a ball"], 2, asked)
+        (request,) = list_requests(pipe, ["a ball"], dataclasses.replace(asked, steps=2))
         return torch.as_tensor(pipe(**build_arguments(pipe, request)).frames).float()
 
     sizes = [(9, 16, 32), (9, 32, 32), (9 if takes_video else 17, 48, 16)]  # a drawn video has 9
@@ -232,7 +231,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
 
     pipe.transformer.__class__ = Leaving
     pipe.vae.encoder.conv_in.bias.data[0] = float("nan")
-    plan = make_plan(pipe, prompts=["a ball"], steps=1)
+    plan = make_plan(pipe, prompts=["a ball"], request=Request(steps=1))
     planned = {entry.component: entry for entry in plan.components}
     assert {name: entry.precision for name, entry in planned.items()} == {
         "text_encoder": "fp16",
@@ -299,7 +298,7 @@ def _generate(source: Path, clip: Path, precision: str) -> None:
 def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     """It says so, survives its file, is exact in fp32, finite and nearer in fp16, and comes off."""
     pipe = build("cogview3plus")
-    plan = make_plan(pipe, prompts=["a red train"], steps=1, residual="fp32")
+    plan = make_plan(pipe, prompts=["a red train"], residual="fp32", request=Request(steps=1))
     assert from_json(to_json(plan), Plan) == plan
     entry = next(x for x in plan.components if x.component == "transformer")
     assert entry.scaling.stream is not None

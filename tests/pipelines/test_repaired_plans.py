@@ -38,8 +38,8 @@ def make_pipeline() -> Any:
 @functools.cache
 def plan_pipeline() -> Plan:
     """A plan of that pipeline, made before anything overflows."""
-    request = Request(height=32, width=32)
-    return make_plan(make_pipeline(), prompts=["a"], steps=1, request=request)
+    request = Request(height=32, width=32, steps=1)
+    return make_plan(make_pipeline(), prompts=["a"], request=request)
 
 
 def quiet(text: str) -> None:
@@ -231,7 +231,7 @@ def test_a_repaired_run_is_as_near_to_fp32_as_a_planned_one() -> None:
     """What a guard finds in one failing call is about as good as a plan from many calls."""
     wide = testing.make_pipeline(NAME, overflow="transformer")
     reference = call_pipeline(wide, NAME)
-    plan = make_plan(wide, prompts=["a"], steps=2, request=Request(height=32, width=32))
+    plan = make_plan(wide, prompts=["a"], request=Request(height=32, width=32, steps=2))
     with guard(wide, plan) as planned:
         error = measure_error(call_pipeline(wide, NAME), reference)
     assert planned.repairs == ()

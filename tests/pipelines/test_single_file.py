@@ -121,9 +121,9 @@ def assert_equal_weights(pipe: Any, dtype: torch.dtype) -> None:
 
 def test_a_single_file_loads_with_a_local_configuration(file: Path, folder: Path) -> None:
     """Every weight is the one that was saved, and the tokenizer comes from the folder."""
-    source = resolve_source(file)
+    source = resolve_source(file, config=folder)
     verify_source(source)
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, config=folder)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32)
     assert_equal_weights(pipe, torch.float32)
     assert pipe.tokenizer("a b").input_ids == testing.make_pipeline("sd").tokenizer("a b").input_ids
 
@@ -131,7 +131,7 @@ def test_a_single_file_loads_with_a_local_configuration(file: Path, folder: Path
 def test_components_of_a_single_file_have_their_own_precision(file: Path, folder: Path) -> None:
     """The VAE can stay in fp32 while the rest is in bf16."""
     dtypes = {"vae": torch.float32, "default": torch.bfloat16}
-    pipe = load_pipeline(resolve_source(file), torch_dtypes=dtypes, config=folder)
+    pipe = load_pipeline(resolve_source(file, config=folder), torch_dtypes=dtypes)
     assert (pipe.vae.dtype, pipe.unet.dtype) == (torch.float32, torch.bfloat16)
 
 
@@ -189,7 +189,7 @@ def test_a_single_file_that_lacks_weights_is_refused(
     part = tmp_path / "part.safetensors"
     save_file({name: tensors[name] for name in tensors if not name.startswith(lost)}, part)
     with pytest.raises(SourceError) as caught:
-        load_pipeline(resolve_source(part), torch_dtypes=torch.float16, config=folder)
+        load_pipeline(resolve_source(part, config=folder), torch_dtypes=torch.float16)
     assert str(caught.value).startswith(f"The weights in {part} do not fit their model: ")
     assert found in str(caught.value)
 
@@ -199,4 +199,4 @@ def test_the_configuration_needs_no_weights(file: Path, folder: Path, tmp_path: 
     bare = Path(shutil.copytree(folder, tmp_path / "bare"))
     for path in bare.rglob("*.safetensors"):
         path.unlink()
-    load_pipeline(resolve_source(file), torch_dtypes=torch.float16, config=bare)
+    load_pipeline(resolve_source(file, config=bare), torch_dtypes=torch.float16)

@@ -84,7 +84,9 @@ def test_a_plan_without_sizes_takes_them_and_gives_the_reason(
         return recorded
 
     monkeypatch.setattr(calibrated, "record_calls", note)
-    plan = calibrated.make_plan(testing.make_pipeline("sd"), prompts=["a"], steps=1)
+    plan = calibrated.make_plan(
+        testing.make_pipeline("sd"), prompts=["a"], request=Request(steps=1)
+    )
     assert shapes == [torch.Size((2, 2))]
     said = {entry.component for entry in plan.components if "Because." in entry.reasons}
     assert said == {"unet"}

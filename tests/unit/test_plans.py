@@ -18,11 +18,12 @@ from stopdown.comparison.records import Variant
 from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Callee
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
 from stopdown.plans import applier, calibrated, choice, exponents
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
-from stopdown.plans.precision import ComponentFacts, explain_plan
+from stopdown.plans.precision import ComponentFacts, explain_plan, parse_fp16
 from stopdown.records import (
     ComponentPlan,
     Plan,
@@ -209,9 +210,9 @@ def test_a_plan_for_another_checkpoint_or_version_is_refused(
 def test_only_fp16_needs_a_plan() -> None:
     """A plan for bf16 is refused with what to type instead, before anything is loaded."""
     with pytest.raises(OptionError, match="Only fp16 needs one"):
-        calibrated.make_plan("nowhere", precision="bf16")
+        parse_fp16("bf16", "A plan")
     with pytest.raises(OptionError, match="--steps 0 is less than 1"):
-        calibrated.make_plan("nowhere", steps=0)
+        calibrated.make_plan("nowhere", request=Request(steps=0))
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
             make_signature("ClassPipeline", "class_labels"),
             Request(),
             "ClassPipeline needs class_labels, and there is none. From Python: make_plan(pipe, "
-            'arguments={"class_labels": ...}).',
+            'prompts=[{"class_labels": ...}]).',
         ),
         (
             make_signature("SomeControlNetPipeline", **CONTROL),

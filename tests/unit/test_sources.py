@@ -610,10 +610,10 @@ def test_a_single_file_that_is_no_known_checkpoint(folder: Path) -> None:
 
 def test_a_single_file_for_a_class_that_has_no_such_form(folder: Path) -> None:
     """With the configuration of CogVideoX, the message says that a folder is needed."""
-    source = resolve_source(folder / TRANSFORMER)
-    assert read_error(
-        lambda: load_pipeline(source, torch_dtypes=torch.float32, config=folder)
-    ).startswith("Diffusers cannot make a CogVideoXPipeline from a single file.")
+    source = resolve_source(folder / TRANSFORMER, config=folder)
+    assert read_error(lambda: load_pipeline(source, torch_dtypes=torch.float32)).startswith(
+        "Diffusers cannot make a CogVideoXPipeline from a single file."
+    )
 
 
 def test_the_fingerprint_holds_what_configs_say(folder: Path) -> None:

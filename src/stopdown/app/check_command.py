@@ -106,7 +106,6 @@ def check(options: CheckOptions) -> CheckRecord:
         precision=options.precision,
         device=options.device,
         arguments=_read_sizes(options),
-        config=options.config,
         sums=options.sums,
     )
     prices = price_remedies(checked.seen, checked.profile) if checked.findings else ()
@@ -181,10 +180,10 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
 
-    source = resolve_source(options.source, revision=options.revision)
+    source = resolve_source(options.source, revision=options.revision, config=options.config)
     verify_source(source)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
-    return load_pipeline(source, torch_dtypes=dtypes, config=options.config)
+    return load_pipeline(source, torch_dtypes=dtypes)
 
 
 def _save(pipe: Any, folder: Path) -> None:

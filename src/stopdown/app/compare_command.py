@@ -152,21 +152,21 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     )
     numbered, bad = _read_prompts(options)
     from stopdown.comparison.matrix import compare as run_matrix
+    from stopdown.comparison.subjects import parse_precisions
+    from stopdown.pipelines.sources import resolve_source
     from stopdown.report.pages import render_comparison
 
+    parse_precisions(options.precisions)  # refused before a model is downloaded
+    source = resolve_source(options.source, revision=options.revision, config=options.config)
     with _held(folder):
         try:
             made = run_matrix(
-                options.source,
+                source,
                 numbered,
                 options.precisions,
                 request=request,
                 thresholds=_read_thresholds(options),
                 device=options.device,
-                revision=options.revision,
-                config=options.config,
-                bad_lines=bad,
-                command=describe_command(options),
                 folder=folder,
                 progress=display.progress,
             )
@@ -174,6 +174,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
             text = f"What is done is kept in {folder}: the same command goes on from there."
             display.announce(text)
             raise
+        made = dataclasses.replace(made, bad_lines=tuple(bad), command=describe_command(options))
         page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
         with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
             part.write_text(to_json(made), encoding="utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -87,18 +87,21 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     source = resolve_source(
         options.source,
         revision=options.revision,
+        config=options.config,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
+    allowed: dict[Literal["eps", "overwrite"], bool] = {
+        "eps": options.allow_eps,
+        "overwrite": options.force,
+    }
     return convert_module.convert(
         source,
         options.output,
         options.plan,
         leave=options.leave,
-        allow_eps=options.allow_eps,
-        force=options.force,
+        allow=[name for name, given in allowed.items() if given],
         device=options.device or "cpu",
         request=request,
-        config=options.config,
         progress=display.progress,
     )
 

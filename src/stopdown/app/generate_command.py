@@ -174,6 +174,7 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     source = resolve_source(
         options.source,
         revision=options.revision,
+        config=options.config,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     verify_source(source)
@@ -208,7 +209,6 @@ def _generate(
     chosen = select_pipeline(
         source,
         request,
-        config=options.config,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     loader = choose_loader(
@@ -218,12 +218,11 @@ def _generate(
         probe_formats(device),
         device,
         request=request,
-        config=chosen.folder,
         progress=display.progress,
     )
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
-        loaded = _load(loader, chosen.folder, options, display, stages)
+        loaded = _load(loader, options, display, stages)
         fitted = fit_run(loaded, request, device, options, display, stages, chosen.configs)
         offloader, request = fitted.offloader, fitted.request
         with offloader or contextlib.nullcontext():
@@ -339,7 +338,6 @@ def _measured(device: Device) -> Iterator[PeakMemory]:
 
 def _load(
     loader: Callable[..., Loaded],
-    described: Path,
     options: GenerateOptions,
     display: Display,
     stages: dict[str, float],
@@ -347,7 +345,6 @@ def _load(
     begun = time.perf_counter()
     loaded = loader(
         progress=lambda what, done, total: display.progress("load", what, done, total),
-        config=described,
         move=options.memory is None,
     )
     stages["load"] = time.perf_counter() - begun

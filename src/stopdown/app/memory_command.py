@@ -58,11 +58,13 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
     allowed = read_allowed(options.allow, options.memory)
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(str(options.memory), profile)
-    found = sources.resolve_source(options.source, revision=options.revision, with_weights=False)
+    found = sources.resolve_source(
+        options.source, revision=options.revision, config=options.config, with_weights=False
+    )
     if found.kind != "file":
         sources.verify_descriptions(found)
     with quiet_libraries():
-        source, _ = complete_source(found, config=options.config)
+        source = complete_source(found)
         ways = _list_ways(source, options.precision, profile)
         seen = Seen()
         tried = [_try_way(source, way, profile, options, request, display, seen) for way in ways]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,12 +152,14 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     """
     from stopdown.outputs import check_target, find_free
     from stopdown.plans.plan_files import describe_no_plan, write_plan
+    from stopdown.plans.precision import parse_fp16
     from stopdown.scaling import check_residual
     from stopdown.scaling.certificate import check_ranges
 
     check_residual(options.residual)
     check_ranges(options.ranges)
     _check_certify(options)
+    parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
     if output.suffix.lower() != ".json":
         raise OptionError(
@@ -173,6 +176,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     source = resolve_source(
         options.source,
         revision=options.revision,
+        config=options.config,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     verify_source(source)
@@ -182,14 +186,11 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     with quiet_libraries():
         made = make_plan(
             source,
-            precision=options.precision,
             device=options.device,
-            prompts=options.prompt,
-            steps=options.steps,
+            prompts=options.prompt or (),
             residual=options.residual,
             ranges=options.ranges,
-            request=request,
-            config=options.config,
+            request=dataclasses.replace(request, steps=options.steps),
             progress=display.progress,
         )
     return made, write_plan(made, output, numbered=options.output is None)

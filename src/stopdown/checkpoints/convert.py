@@ -18,10 +18,10 @@ import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,8 +87,7 @@ class _Work:
     """A checkpoint on its way to other files.
 
     Attributes:
-        source: complete, with its class and components.
-        described: folder of its configurations.
+        source: complete, with its class, its components and the folder of its configurations.
         pipe: the pipeline in fp32.
         plan: what belongs to it.
         leave: components that are written as they are stored.
@@ -98,7 +97,6 @@ class _Work:
     """
 
     source: Source
-    described: Path
     pipe: Any
     plan: Plan
     leave: tuple[str, ...]
@@ -113,11 +111,9 @@ def convert(
     plan: Plan | str | Path,
     *,
     leave: Sequence[str] = (),
-    allow_eps: bool = False,
-    force: bool = False,
+    allow: Collection[Literal["eps", "overwrite"]] = (),
     device: str = "cpu",
     request: Request | None = None,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Conversion:
     """Write a checkpoint so that programs without Stopdown run it in fp16 as its plan says.
@@ -127,13 +123,11 @@ def convert(
         output: a folder that does not exist or is empty, or for a single file a `.safetensors`.
         plan: of this checkpoint, or its path.
         leave: components that are written as they are stored.
-        allow_eps: write also where eps that no configuration sets change an output by more than
-            `EFFECT_LIMIT`.
-        force: replace what `convert` wrote at OUT before: a folder that holds its files and nothing
-            else, or a `.safetensors` file with its mark.
+        allow: `eps`: write also where eps that no configuration sets change an output by more than
+            `EFFECT_LIMIT`. `overwrite`: replace what `convert` wrote at OUT before, a folder that
+            holds its files and nothing else, or a `.safetensors` file with its mark.
         device: where components are run when their exponents are found anew.
         request: sizes, picture or video of those runs, as for `make_plan`.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
         progress: told of stage, what, done and total.
 
     Raises:
@@ -151,11 +145,11 @@ def convert(
     verify_source(found)
     target = Path(output)
     path = None if isinstance(plan, Plan) else plan
-    replaces = _check_target(found, target, path, force)
+    replaces = _check_target(found, target, path, "overwrite" in allow)
     with quiet_libraries():
-        work = _open(found, target, wanted, leave, device, request, config, progress)
-        _express_all(work, allow_eps, request or Request(), progress)
-        _refuse(work, allow_eps)
+        work = _open(found, target, wanted, leave, device, request, progress)
+        _express_all(work, "eps" in allow, request or Request(), progress)
+        _refuse(work, "eps" in allow)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
             if not work.is_file:
@@ -272,12 +266,11 @@ def _open(
     leave: Sequence[str],
     device: str,
     request: Request | None,
-    config: str | Path | None,
     progress: Progress | None,
 ) -> _Work:
     """The pipeline in fp32, after a look whether plan and options belong to it."""
     check_source(plan, source)
-    source, described = complete_source(source, config=config)
+    source = complete_source(source)
     chosen = choose_class(source.pipeline_class, request or Request())
     source = dataclasses.replace(source, pipeline_class=chosen)
     names = [entry.component for entry in plan.components]
@@ -293,13 +286,13 @@ def _open(
         _tell(progress, "load", what, done, total)
 
     where = choose_device(device)
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report, config=described)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
     if where.type != "cpu":
         pipe.to(where.torch_name)
     pipe.set_progress_bar_config(disable=True)
-    return _Work(source, described, pipe, plan, tuple(leave), target.suffix == ".safetensors")
+    return _Work(source, pipe, plan, tuple(leave), target.suffix == ".safetensors")
 
 
 def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
@@ -316,7 +309,9 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
     @functools.cache
     def record() -> Mapping[str, Sequence[RecordedCall]]:
-        requests = list_requests(work.pipe, work.plan.prompts or None, work.plan.steps, request)
+        requests = list_requests(
+            work.pipe, work.plan.prompts, dataclasses.replace(request, steps=work.plan.steps)
+        )
         return record_calls(work.pipe, requests, progress)
 
     for number, entry in enumerate(work.plan.components):
@@ -373,8 +368,8 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
     """Write everything; the tensors of a single file that Diffusers does not read come back."""
     if work.is_file:
         return _write_file(work, part, progress)
-    names = [name for name in work.source.components if (work.described / name).is_dir()]
-    copy_descriptions(work.described, part, names)
+    names = [name for name in work.source.components if (work.source.described / name).is_dir()]
+    copy_descriptions(work.source.described, part, names)
     for number, entry in enumerate(work.plan.components):
         _tell(progress, "write", entry.component, number, len(work.plan.components))
         if _is_left(work, entry):
@@ -446,7 +441,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
     folds = {name: found.scaling.exponents for name, found in work.expressed.items()}
     _tell(progress, "write", "names", 0, 2)
     try:
-        rows = trace_rows(work.source, work.described)
+        rows = trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
         entries = {MARK: f"{read_version('stopdown')} plan {work.plan.seal}"}

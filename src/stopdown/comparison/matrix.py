@@ -42,7 +42,6 @@ from stopdown.comparison.measures import (
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.records import (
-    BadLine,
     Cell,
     Comparison,
     Heat,
@@ -228,15 +227,9 @@ def compare(
     prompts: Sequence[str | Prompt],
     precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
     *,
-    steps: int | None = None,
-    seed: int | None = None,
     request: Request | None = None,
     thresholds: Thresholds | None = None,
     device: str = "auto",
-    revision: str | None = None,
-    config: str | Path | None = None,
-    bad_lines: Sequence[BadLine] = (),
-    command: str = "",
     folder: Path | None = None,
     progress: Callable[[str, str, int, int], None] | None = None,
 ) -> Comparison:
@@ -244,22 +237,17 @@ def compare(
 
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
-            Diffusers folder, single safetensors file or bundled model.
+            Diffusers folder, single safetensors file, bundled model, or `Source`.
         prompts: texts, or pairs of a line number and a text; one empty text for a pipeline that
             takes none.
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
             `plan`, a plan's file, `auto`, or by component: `transformer=bf16,vae=fp32`, in a text with
             others `transformer=bf16+vae=fp32`.
-        steps: denoising steps; None takes those of `request`, or the model's own.
-        seed: of the first prompt, each further one has the next; None takes that of `request`, or 0.
-        request: sizes, guidance and a picture or video to start from.
+        request: sizes, steps, guidance and a picture or video to start from; its seed is that of the
+            first prompt, each further one has the next.
         thresholds: what counts as the same picture.
         device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
-        revision: branch, tag or commit on the Hub.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
-        bad_lines: of the prompt file, for the record.
-        command: what repeats this, for the record.
         folder: where cells are kept until all is done, so that a second start goes on; None takes
             one that is removed at the end.
         progress: told of stage, what, done and total.
@@ -272,11 +260,6 @@ def compare(
     """
     names = parse_precisions(precisions)
     asked = request or Request()
-    asked = dataclasses.replace(
-        asked,
-        steps=asked.steps if steps is None else steps,
-        seed=asked.seed if seed is None else seed,
-    )
     limits = thresholds or Thresholds()
     numbered = _number_prompts(prompts)
     told = progress or (lambda stage, what, done, total: None)
@@ -285,9 +268,7 @@ def compare(
         if folder is None:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="stopdown-compare-"))
             folder = Path(made)
-        subject = describe_subject(
-            pipe_or_source, first, device=device, revision=revision, config=config, progress=told
-        )
+        subject = describe_subject(pipe_or_source, first, device=device, progress=told)
         stack.callback(subject.close)
         needs_clamp = any(map(keeps_clamps, subject.classes))
         place = folder / _sign_request(subject, asked, limits, names, len(numbered))
@@ -296,20 +277,14 @@ def compare(
         matrix = _Matrix(subject, asked, numbered, names, limits, place, told, ranked)
         matrix.read_variants()
         kept = matrix.run()
-        return _conclude(matrix, kept, bad_lines, command, needs_clamp)
+        return _conclude(matrix, kept, needs_clamp)
 
 
 def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
     return [(i, x) if isinstance(x, str) else x for i, x in enumerate(prompts, 1)]
 
 
-def _conclude(
-    matrix: _Matrix,
-    kept: Sequence[_Kept],
-    bad_lines: Sequence[BadLine],
-    command: str,
-    needs_clamp: bool,
-) -> Comparison:
+def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comparison:
     rows, subject = [entry.row for entry in kept], matrix.subject
     variants = []
     for name in matrix.names:
@@ -326,7 +301,7 @@ def _conclude(
         fingerprint=subject.fingerprint,
         pipeline=subject.pipeline,
         request=describe_request(matrix.request),
-        command=command,
+        command="",
         device=str(subject.device),
         device_reason=subject.device.reason,
         machine=describe_machine(),
@@ -338,7 +313,7 @@ def _conclude(
         reasons=tuple(compare_pairs(rows, matrix.names)),
         variants=tuple(variants),
         rows=tuple(rows),
-        bad_lines=tuple(bad_lines),
+        bad_lines=(),
         peak_source=next((entry.peak_source for entry in kept if entry.peak_source), ""),
         elapsed_s=sum(entry.elapsed_s for entry in kept),
     )

@@ -222,15 +222,13 @@ def describe_subject(
     request: Request,
     *,
     device: str = "auto",
-    revision: str | None = None,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Subject:
     """What is to be compared, before anything is loaded.
 
     Args:
         given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
-            folder, single safetensors file or bundled model.
+            folder, single safetensors file, bundled model, or `Source`.
         request: of the runs.
 
     Raises:
@@ -240,10 +238,10 @@ def describe_subject(
     if not isinstance(given, (str, Path, Source)):
         return _describe_pipe(given, request, progress)
     target = choose_device(device)
-    source = given if isinstance(given, Source) else resolve_source(given, revision=revision)
+    source = given if isinstance(given, Source) else resolve_source(given)
     verify_source(source)
-    chosen = select_pipeline(source, request, config=config)
-    source, described = chosen.source, chosen.folder
+    chosen = select_pipeline(source, request)
+    source = chosen.source
     facts, supports = gather_facts(source, chosen.configs), probe_formats(target)
     return Subject(
         source.name,
@@ -251,44 +249,38 @@ def describe_subject(
         source.pipeline_class,
         target,
         tuple(class_name for _, class_name in source.components.values()),
-        partial(_open_source, source, described, facts, supports, target, request),
+        partial(_open_source, source, facts, supports, target, request),
         partial(
             make_plan,
             source,
             device=target.torch_name,
             request=request,
-            config=described,
             progress=progress,
         ),
-        partial(_open_planned_source, source, described, facts, target),
+        partial(_open_planned_source, source, facts, target),
     )
 
 
 def _open_source(
     source: Source,
-    described: Path,
     facts: list[ComponentFacts],
     supports: Mapping[str, Support],
     device: Device,
     request: Request,
     precision: str,
 ) -> tuple[Any, tuple[Decision, ...]]:
-    loader = choose_loader(
-        source, precision, facts, supports, device, request=request, config=described
-    )
-    loaded = loader(config=described)
+    loaded = choose_loader(source, precision, facts, supports, device, request=request)()
     return loaded.pipe, loaded.decisions
 
 
 def _open_planned_source(
     source: Source,
-    described: Path,
     facts: list[ComponentFacts],
     device: Device,
     plan: Plan,
     name: str,
 ) -> tuple[Any, tuple[Decision, ...]]:
-    loaded = load_planned(source, plan, Path(name).name, facts, device, config=described)
+    loaded = load_planned(source, plan, Path(name).name, facts, device)
     return loaded.pipe, loaded.decisions
 
 

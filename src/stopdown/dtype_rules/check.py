@@ -115,16 +115,18 @@ def inspect_pipeline(
         found = pipe_or_source
         source = found if isinstance(found, Source) else find_source(found, config)
         checked = _check_source(source, asked, device, arguments)
-        return _add_sums(checked, _load_wide(source, config), arguments) if sums else checked
+        return _add_sums(checked, _load_wide(source), arguments) if sums else checked
     checked = _check_live(pipe_or_source, asked, device, arguments)
     return _add_sums(checked, pipe_or_source, arguments) if sums else checked
 
 
-def _load_wide(source: Source, config: str | Path | None) -> Any:
+def _load_wide(source: Source) -> Any:
     """A source with its weights, in fp32, where `auto` would run it."""
-    whole = sources.resolve_source(source.name, revision=source.revision or None)
+    whole = sources.resolve_source(
+        source.name, revision=source.revision or None, config=source.config
+    )
     sources.verify_source(whole)
-    pipe = load_pipeline(whole, torch_dtypes=torch.float32, config=config)
+    pipe = load_pipeline(whole, torch_dtypes=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(find_target()[0].torch_name)
 
@@ -149,12 +151,12 @@ def find_source(
     Raises:
         SourceError: there is none, or it asks for code of its own.
     """
-    source = sources.resolve_source(name, revision=revision, with_weights=False)
+    source = sources.resolve_source(name, revision=revision, config=config, with_weights=False)
     if source.kind != "file":
         sources.verify_descriptions(source)
         return source
-    described, folder = complete_source(source, config=config)
-    return dataclasses.replace(described, path=folder)  # `name` still tells the file
+    source = complete_source(source)
+    return dataclasses.replace(source, path=source.described)  # `name` still tells the file
 
 
 def _check_live(

@@ -29,7 +29,7 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
     """Bytes that an operation takes beside its output while it runs; 0 where nothing is known."""
     if func is not torch.ops.aten.convolution.default or args[0].device.type != "cpu":
         return 0
-    backend = str(_select_backend(*args))
+    backend = str(_select_backend(args))
     if args[6]:
         return 0
     if "Slow" in backend:
@@ -37,17 +37,9 @@ def count_workspace(func: Any, args: Any, output: Any) -> int:
     return _count_blocks(args[0], args[1], output) if "Mkldnn" in backend else 0
 
 
-def _select_backend(
-    given: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    transposed: bool,
-    output_padding: list[int],
-    groups: int,
-) -> Any:
+def _select_backend(args: Any) -> Any:
+    """The implementation that PyTorch takes for the arguments of `aten.convolution`."""
+    given, weight, bias, stride, padding, dilation, transposed, output_padding, groups = args
     return torch._C._select_conv_backend(
         given,
         weight,

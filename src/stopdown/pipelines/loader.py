@@ -50,7 +50,6 @@ def load_pipeline(
     source: Source,
     *,
     torch_dtypes: Dtypes,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Any:
     """The Diffusers pipeline of a source, on the CPU, in evaluation mode.
@@ -58,8 +57,6 @@ def load_pipeline(
     Args:
         source: what `resolve_source` gave, and `verify_source` let pass.
         torch_dtypes: dtype of each component.
-        config: for a single file, the Diffusers folder or Hub id of its configuration; without it
-            the one that Diffusers knows for this kind of checkpoint is downloaded.
         progress: called with the component, its bytes loaded so far and the bytes in all.
 
     Raises:
@@ -67,32 +64,32 @@ def load_pipeline(
     """
     with quiet_libraries():
         if source.kind == "file":
-            return _load_single_file(source, torch_dtypes, config, progress)
+            return _load_single_file(source, torch_dtypes, progress)
         return _load_folder(source, torch_dtypes, progress)
 
 
-def complete_source(
-    source: Source, *, config: str | Path | None = None, progress: Progress | None = None
-) -> tuple[Source, Path]:
-    """The source with its pipeline class and components, and the folder that describes them.
+def complete_source(source: Source, *, progress: Progress | None = None) -> Source:
+    """The source with its pipeline class and components, and with the folder that describes them.
 
     A single file holds weights only: its class and components come from a configuration elsewhere.
 
     Args:
         source: what `resolve_source` gave.
-        config: for a single file, as in `load_pipeline`.
         progress: called with the bytes received.
 
     Raises:
         SourceError: a single file cannot be identified, or its configuration cannot be read.
     """
     if source.kind != "file":
-        return source, source.path
-    found = _find_configuration(source, config, progress)
+        return source
+    found = _find_configuration(source, progress)
     verify_descriptions(found)
     return dataclasses.replace(
-        source, pipeline_class=found.pipeline_class, components=found.components
-    ), found.path
+        source,
+        pipeline_class=found.pipeline_class,
+        components=found.components,
+        config=found.path,
+    )
 
 
 def _load_folder(source: Source, dtypes: Dtypes, progress: Progress | None) -> Any:
@@ -310,12 +307,10 @@ def _build_pipeline(source: Source, components: dict[str, Any]) -> Any:
         )
 
 
-def _load_single_file(
-    source: Source, dtypes: Dtypes, config: str | Path | None, progress: Progress | None
-) -> Any:
+def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None) -> Any:
     import diffusers
 
-    described = _find_configuration(source, config, progress)
+    described = _find_configuration(source, progress)
     verify_descriptions(described)
     class_name = source.pipeline_class or described.pipeline_class
     pipeline_class = getattr(diffusers, class_name)
@@ -355,11 +350,9 @@ def _check_filled(module: torch.nn.Module, path: Path) -> None:
         raise _describe_misfit(path, type(module).__name__, f"they lack {list_some(empty)}")
 
 
-def _find_configuration(
-    source: Source, config: str | Path | None, progress: Progress | None
-) -> Source:
+def _find_configuration(source: Source, progress: Progress | None) -> Source:
     """The Diffusers folder that describes a single file: configurations and tokenizers."""
-    where = config if config is not None else _identify_checkpoint(source)
+    where = _identify_checkpoint(source) if source.config is None else source.config
     if Path(where).expanduser().is_dir():
         return resolve_source(Path(where))
     try:

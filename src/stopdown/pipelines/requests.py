@@ -314,7 +314,7 @@ def _say_how(pipeline_class: type, arguments: list[str]) -> str:
     others = ", ".join(f'"{x}": ...' for x in arguments if not _find_flag(pipeline_class, x))
     said = [f"Add {' '.join(flags)} to the command."] if flags else []
     if others:
-        said.append(f"From Python: make_plan(pipe, arguments={{{others}}}).")
+        said.append(f"From Python: make_plan(pipe, prompts=[{{{others}}}]).")
     return " ".join(said)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
@@ -20,12 +19,10 @@ class Selection:
 
     Attributes:
         source: its pipeline class is the one that was chosen.
-        folder: describes it; for a single file another one's.
         configs: of its components, by name.
     """
 
     source: Source
-    folder: Path
     configs: dict[str, dict[str, Any]]
 
     def check_request(self, request: Request) -> None:
@@ -45,25 +42,23 @@ def select_pipeline(
     source: Source,
     request: Request,
     *,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Selection:
     """The class that serves a request, and what describes it.
 
     Args:
         source: what `resolve_source` gave.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
         progress: called with the bytes received.
 
     Raises:
         SourceError: a single file cannot be identified, or its configuration cannot be read.
         OptionError: as `Selection.check_request`.
     """
-    found, folder = complete_source(source, config=config, progress=progress)
+    found = complete_source(source, progress=progress)
     chosen = choose_class(found.pipeline_class, request)
     found = dataclasses.replace(found, pipeline_class=chosen)
-    configs = read_configs(folder)
+    configs = read_configs(found.described)
     known = {name: configs[name] for name in found.components if name in configs}
-    selection = Selection(found, folder, known)
+    selection = Selection(found, known)
     selection.check_request(request)
     return selection

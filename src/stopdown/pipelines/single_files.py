@@ -72,7 +72,7 @@ class Rows:
         )
 
 
-def trace_rows(source: Source, config: str | Path | None = None) -> Rows:
+def trace_rows(source: Source) -> Rows:
     """Follow the rows of a single file through Diffusers' converter.
 
     Raises:
@@ -92,8 +92,8 @@ def trace_rows(source: Source, config: str | Path | None = None) -> Rows:
         raise ScalingError(
             f"{source.path} has {last} rows.", expected=f"Up to {MOST_ROWS} can be followed."
         )
-    up = _load_numbered(source, config, tensors, starts, 0)
-    down = _load_numbered(source, config, tensors, starts, last + 1)
+    up = _load_numbered(source, tensors, starts, 0)
+    down = _load_numbered(source, tensors, starts, last + 1)
     strange = {
         component: tuple(
             name
@@ -107,7 +107,6 @@ def trace_rows(source: Source, config: str | Path | None = None) -> Rows:
 
 def _load_numbered(
     source: Source,
-    config: str | Path | None,
     tensors: Mapping[str, StoredTensor],
     starts: Mapping[str, int],
     counted_from: int,
@@ -123,7 +122,7 @@ def _load_numbered(
 
     with Patches() as patches:
         patches.set_attribute(loader, "load_single_file_checkpoint", read)
-        pipe = load_pipeline(source, torch_dtypes=torch.float32, config=config)
+        pipe = load_pipeline(source, torch_dtypes=torch.float32)
     return {name: _list_stored(module) for name, module in find_components(pipe).items()}
 
 

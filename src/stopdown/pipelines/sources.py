@@ -12,6 +12,7 @@ that ask for code, or for more than a model has.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import hashlib
@@ -67,6 +68,8 @@ class Source:
         pipeline_class: name of its Diffusers class; empty for a single file.
         components: name → (library, class); empty for a single file.
         revision: commit on the Hub; empty otherwise.
+        config: of a single file: Diffusers folder or Hub id with its configurations; None for the one
+            that Diffusers knows for this kind of checkpoint.
     """
 
     name: str
@@ -75,6 +78,12 @@ class Source:
     pipeline_class: str = ""
     components: dict[str, tuple[str, str]] = field(default_factory=dict)
     revision: str = ""
+    config: str | Path | None = None
+
+    @property
+    def described(self) -> Path:
+        """Folder of its configurations; of a single file, once `complete_source` has found it."""
+        return Path(self.config) if self.kind == "file" and self.config else self.path
 
 
 @dataclass(frozen=True)
@@ -97,6 +106,7 @@ def resolve_source(
     source: str | Path,
     *,
     revision: str | None = None,
+    config: str | Path | None = None,
     progress: Progress | None = None,
     with_weights: bool = True,
 ) -> Source:
@@ -107,6 +117,7 @@ def resolve_source(
     Args:
         source: bundled name, folder, `.safetensors` file or Hub id.
         revision: branch, tag or commit of a Hub id.
+        config: for a single file, a Diffusers folder or Hub id with its configurations.
         progress: called with the bytes received.
         with_weights: False leaves the weights of a Hub id where they are.
 
@@ -126,7 +137,7 @@ def resolve_source(
     if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
         return _read_folder(text, path, "folder")
     if os.path.exists(path):
-        return _read_file(text, path)
+        return dataclasses.replace(_read_file(text, path), config=config)
     if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
         return _resolve_hub(text, revision, progress, with_weights)
     raise _describe_unknown(text)

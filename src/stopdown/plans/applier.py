@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -318,7 +317,6 @@ def load_planned(
     device: Device,
     *,
     progress: Callable[[str, int, int], None] | None = None,
-    config: str | Path | None = None,
     move: bool = True,
 ) -> Loaded:
     """Load a checkpoint in fp32, put its plan on, and move it to a device.
@@ -334,7 +332,7 @@ def load_planned(
         SourceError: the weights do not fit their model.
     """
     check_source(plan, source)
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress, config=config)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress)
     _refuse(plan, list(_compare_components(pipe, plan)))
     off = {entry.component: Patches() for entry in plan.components}
     for entry in plan.components:

@@ -27,7 +27,7 @@ import torch
 from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.memory.affordable_size import choose_size
-from stopdown.number_formats import FORMATS, name_dtype
+from stopdown.number_formats import FP16, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, read_precisions
 from stopdown.pipelines.loader import complete_source, load_pipeline
@@ -47,12 +47,15 @@ from stopdown.pipelines.sources import (
 from stopdown.plans.call_recorder import PROMPTS, Progress, RecordedCall, record_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
-from stopdown.plans.precision import ComponentFacts, choose_precision, parse_fp16
+from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import describe_trial, read_headroom
 from stopdown.scaling.weights import find_quantised
+
+STEPS = 4
+"""Denoising steps of a measured run, where a request names none."""
 
 SAMPLES = 16
 """Values of each tensor that tell one checkpoint from another."""
@@ -72,16 +75,11 @@ class _Opened:
 def make_plan(
     pipe_or_source: Any,
     *,
-    precision: str = "fp16",
-    device: str | None = None,
-    prompts: Sequence[str] | None = None,
-    steps: int = 4,
+    prompts: Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     ranges: str | None = None,
     request: Request | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    calls: Sequence[Mapping[str, Any]] = (),
-    config: str | Path | None = None,
+    device: str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """How each component of a checkpoint is to run in fp16, with the reasons.
@@ -89,28 +87,24 @@ def make_plan(
     Args:
         pipe_or_source: a Diffusers pipeline, which is measured where it is and left as it was; or a
             Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
-        precision: `fp16`.
-        device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds
-            the pipeline in fp32.
-        prompts: what to measure; None takes `PROMPTS`.
-        steps: denoising steps of each run; the first, middle and last are measured.
+        prompts: what to measure, one run each: texts, or arguments of the pipeline's call by its own
+            names (a `mask_image`, `prompt_embeds`); `PROMPTS` where there are none.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
             allows it, beside fp16 matrix products; None and `native` leave it as it is.
         ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
             can; `auto` takes bounds where they cost nothing, and measures with room where they
             are too loose. None is `measured`.
-        request: sizes, guidance, picture, mask or video of the runs; None leaves the model's
-            defaults, and draws what the pipeline cannot do without. Where no size is asked for, the
-            configs' own is taken if the default is far beyond it, and a smaller one if a run in fp32
-            would not fit into memory.
-        arguments: of the pipeline's call in every run, by its own names, as in `check`: a
-            `mask_image`, `strength`, `prompt_embeds`.
-        calls: such arguments of each run, instead of prompts.
-        config: for a single file, a Diffusers folder or Hub id with its configs.
+        request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
+            leaves the model's defaults, and draws what the pipeline cannot do without. The first,
+            middle and last of `STEPS` steps are measured, unless it names others. Where no size is
+            asked for, the configs' own is taken if the default is far beyond it, and a smaller one if
+            a run in fp32 would not fit into memory.
+        device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds
+            the pipeline in fp32.
         progress: told of stage, what, done and total.
 
     Raises:
-        OptionError: the precision is none that needs a plan; an option does not fit the pipeline.
+        OptionError: an option is unknown, or does not fit the pipeline.
         SourceError: the model is missing, damaged or refused.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
@@ -121,14 +115,14 @@ def make_plan(
     many forwards again as were kept.
     """
     started = time.perf_counter()
-    wanted = parse_fp16(precision, "A plan")
-    options = (wanted, check_residual(residual), check_ranges(ranges))
+    options = (check_residual(residual), check_ranges(ranges))
+    given = request or Request()
+    steps = STEPS if given.steps is None else given.steps
     if steps < 1:
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
-    given = request or Request()
-    given = dataclasses.replace(given, arguments={**given.arguments, **(arguments or {})})
-    opened = _open(pipe_or_source, device, given, config, progress)
-    requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, steps, given, calls))
+    given = dataclasses.replace(given, steps=steps)
+    opened = _open(pipe_or_source, device, given, progress)
+    requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, given))
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = record_calls(opened.pipe, requests, progress)
@@ -140,7 +134,7 @@ def make_plan(
             source=opened.name,
             fingerprint=opened.fingerprint,
             pipeline=type(opened.pipe).__name__,
-            precision=wanted,
+            precision=FP16.name,
             versions=read_class_versions(),
             components=components,
             prompts=tuple(r.prompt for r in requests if r.prompt is not None),
@@ -155,7 +149,6 @@ def _open(
     given: Any,
     device: str | None,
     request: Request,
-    config: str | Path | None,
     progress: Progress | None,
 ) -> _Opened:
     if not isinstance(given, (str, Path, Source)):
@@ -166,7 +159,7 @@ def _open(
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
-    source, described = complete_source(source, config=config)
+    source = complete_source(source)
     chosen = choose_class(source.pipeline_class, request)
     source = dataclasses.replace(source, pipeline_class=chosen)
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
@@ -175,7 +168,7 @@ def _open(
         if progress is not None:
             progress("load", what, done, total)
 
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report, config=described)
+    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report)
     where = _choose_place(pipe, device)
     if where.type != "cpu":
         pipe.to(where.torch_name)
@@ -201,31 +194,32 @@ def _choose_place(pipe: Any, device: str | None) -> Device:
 
 def list_requests(
     pipe: Any,
-    prompts: Sequence[str] | None,
-    steps: int,
+    prompts: Sequence[str | Mapping[str, Any]],
     given: Request,
-    calls: Sequence[Mapping[str, Any]] = (),
 ) -> list[Request]:
-    """One request for each prompt or call; a drawn picture, mask or video where one is needed."""
+    """One request for each prompt; a drawn picture, mask or video where one is needed.
+
+    Args:
+        prompts: texts or arguments of the call, as for `make_plan`.
+    """
     needed = list_needed_fields(type(pipe))
     drawn: dict[str, Any] = {
         name: draw()
         for name, draw in _DRAWN.items()
         if name in needed and getattr(given, name) is None
     }
-    base = dataclasses.replace(given, steps=steps, **drawn)
-    if calls:
-        return [
-            dataclasses.replace(base, seed=given.seed + i, arguments={**given.arguments, **call})
-            for i, call in enumerate(calls)
-        ]
-    if "prompt" not in needed or given.arguments.keys() & {"prompt", "prompt_embeds"}:
+    base = dataclasses.replace(given, **drawn)
+    has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
+    if not has_prompt and all(isinstance(one, str) for one in prompts):
         return [dataclasses.replace(base, prompt=None)]
-    texts = list(prompts) if prompts else [given.prompt] if given.prompt else []
-    texts += [text for text in PROMPTS if not prompts]
+    named = [given.prompt] if given.prompt else []
     return [
-        dataclasses.replace(base, prompt=text, seed=given.seed + number)
-        for number, text in enumerate(texts)
+        dataclasses.replace(base, prompt=one, seed=given.seed + number)
+        if isinstance(one, str)
+        else dataclasses.replace(
+            base, seed=given.seed + number, arguments={**given.arguments, **one}
+        )
+        for number, one in enumerate(prompts or (*named, *PROMPTS))
     ]
 
 
@@ -287,7 +281,7 @@ def _plan_components(
     opened: _Opened,
     recorded: Mapping[str, Sequence[RecordedCall]],
     prompts: int,
-    wanted: tuple[str, str, str],
+    wanted: tuple[str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
     modules = find_components(opened.pipe)
@@ -306,7 +300,6 @@ def _plan_component(
     name: str,
     module: torch.nn.Module,
     calls: Sequence[RecordedCall],
-    precision: str,
     residual: str,
     ranges: str,
 ) -> ComponentPlan:
@@ -317,12 +310,11 @@ def _plan_component(
     if not any(not call.made_up for call in calls):
         why = "The pipeline did not call it while it was measured."
         return _fall_back(opened, bare, why)
-    dtype = FORMATS[precision].torch_dtype
     try:
-        scaling, notes = scale_component(module, calls, dtype, residual, ranges)
+        scaling, notes = scale_component(module, calls, FP16.torch_dtype, residual, ranges)
     except Exception as error:  # whatever a model's code does: it falls back, and the plan says why
         return _fall_back(opened, bare, describe_failure(error))
-    return describe_scaling(bare, scaling, precision, len(calls), notes)
+    return describe_scaling(bare, scaling, FP16.name, len(calls), notes)
 
 
 def _fall_back(opened: _Opened, bare: ComponentPlan, why: str) -> ComponentPlan:

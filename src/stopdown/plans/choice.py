@@ -37,10 +37,9 @@ def choose_loader(
     device: Device,
     *,
     request: Request | None = None,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Callable[..., Loaded]:
-    """What loads a source in the precision that was asked for: call it with `progress`, `config`.
+    """What loads a source in the precision that was asked for: call it with `progress`.
 
     Args:
         precision: `auto`, a precision, a list by component, or a plan's path that ends in `.json`.
@@ -57,7 +56,6 @@ def choose_loader(
         supports,
         device,
         request=request,
-        config=config,
         progress=progress,
     )
     if chosen is not None:
@@ -73,7 +71,6 @@ def choose_plan(
     device: Device,
     *,
     request: Request | None = None,
-    config: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Chosen | None:
     """The plan that was named, or that `auto` wants on this device; None when there is none.
@@ -93,7 +90,7 @@ def choose_plan(
         return None
     plan = read_cached_plan(fingerprint(source))
     if plan is None:
-        plan = make_plan(source, request=request, config=config, progress=progress)
+        plan = make_plan(source, request=request, progress=progress)
         try:
             write_cached_plan(plan)
         except OutputError as error:

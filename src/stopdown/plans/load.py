@@ -57,15 +57,15 @@ def load(
     """
     asked = write_request(precision)
     target = choose_device(str(device))
-    found = resolve_source(source, revision=revision)
+    found = resolve_source(source, revision=revision, config=config)
     verify_source(found)
     with quiet_libraries():
-        found, described = complete_source(found, config=config)
+        found = complete_source(found)
         _check_parts(parts, found.components)
-        facts = gather_facts(found, read_configs(described))
+        facts = gather_facts(found, read_configs(found.described))
         supports = probe_formats(target)
-        loader = choose_loader(found, asked, facts, supports, target, config=described)
-        loaded = loader(config=described)
+        loader = choose_loader(found, asked, facts, supports, target)
+        loaded = loader()
         loaded.pipe.register_modules(**parts)
     loaded.pipe.stopdown_decisions = loaded.decisions
     return loaded.pipe

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stopdown.environment import Device, Support
@@ -107,7 +106,6 @@ def load_decided(
     device: Device,
     *,
     progress: Progress | None = None,
-    config: str | Path | None = None,
     move: bool = True,
 ) -> Loaded:
     """Load a pipeline as decided and move it to a device.
@@ -126,7 +124,7 @@ def load_decided(
         name: FORMATS[precision].torch_dtype
         for name, precision in widest_by_component(decisions).items()
     }
-    pipe = load_pipeline(source, torch_dtypes=widest, progress=progress, config=config)
+    pipe = load_pipeline(source, torch_dtypes=widest, progress=progress)
     decisions = tuple(d for d in decisions if _name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
     patches = Patches()

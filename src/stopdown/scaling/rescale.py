@@ -28,17 +28,16 @@ def rescale_(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    dtype: torch.dtype = torch.float16,
     calls: Sequence[Call] = (),
     residual: str | None = None,
     ranges: str | None = None,
     verify: bool = True,
     cast: bool = False,
 ) -> Rescaling:
-    """Fold exponents into a module so that these calls run in `dtype` without overflow.
+    """Fold exponents into a module so that these calls run in fp16 without overflow.
 
     The module's function stays what it was, to the last bit in fp32; no dtype changes. So the whole way is
-    `rescale_`, then `cast_`, then a call in `dtype`:
+    `rescale_`, then `cast_`, then a call in fp16:
 
         rescaling = rescale_(transformer, (), call)
         cast_(transformer, torch.float16, rescaling)
@@ -51,9 +50,8 @@ def rescale_(
         args: positional arguments of a call of the module itself.
         kwargs: its keyword arguments.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
-        dtype: what the module is to run in.
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
-            in `dtype`; where its architecture does not allow it, `.residual` of the result is
+            in fp16; where its architecture does not allow it, `.residual` of the result is
             `native`, and its scaling's `note` says why. None is `native`.
         ranges: `measured` trusts these calls; `bound` takes ranges that hold for every input where
             there are some, and `.certified` is True when there are for every fp16 value; `auto` takes
@@ -66,14 +64,14 @@ def rescale_(
 
     Raises:
         CaptureError: the code cannot be traced.
-        TrialError: cast to `dtype`, a call raises, or returns NaN, Inf, other shapes or other values.
+        TrialError: cast to fp16, a call raises, or returns NaN, Inf, other shapes or other values.
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
             named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
             not changed.
         OptionError: there is no call; the residual is none of `RESIDUALS`, the ranges none of theirs.
 
     Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
-    in bf16 and one in `dtype`; both casts hold a second copy of the weights.
+    in bf16 and one in fp16; both casts hold a second copy of the weights.
     """
     refuse_quantised(module)
     check_weights(module)
@@ -87,11 +85,12 @@ def rescale_(
             remedy="Give its arguments, rescale_(module, args, kwargs), or calls=[(module, args, kwargs)].",
         )
     stream, basis = check_residual(residual), check_ranges(ranges)
-    scaling = scale_calls(module, [[x] for x in given], dtype, stream, basis, verify=verify)
+    kinds = [[x] for x in given]
+    scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
     rescaling = fold_scaling(module, scaling)
     check_casts(rescaling)
     if cast:
-        cast_(module, dtype, rescaling)
+        cast_(module, torch.float16, rescaling)
     return rescaling
 
 
