@@ -140,7 +140,7 @@ def _open_case(
     pipe = testing.make_pipeline(case.pipeline, dtype=dtype)
     call_pipeline(pipe, case.pipeline, steps=STEPS)
     callees = find_callees(pipe)
-    module = next(find_module(callee) for callee in callees if callee.component == case.component)
+    module = next(find_module(callee) for callee in callees if callee.name == case.component)
     return pipe, module, tuple(callee.method for callee in callees if find_module(callee) is module)
 
 

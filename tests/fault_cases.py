@@ -219,7 +219,7 @@ def _find_module_path(pipe: Any, case: Case) -> str:
     is_clip = "text_encoder" in case.component and case.pipeline in ("sdxl", "flux")
     if case.kind in ("range", "clamp") or not (case.lasting or is_clip):
         return ""
-    callee = next(callee for callee in find_callees(pipe) if callee.component == case.component)
+    callee = next(callee for callee in find_callees(pipe) if callee.name == case.component)
     return testing.find_first_layer(find_module(callee), case.component)
 
 
@@ -262,7 +262,7 @@ def check(case: Case, outcome: Outcome) -> None:
         assert (repair.kind, repair.action) == ("range", "rescaled"), repair.tried
         assert path in dict(getattr(pipe, case.component.partition(".")[0]).named_modules())
     elif case.kind == "clamp":
-        callee = next(callee for callee in find_callees(pipe) if callee.component == case.component)
+        callee = next(callee for callee in find_callees(pipe) if callee.name == case.component)
         assert path == testing.find_first_layer(find_module(callee), case.component)
         assert repair.kind == "clamped"
     else:

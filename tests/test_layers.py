@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files", "record_display"),
-    ("number_formats", "outputs", "records", "toml_files"),
+    ("call_names", "number_formats", "outputs", "records", "toml_files"),
     ("environment", "frame_faults", "numerics", "patches", "randomness"),
     ("media",),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
@@ -189,6 +189,23 @@ def list_ends_of_fp16(sources: Sources) -> list[str]:
     ]
 
 
+def list_name_parsers(sources: Sources) -> list[str]:
+    """Modules other than `call_names` that take the name of a call or a module path to pieces."""
+    found = []
+    for name, tree in sources.items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and node.attr in _CUTTERS):
+                continue
+            cut = node.value
+            text = cut.attr if isinstance(cut, ast.Attribute) else getattr(cut, "id", "")
+            if text in ("component", "module_path") and name != "call_names":
+                found.append(f"{name} cuts a {text} in line {node.lineno}")
+    return found
+
+
+_CUTTERS = ("partition", "rpartition", "split", "rsplit", "endswith", "removesuffix")
+
+
 def list_wide_functions(sources: Sources) -> list[str]:
     """Functions with more than `MOST_PARAMETERS`, of every kind; `self` and `cls` do not count."""
     found = []
@@ -255,7 +272,12 @@ def test_the_end_of_fp16_stands_once() -> None:
 
 def test_functions_have_few_parameters() -> None:
     """A function takes at most eight; a command takes one record of its options."""
-    assert list_wide_functions(SOURCES) == ["runtime.guard.guard has 11 parameters"]
+    assert list_wide_functions(SOURCES) == []
+
+
+def test_names_of_calls_are_read_in_one_place() -> None:
+    """`vae.decode` and `vae:decoder.conv_in` are taken to pieces by `call_names` alone."""
+    assert list_name_parsers(SOURCES) == []
 
 
 def test_light_modules_stay_light() -> None:
@@ -364,6 +386,21 @@ def test_an_end_of_fp16_is_found(text: str) -> None:
     assert found.startswith("media writes 6")
     assert list_ends_of_fp16(parse(number_formats=text)) == []
     assert list_ends_of_fp16(parse(media="say = 'fp16 ends at 65504'")) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "callee.name.partition('.')",
+        "component.endswith('.decode')",
+        "x.module_path.split(':')",
+    ],
+)
+def test_a_parser_of_names_is_found(text: str) -> None:
+    """Another reader of a call's name is found; one of a module's own path is none."""
+    assert len(list_name_parsers(parse(media=text))) == 1
+    assert list_name_parsers(parse(call_names=text)) == []
+    assert list_name_parsers(parse(media="path.rpartition('.')")) == []
 
 
 def test_a_function_of_many_parameters_is_found() -> None:

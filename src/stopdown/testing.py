@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 
 from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
+from stopdown.call_names import name_module_path, split_call
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
@@ -106,7 +107,7 @@ def inject(
     Raises:
         ValueError: there is no rule to make the component overflow, or it has no frames.
     """
-    callee = next(found for found in find_callees(pipe) if found.component == component)
+    callee = next(found for found in find_callees(pipe) if found.name == component)
     with Patches() as patches:
         if kind == "range":
             _overflow_from(callee, step, patches)
@@ -159,7 +160,7 @@ def _spoil(tensor: torch.Tensor, kind: str, callee: Callee, kwargs: dict[str, An
         axes = name_axes(callee, tuple(tensor.shape), kwargs)
         named = [axis for axis, name in enumerate(axes) if name in ("frame", "token")]
         if not named:
-            raise ValueError(f"what {callee.component} gives has no frames: {tuple(tensor.shape)}")
+            raise ValueError(f"what {callee.name} gives has no frames: {tuple(tensor.shape)}")
         tensor.select(named[0], -1).fill_(torch.nan)
     else:
         mask = torch.arange(tensor.numel(), device=tensor.device) % 7 == 0
@@ -214,7 +215,7 @@ def _saturate_from(
     callee: Callee, module_path: str, step: int, lasting: bool, patches: Patches
 ) -> None:
     module = find_module(callee)
-    layer = module.get_submodule(module_path or find_first_layer(module, callee.component))
+    layer = module.get_submodule(module_path or find_first_layer(module, callee.name))
     calls = 0
 
     def is_saturating() -> bool:
@@ -231,7 +232,7 @@ def _saturate_from(
 
 def find_first_layer(module: torch.nn.Module, component: str) -> str:
     """Path of the first linear or convolution of a component; of the right half of an autoencoder."""
-    part = {"encode": "encoder.", "decode": "decoder."}.get(component.partition(".")[2], "")
+    part = {"encode": "encoder.", "decode": "decoder."}.get(split_call(component)[1], "")
     layers = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Conv3d)
     found = module.named_modules()
     return next(p for p, child in found if p.startswith(part) and isinstance(child, layers))
@@ -308,7 +309,7 @@ def _find_objects(pipe: Any) -> Iterator[tuple[str, Any]]:
                 yield name, component
     for name, module in _find_modules(pipe).items():
         for path, child in module.named_modules():
-            yield f"{name}:{path}" if path else name, child
+            yield name_module_path(name, path), child
 
 
 _SCRATCH = frozenset(

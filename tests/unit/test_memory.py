@@ -369,7 +369,7 @@ def raise_at(
     pipe: Any, component: str, times: int, patches: Patches, error: Exception = NO_MEMORY
 ) -> None:
     """Let the first calls of a component fail, by default as an allocator does it."""
-    callee = next(callee for callee in find_callees(pipe) if callee.component == component)
+    callee = next(callee for callee in find_callees(pipe) if callee.name == component)
     left = times
 
     def fail(call: Any, args: Any, kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stopdown.call_names import name_module_path
 from stopdown.comparison.headroom import SPOILT, count_bits
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import CallError, Heat, Measures, Parting
@@ -142,14 +143,14 @@ def find_parting(trace: Trace, reference: Trace, *, scaled: bool) -> Parting | N
             continue
         if is_lost(trace, reference, key):
             component, step, path = key
-            return Parting(component, step, f"{component}:{path}", None, PARTING)
+            return Parting(component, step, name_module_path(component, path), None, PARTING)
         value = trace.samples[key]
         value = _take_powers_off(value, other) if scaled else value
         error = relative_l2(value, other)
         if not error <= PARTING:
             component, step, path = key
             finite = error if math.isfinite(error) else None
-            return Parting(component, step, f"{component}:{path}", finite, PARTING)
+            return Parting(component, step, name_module_path(component, path), finite, PARTING)
     return None
 
 
@@ -173,7 +174,7 @@ def find_headroom(trace: Trace) -> tuple[float | None, str]:
         return None, ""
     worst = max(trace.amax, key=lambda key: _rank(trace.amax[key]))
     component, step, path = worst
-    place = f"{component}:{path}" + ("" if step is None else f" at step {step + 1}")
+    place = name_module_path(component, path) + ("" if step is None else f" at step {step + 1}")
     bits = count_bits(trace.amax[worst])
     return (None if bits == SPOILT else bits), place
 

@@ -138,14 +138,14 @@ class Probe:
         pending.elapsed_s = 0.0
         output = call(*args, **kwargs)
         step = self._steps.find_step(callee)
-        self.trace.order.setdefault(callee.component, pending.blocks)
+        self.trace.order.setdefault(callee.name, pending.blocks)
         self._read(callee, step, pending)
         found = next((x for x in iterate_tensors(output) if x.is_floating_point()), None)
         if found is not None:
             self.trace.non_finite += sum(count_non_finite(found))
             if callee.stage != "decode":
                 kept = found.detach().to("cpu", copy=True)
-                self.trace.outputs.append((callee.component, step, kept))
+                self.trace.outputs.append((callee.name, step, kept))
         spent = self.trace.probe_s
         spent[callee.stage] = spent.get(callee.stage, 0.0) + pending.elapsed_s
         return output
@@ -165,7 +165,7 @@ class Probe:
             for _, low, high, full, sample in pending.seen
         ]
         for (path, *_), row in zip(pending.seen, torch.stack(rows).cpu(), strict=True):
-            key = (callee.component, step, path)
+            key = (callee.name, step, path)
             largest = max(abs(float(row[0])), abs(float(row[1])))
             largest = float("nan") if bool(row[:2].isnan().any()) else largest
             self.trace.amax[key] = _take_larger(self.trace.amax.get(key, 0.0), largest)

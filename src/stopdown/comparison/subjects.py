@@ -316,7 +316,7 @@ def _copy_pipe(pipe: Any, precision: str) -> tuple[Any, tuple[Decision, ...]]:
         cast_component_(module, dtype)
     reason = "copied from a pipeline in memory"
     return copied, tuple(
-        Decision(callee.component, precision, reason) for callee in find_callees(copied)
+        Decision(callee.name, precision, reason) for callee in find_callees(copied)
     )
 
 

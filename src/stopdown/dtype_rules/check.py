@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.backend_rules import Place
+from stopdown.call_names import split_module_path
 from stopdown.device_profiles import Profile, find_target
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_observations
@@ -134,7 +135,7 @@ def _load_wide(source: Source) -> Any:
 def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) -> Checked:
     """A check with what a run in fp32 shows of its sums."""
     callees = checked.seen.callees.values()
-    narrow = {d.component.partition(".")[0] for d in callees if d.main == torch.float16}
+    narrow = {d.component_name for d in callees if d.main == torch.float16}
     found = check_sums(pipe, narrow, checked.profile, arguments)
     return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
@@ -347,7 +348,9 @@ def _join(
 
 def _is_kept_away(finding: Finding, rescaled: Collection[str]) -> bool:
     """Whether a clamp is said to bite in a component whose weights keep their values below it."""
-    return finding.kind == "clamp-may-bite" and finding.module_path.partition(":")[0] in rescaled
+    return (
+        finding.kind == "clamp-may-bite" and split_module_path(finding.module_path)[0] in rescaled
+    )
 
 
 def _read_headers(source: Source) -> hub.Headers:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import name_component
 from stopdown.device_profiles import Profile
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
@@ -23,14 +24,14 @@ def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
     used: dict[str, list[str]] = {}
     for callee in seen.callees.values():
         if callee.main is not None:
-            used.setdefault(name_dtype(callee.main), []).append(callee.component)
+            used.setdefault(name_dtype(callee.main), []).append(callee.name)
     for name, components in used.items():
         fact = profile.formats.get(name)
         if fact is None or fact.state == "native":
             continue
         kind = _KINDS.get(fact.state, "format-missing")
         evidence = f"{', '.join(components)} in {name}. {profile.describe_format(name)}"
-        yield make_finding(kind, components[0].partition(".")[0], evidence)
+        yield make_finding(kind, name_component(components[0]), evidence)
     for fault in profile.faults:
         yield from _check_fault(fault, seen)
 
@@ -61,10 +62,10 @@ def _check_times(callee: Seen, schedule: Any) -> Iterator[Finding]:
     wanted = len({float(time) for time in schedule})
     if left < min(wanted, len(given)):
         evidence = (
-            f"{callee.component} gets its timestep in {name_dtype(given[0].dtype)}: of {wanted} different "
+            f"{callee.name} gets its timestep in {name_dtype(given[0].dtype)}: of {wanted} different "
             f"timesteps {left} are left."
         )
-        yield make_finding("timesteps-collapse", callee.component.partition(".")[0], evidence)
+        yield make_finding("timesteps-collapse", callee.component_name, evidence)
 
 
 def _check_tables(scheduler: Any) -> Iterator[Finding]:
@@ -85,16 +86,16 @@ def check_upcast(seen: Examination) -> Iterator[Finding]:
 
     A pipeline that upcasts one direction of it has read the config, and chose fp16 for the other.
     """
-    wide = {d.component.partition(".")[0] for d in seen.callees.values() if d.main == torch.float32}
+    wide = {d.component_name for d in seen.callees.values() if d.main == torch.float32}
     for callee in seen.callees.values():
-        is_read = callee.component.partition(".")[0] in wide
+        is_read = callee.component_name in wide
         if (
             callee.force_upcast
             and callee.main == torch.float16
             and not (callee.is_rescaled or is_read)
         ):
-            evidence = f"force_upcast is set in its config, and {callee.component} ran in fp16."
-            yield make_finding("force-upcast-unread", callee.component.partition(".")[0], evidence)
+            evidence = f"force_upcast is set in its config, and {callee.name} ran in fp16."
+            yield make_finding("force-upcast-unread", callee.component_name, evidence)
 
 
 def check_needs(seen: Examination) -> Iterator[Finding]:
@@ -107,8 +108,8 @@ def check_needs(seen: Examination) -> Iterator[Finding]:
                 and main in need.refused
                 and not callee.is_rescaled
             ):
-                evidence = f"{callee.component} is a {callee.kind} in {main}."
-                module_path = callee.component.partition(".")[0]
+                evidence = f"{callee.name} is a {callee.kind} in {main}."
+                module_path = callee.component_name
                 reason = f"{need.reason} ({need.source})."
                 yield make_finding(
                     "model-needs", module_path, evidence, reason=reason, remedy=need.remedy
@@ -123,7 +124,7 @@ def check_range(seen: Examination, stored: Mapping[str, str]) -> Iterator[Findin
         stored: component → format of most of its weights on disk.
     """
     names = [
-        callee.component.partition(".")[0]
+        callee.component_name
         for callee in seen.callees.values()
         if callee.main == torch.float16 and not callee.is_rescaled
     ]

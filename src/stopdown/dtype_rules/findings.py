@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from stopdown.call_names import name_component, name_module_path, split_module_path
 from stopdown.dtype_rules.observations import Observation
 from stopdown.records import Finding
 from stopdown.toml_files import read_rules
@@ -47,7 +48,7 @@ def is_fault(kind: str) -> bool:
 def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
     """A finding of a kind, with its why and remedy filled in."""
     words = read_kinds()[kind]
-    values = _Blanks(component=module_path.partition(":")[0].partition(".")[0], **facts)
+    values = _Blanks(component=name_component(split_module_path(module_path)[0]), **facts)
     return Finding(
         kind,
         module_path,
@@ -81,7 +82,7 @@ def word_observations(observations: Iterable[Observation]) -> list[Finding]:
 
 
 def _find_cause(seen: Observation) -> tuple[str, ...]:
-    component = seen.component.partition(".")[0]
+    component = name_component(seen.component)
     facts = seen.facts
     if seen.kind == "boundary":
         return seen.kind, component, facts.get("argument", "")
@@ -109,10 +110,10 @@ def _word(group: list[Observation]) -> Finding:
 
 
 def _choose_module_path(seen: Observation) -> str:
-    component = seen.component.partition(".")[0]
+    component = name_component(seen.component)
     if seen.kind == "mixed-parameters":
         owner = seen.facts.get("parameter", "").rpartition(".")[0]
-        return f"{component}:{owner}" if owner else component
+        return name_module_path(component, owner)
     return seen.module_path
 
 

@@ -22,6 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.backend_rules import Place
+from stopdown.call_names import name_module_path
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.tracer import (
     LARGEST_KNOWN,
@@ -56,7 +57,8 @@ class Seen:
     """One component call, as the pipeline used it.
 
     Attributes:
-        component: `transformer`, `vae.decode`.
+        component_name: `transformer`, `vae`.
+        name: of the call: `transformer`, `vae.decode`.
         kind: class of the module.
         main: dtype of most of its weights in that call; None without any.
         calls: how often it was called.
@@ -67,7 +69,8 @@ class Seen:
         is_rescaled: a plan made it fit fp16.
     """
 
-    component: str
+    component_name: str
+    name: str
     kind: str
     main: torch.dtype | None
     calls: int = 0
@@ -142,13 +145,13 @@ class _Run:
         try:
             named = {**dict(zip(find_argument_names(callee), args, strict=False)), **kwargs}
             seen = self._note(callee, named)
-            key = (callee.component, seen.main, sign_arguments(args, kwargs))
+            key = (callee.name, seen.main, sign_arguments(args, kwargs))
             if key not in self._answers:
                 self._answers[key] = self._walk(callee, call, named, args, kwargs, seen)
             output = map_tensors(self._answers[key], _make_zeros)
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, torch.Tensor):
-                    set_origin(tensor, Origin("output", f"the output of {callee.component}", ""))
+                    set_origin(tensor, Origin("output", f"the output of {callee.name}", ""))
             return output
         finally:
             self.around.is_paused = False
@@ -158,7 +161,7 @@ class _Run:
         precisions = read_precisions(module)
         main = precisions[0] if precisions else None
         seen = self.result.callees.setdefault(
-            callee.component, Seen(callee.component, type(module).__name__, main)
+            callee.name, Seen(callee.component_name, callee.name, type(module).__name__, main)
         )
         config = getattr(module, "config", None)
         seen.main, seen.calls = main, seen.calls + 1
@@ -190,14 +193,14 @@ class _Run:
             with following(walk, callee.owner), mode, walk:
                 output = call(*given[0], **given[1])
         except Exception as error:
-            self.result.unseen.append((callee.component, _shorten(error)))
+            self.result.unseen.append((callee.name, _shorten(error)))
             raise _CannotGoOn from error
         finally:
             self.result.observations += judge.found
-            name = callee.component.partition(".")[0]
-            self.result.widening |= {f"{name}:{path}".removesuffix(":") for path in judge.widening}
+            name = callee.component_name
+            self.result.widening |= {name_module_path(name, path) for path in judge.widening}
             for key, path in judge.operations.items():
-                module_path = f"{name}:{path}".removesuffix(":")
+                module_path = name_module_path(name, path)
                 self.result.operations.setdefault(key, module_path)
         seen.work = walk.work
         return output
@@ -210,7 +213,7 @@ def _make_case(
     named = dict(module.named_parameters())
     kept = find_kept_fp32(type(module), name_dtype(main)) if main is not None else ()
     return Case(
-        component=callee.component,
+        component=callee.name,
         main=main,
         place=place,
         parameters={name: tensor.dtype for name, tensor in named.items()},

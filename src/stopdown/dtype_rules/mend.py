@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.arguments import hook_arguments
+from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
@@ -129,7 +130,7 @@ def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) 
 
 def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: Patches) -> str:
     """Mend one finding; what was done, "" when nothing can be."""
-    name, _, path = finding.module_path.partition(":")
+    name, path = split_module_path(finding.module_path)
     remedy = _REMEDIES.get(finding.kind)
     module = find_components(pipe).get(name)
     if remedy is None or (module is None and finding.kind != "sigmas-collapse"):
@@ -172,7 +173,7 @@ def _restore_kept(case: _Case) -> str:
 
 def _widen_parameters(case: _Case) -> str:
     """Parameters in fp32 beside an input that their module casts to fp32, for all of its class."""
-    parts = find_widening(case.module, case.name, [f"{case.name}:{case.path}"])
+    parts = find_widening(case.module, case.name, [name_module_path(case.name, case.path)])
     names = [
         f"{path}.{key}".removeprefix(".")
         for path, part in parts.items()
@@ -200,7 +201,7 @@ def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches
 def _cast_arguments(case: _Case) -> str:
     main = read_precisions(case.module)[0]
     for callee in find_callees(case.pipe):
-        if callee.component.partition(".")[0] == case.name:
+        if callee.component_name == case.name:
             put_cast(callee, main, case.patches)
     return (
         f"{case.name}: its arguments are cast to {name_dtype(main)} at each call, its outputs back."
@@ -229,7 +230,7 @@ def _stop_autocast(case: _Case) -> str:
         return _call_without(kinds, call, args, kwargs)
 
     for callee in find_callees(case.pipe):
-        if callee.component.partition(".")[0] == case.name:
+        if callee.component_name == case.name:
             put_layer(callee.owner, callee.method, call_plain, case.patches, Rank.PLAN)
     return f"{case.name}: autocast is off inside of its calls."
 
@@ -246,7 +247,7 @@ def _upcast(case: _Case) -> str:
     names = [key for key, tensor in module.named_parameters() if tensor.is_floating_point()]
     _cast(module, names, torch.float32, case.patches)
     for callee in find_callees(case.pipe):
-        if callee.component.partition(".")[0] == case.name:
+        if callee.component_name == case.name:
             put_cast(callee, torch.float32, case.patches)
     return f"{case.name}: cast to fp32, as its config says, and its arguments with it."
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
+from stopdown.call_names import name_component, name_module_path
 from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 
@@ -48,8 +49,7 @@ class Observation:
     @property
     def module_path(self) -> str:
         """`component:dotted.path`, the component without its direction."""
-        component = self.component.partition(".")[0]
-        return f"{component}:{self.path}" if self.path else component
+        return name_module_path(name_component(self.component), self.path)
 
 
 @dataclass(frozen=True)

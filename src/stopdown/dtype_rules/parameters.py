@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
@@ -48,11 +49,7 @@ def find_widening(
         module_paths: where a run has seen it, as in `Examination.widening`.
     """
     parts = dict(module.named_modules())
-    paths = {
-        module_path.partition(":")[2]
-        for module_path in module_paths
-        if module_path.partition(":")[0] == name
-    }
+    paths = {path for call, path in map(split_module_path, module_paths) if call == name}
     kinds = {type(part) for path, part in parts.items() if path in paths}
     kinds = {kind for kind in kinds if not kind.__module__.startswith("torch.")}
     return {path: part for path, part in parts.items() if path in paths or type(part) in kinds}
@@ -90,7 +87,7 @@ def _check_kept(
             f"{name_dtype(main)}: {list_some(lost)}."
         )
         owner = lost[0].rpartition(".")[0]
-        module_path = f"{name}:{owner}" if owner else name
+        module_path = name_module_path(name, owner)
         yield make_finding("fp32-module-lost", module_path, evidence, dtype=str(main))
 
 
@@ -114,7 +111,7 @@ def _check_others(
             f"{name_dtype(main)}."
         )
         owner = paths[0].rpartition(".")[0]
-        module_path = f"{name}:{owner}" if owner else name
+        module_path = name_module_path(name, owner)
         yield make_finding("several-dtypes", module_path, evidence, dtype=str(main))
 
 
@@ -181,7 +178,7 @@ def check_values(pipe: Any, precisions: Mapping[str, str]) -> Iterator[Finding]:
                     path in find_kept_parameters(module, target) if target == "fp16" else False
                 )
                 target = "fp32" if is_kept else target
-                yield from check_tensor(f"{name}:{path}", parameter.detach(), target)
+                yield from check_tensor(name_module_path(name, path), parameter.detach(), target)
 
 
 def check_files(
@@ -204,7 +201,7 @@ def check_files(
                     tensor = file.get_tensor(key)
                     if tensor.is_floating_point() and find_format(tensor.dtype):
                         target = precisions.get(name) or name_dtype(tensor.dtype)
-                        yield from check_tensor(f"{name}:{key}", tensor, target)
+                        yield from check_tensor(name_module_path(name, key), tensor, target)
 
 
 def check_tensor(module_path: str, tensor: torch.Tensor, target: str) -> Iterator[Finding]:

@@ -75,7 +75,7 @@ def _price(remedy: str, seen: Examination, profile: Profile, choose: Choice, not
     if reference and all(t is not None for t in time):
         ratio = round(sum(t for t in time if t is not None) / reference, 3)
     weights = {
-        callee.component.partition(".")[0]: _resize(callee, callee.weight_bytes, choose(callee))
+        callee.component_name: _resize(callee, callee.weight_bytes, choose(callee))
         for callee in callees
     }
     peak = max((_resize(d, d.work.peak_bytes, choose(d)) for d in callees), default=0)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.accumulation import Sum, find_sums
+from stopdown.call_names import name_component, name_module_path
 from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device
@@ -78,7 +79,7 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
         outputs: list[Any] = []
         module = find_module(callee)
         for entry in find_sums(module, lambda: outputs.append(call(*args, **kwargs))):
-            key = (callee.component, entry.path, entry.operation)
+            key = (callee.name, entry.path, entry.operation)
             seen = largest.get(key)
             if not entry.fits and (seen is None or entry.largest > seen.largest):
                 largest[key] = entry
@@ -89,7 +90,7 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
         for module in find_components(pipe).values():
             _widen(module, patches)
         for callee in find_callees(pipe):
-            if callee.component.partition(".")[0] in narrow:
+            if callee.component_name in narrow:
                 intercept(callee, functools.partial(look, callee), patches, Rank.RECORD)
         given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
         where = choose_device(str(getattr(pipe, "device", "cpu")))
@@ -100,7 +101,7 @@ def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[
     kept = {name: find_kept_fp32(type(x), "fp16") for name, x in find_components(pipe).items()}
     found = [(component, entry) for (component, *_), entry in largest.items()]
     found.sort(key=lambda pair: -pair[1].largest)
-    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(c.partition(".")[0], ()))]
+    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(name_component(c), ()))]
 
 
 def _widen(module: torch.nn.Module, patches: Patches) -> None:
@@ -123,8 +124,7 @@ def _is_sum_alone(entry: Sum) -> bool:
 def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
     """One finding for the same module in all blocks."""
     worst = group[0]
-    name = component.partition(".")[0]
-    module_path = f"{name}:{worst.path}" if worst.path else name
+    module_path = name_module_path(name_component(component), worst.path)
     if not _is_sum_alone(worst):
         return make_finding("product-overflows", module_path, _tell(worst, group))
     fault = next(_find_faults(worst, profile), None)

@@ -24,6 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stopdown.call_names import name_component
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, find_mode, name_parameters
 from stopdown.memory.allocation_tracker import StorageTracker
@@ -114,11 +115,11 @@ class DryRun:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
         if storage != "native":
             return self.find_packing(component, storage).total_bytes
-        return self.totals[component.partition(".")[0]][0]
+        return self.totals[name_component(component)][0]
 
     def find_packing(self, component: str, storage: str) -> Packing:
         """What the weights of a component take in a format of 8 bits."""
-        return self.packings[storage][component.partition(".")[0]]
+        return self.packings[storage][name_component(component)]
 
 
 @dataclass
@@ -197,9 +198,7 @@ class DryRunner:
     ) -> Any:
         """Answer a call of a component with zeros, and note what it would have taken."""
         between, start = tracker.restart(), tracker.live_bytes
-        own = (
-            f"{self.fused}|{self.on_cpu}|{variant}|{callee.component}|{_sign_formats(callee.owner)}"
-        )
+        own = f"{self.fused}|{self.on_cpu}|{variant}|{callee.name}|{_sign_formats(callee.owner)}"
         signature = f"{own}|{sign_arguments(args, kwargs)}"
         if signature not in self.seen.calls:
             self.seen.calls[signature] = self._run(callee, tracker, call, args, kwargs)
@@ -223,7 +222,7 @@ class DryRunner:
         tracker.ignore(name_parameters(callee.owner).values())
         args, kwargs = map_tensors((args, kwargs), functools.partial(_make_fake, mode, tracker))
         start, flops = tracker.live_bytes, tracker.flops
-        strays = self.seen.strays.setdefault(callee.component.partition(".")[0], {})
+        strays = self.seen.strays.setdefault(callee.component_name, {})
         clock = _Clock(tracker, start, strays)
         with Patches() as patches, _attention(self.fused):
             clock.put_on(callee.owner, patches)
@@ -238,9 +237,7 @@ class DryRunner:
         segments = tuple(clock.segments)
         spent = tracker.flops - flops
         returned = tuple(tuple(tensor.shape) for tensor in iterate_tensors(shapes))
-        call_seen = DryCall(
-            callee.component, callee.stage, segments, spent, clock.entries, returned
-        )
+        call_seen = DryCall(callee.name, callee.stage, segments, spent, clock.entries, returned)
         return call_seen, shapes
 
 

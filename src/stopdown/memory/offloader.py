@@ -116,7 +116,7 @@ class Offloader:
     def _stand(
         self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        component = callee.component.partition(".")[0]
+        component = callee.component_name
         for _ in range(MOST_STEPS_DOWN):
             try:
                 return self._store.stand(component, call, args, kwargs)
@@ -140,7 +140,7 @@ class Offloader:
         smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
         if not smaller:
             raise StopdownError(
-                f"{callee.component} ran out of memory with the smallest strategy, "
+                f"{callee.name} ran out of memory with the smallest strategy, "
                 f"{before.strategy.name}: {text}",
                 expected=f"It was predicted to take {format_bytes(before.peak_bytes)}, and so does "
                 "the whole run at least.",
@@ -149,9 +149,9 @@ class Offloader:
             )
         self._put_on(smaller[0])
         name = self.taken.strategy.name
-        self.steps_down.append(StepDown(callee.component, before.strategy.name, name, text))
+        self.steps_down.append(StepDown(callee.name, before.strategy.name, name, text))
         self._announce(
-            f"{callee.component} ran out of memory with {before.strategy.name}; its call is run again "
+            f"{callee.name} ran out of memory with {before.strategy.name}; its call is run again "
             f"with {name}, which is predicted to take {format_bytes(self.taken.peak_bytes)}."
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from stopdown.call_names import name_component
 from stopdown.memory.dry_run import DryCall, DryRun, is_within
 
 Placement = Literal["resident", "component", "block", "leaf"]
@@ -208,7 +209,7 @@ def _count_repeats(dry_run: DryRun, call: DryCall, steps: int) -> float:
 
 def _weigh_units(dry_run: DryRun, component: str, placement: Placement) -> dict[str, int]:
     """Path of what is loaded as one → its bytes."""
-    name = component.partition(".")[0]
+    name = name_component(component)
     weights, blocks = dry_run.weights[name], dry_run.blocks[name]
     if placement == "component":
         return {"": dry_run.weigh(name)}
@@ -220,7 +221,7 @@ def _count_moved(dry_run: DryRun, strategy: Strategy, steps: int) -> int:
     """Bytes brought to the device in a run: a component once while it is called in a row."""
     moved, current = 0, ""
     for call in dry_run.calls:
-        name = call.component.partition(".")[0]
+        name = name_component(call.component)
         if strategy.placement == "component":
             moved += dry_run.weigh(name, strategy.storage) if name != current else 0
             current = name

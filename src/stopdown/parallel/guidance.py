@@ -136,7 +136,7 @@ class _Branches:
         self._alone += 1
         if self._alone == _ALONE:
             self._announce(
-                f"`{self._callee.component}` is called once a step, with rows that the ranks cannot "
+                f"`{self._callee.name}` is called once a step, with rows that the ranks cannot "
                 "share: every rank computes the whole call."
             )
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import name_call
 from stopdown.number_formats import name_dtype
 from stopdown.pipelines.attribute_walk import find_parts
 
@@ -47,18 +48,23 @@ class Callee:
     """One call that a program makes.
 
     Attributes:
-        component: name in records: `transformer`, `vae.decode`.
+        name: of the call, in records: `transformer`, `vae.decode`.
         owner: the object whose method is called.
         method: `forward`, `encode`, `decode`…
         stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
         keeps: patterns of names of arguments that keep their dtype at a boundary.
     """
 
-    component: str
+    name: str
     owner: torch.nn.Module
     method: str
     stage: str
     keeps: tuple[str, ...] = DIFFUSERS_KEEPS
+
+    @property
+    def component_name(self) -> str:
+        """Without the method: `transformer`, `vae`."""
+        return self.name.removesuffix(f".{self.method}")
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,11 @@ def list_calls(name: str, module: Any) -> tuple[str, ...]:
     Args:
         module: it, or its class.
     """
-    return (f"{name}.encode", f"{name}.decode") if is_autoencoder(module) else (name,)
+    return (
+        (name_call(name, "encode"), name_call(name, "decode"))
+        if is_autoencoder(module)
+        else (name,)
+    )
 
 
 def _is_pipeline(program: Any) -> bool:
@@ -143,7 +153,7 @@ def _list_pipeline_calls(pipe: Any) -> tuple[Callee, ...]:
 def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
     """The calls through which an autoencoder is used."""
     return tuple(
-        Callee(f"{name}.{method}", module, method, method) for method in ("encode", "decode")
+        Callee(name_call(name, method), module, method, method) for method in ("encode", "decode")
     )
 
 
@@ -153,7 +163,7 @@ DIFFUSERS = Adapter("diffusers", _is_pipeline, _find_parts, _list_pipeline_calls
 ONE_CALL = Adapter(
     "call",
     lambda program: isinstance(program, Callee),
-    lambda callee: {callee.component: callee.owner},
+    lambda callee: {callee.name: callee.owner},
     lambda callee: (callee,),
 )
 """A single component call."""
@@ -199,9 +209,9 @@ _OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, GENERAL)
 
 def find_stage(component: str) -> str:
     """Which stage of a run a component belongs to: `encode`, `denoise` or `decode`."""
-    if component.endswith(".encode") or component.startswith(_ENCODERS):
+    if component.startswith(_ENCODERS):
         return "encode"
-    return "decode" if component.endswith(".decode") or component in _LAST else "denoise"
+    return "decode" if component in _LAST else "denoise"
 
 
 def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
     """
     entries = {x.component: x for x in plan.components if x.precision == "fp16"}
     for callee in find_callees(pipe):
-        entry = entries.get(callee.component.partition(".")[0])
+        entry = entries.get(callee.component_name)
         if entry is not None:
             intercept(callee, _Post(pipe, entry), patches, Rank.PLAN)
 

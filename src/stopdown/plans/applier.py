@@ -207,7 +207,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
     upcast = {name for name, dtype in dtypes.items() if _drop_upcast(pipe, name, dtype, patches)}
     is_mixed = len(set(dtypes.values())) > 1
     for callee in find_callees(pipe):
-        name = callee.component.partition(".")[0]
+        name = callee.component_name
         if name in dtypes and (is_mixed or name in upcast):
             put_cast(callee, dtypes[name], patches)
     _put_accumulations(pipe, plan, patches)
@@ -217,7 +217,7 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Torch's switches as the plan wants them, during each component's calls and no longer."""
     wanted = {entry.component: entry.accumulation for entry in plan.components}
     for callee in find_callees(pipe):
-        accumulation = wanted.get(callee.component.partition(".")[0])
+        accumulation = wanted.get(callee.component_name)
         if accumulation is not None:
             intercept(
                 callee, functools.partial(_call_accumulating, accumulation), patches, Rank.PLAN

@@ -91,12 +91,12 @@ class _Recorder:
         self.has_denoised |= callee.stage == "denoise"
         if callee.stage != "denoise" or self.steps.done in self._find_steps():
             kept = RecordedCall(callee, *_copy_to_cpu((args, kwargs)))
-            self.calls.setdefault(callee.component, []).append(kept)
+            self.calls.setdefault(callee.name, []).append(kept)
         output = call(*args, **kwargs)
-        if callee.component.endswith(".decode") and callee.component not in self.decoded:
+        if callee.method == "decode" and callee.component_name not in self.decoded:
             found = next(iterate_tensors(output), None)
             if found is not None:
-                self.decoded[callee.component] = found.detach().cpu()
+                self.decoded[callee.component_name] = found.detach().cpu()
         return output
 
     def _find_steps(self) -> set[int]:
@@ -132,10 +132,8 @@ def record_calls(
             _run(pipe, build_arguments(pipe, request), recorder)
     found: dict[str, list[RecordedCall]] = {}
     for callee in find_callees(pipe):
-        calls = recorder.calls.get(callee.component, []) or _make_up_encode(
-            callee, recorder.decoded
-        )
-        found.setdefault(callee.component.partition(".")[0], []).extend(_thin_out(calls))
+        calls = recorder.calls.get(callee.name, []) or _make_up_encode(callee, recorder.decoded)
+        found.setdefault(callee.component_name, []).extend(_thin_out(calls))
     return found
 
 
@@ -152,8 +150,8 @@ def _run(pipe: Any, arguments: dict[str, Any], recorder: _Recorder) -> None:
 
 def _make_up_encode(callee: Callee, decoded: dict[str, torch.Tensor]) -> list[RecordedCall]:
     """An encode of what the other direction of an autoencoder gave."""
-    picture = decoded.get(callee.component.removesuffix("encode") + "decode")
-    if picture is None or not callee.component.endswith(".encode"):
+    picture = decoded.get(callee.component_name)
+    if picture is None or callee.method != "encode":
         return []
     if picture.dim() == 5:
         picture = picture[:, :, :MOST_FRAMES]

@@ -169,9 +169,9 @@ def _dry_run(skeleton: Any) -> tuple[dict[str, list[_Seen]], str]:
     answers: dict[str, Any] = {}
 
     def answer(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = f"{callee.component}{_sign((args, kwargs))}"
+        key = f"{callee.name}{_sign((args, kwargs))}"
         if key not in answers:
-            name = callee.component.partition(".")[0]
+            name = callee.component_name
             seen.setdefault(name, []).append(_Seen(callee, args, dict(kwargs)))
             mode = find_mode(callee.owner)
             given = pytree.tree_map_only(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from stopdown.call_names import name_component
 from stopdown.environment import Device, Support
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
@@ -125,34 +126,29 @@ def load_decided(
         for name, precision in widest_by_component(decisions).items()
     }
     pipe = load_pipeline(source, torch_dtypes=widest, progress=progress)
-    decisions = tuple(d for d in decisions if _name_component(d.component) in find_components(pipe))
+    decisions = tuple(d for d in decisions if name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
     patches = Patches()
     for callee in find_callees(pipe):
-        name = _name_component(callee.component)
-        if callee.component in wanted and wanted[callee.component] != widest[name]:
-            narrow = cast_component_(copy.deepcopy(callee.owner), wanted[callee.component])
+        name = callee.component_name
+        if callee.name in wanted and wanted[callee.name] != widest[name]:
+            narrow = cast_component_(copy.deepcopy(callee.owner), wanted[callee.name])
             narrow.to(device.torch_name if move else "cpu")
             patches.set_attribute(callee.owner, callee.method, getattr(narrow, callee.method))
     if device.type != "cpu" and move:
         pipe.to(device.torch_name)  # for "cpu" it would only warn about fp16
     if len(set(wanted.values())) > 1:
         for callee in find_callees(pipe):
-            if callee.component in wanted:
-                put_cast(callee, wanted[callee.component], patches)
+            if callee.name in wanted:
+                put_cast(callee, wanted[callee.name], patches)
     return Loaded(pipe, decisions, patches)
-
-
-def _name_component(call: str) -> str:
-    """`vae` for `vae.encode`."""
-    return call.removesuffix(".encode").removesuffix(".decode")
 
 
 def widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, str]:
     """Component → the format that it is loaded in: the widest of its calls, fp32 for fp16 and bf16."""
     widest: dict[str, str] = {}
     for decision in decisions:
-        name = _name_component(decision.component)
+        name = name_component(decision.component)
         before = widest.get(name, decision.precision)
         widest[name] = max(before, decision.precision, key=lambda p: FORMATS[p].significant_bits)
         if {before, decision.precision} == {"fp16", "bf16"}:

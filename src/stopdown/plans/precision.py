@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.call_names import name_call, split_call
 from stopdown.environment import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
@@ -65,7 +66,7 @@ class Wanted:
     @property
     def target(self) -> str:
         """What it is for, as it is typed: `vae.decode`."""
-        return f"{self.component}.{self.method}".removesuffix(".")
+        return name_call(self.component, self.method)
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
         name, sign, precision = (part.strip() for part in entry.partition("="))
         if not (sign and name):
             raise _incomplete_entry(entry)
-        component, _, method = name.partition(".")
+        component, method = split_call(name)
         wanted = Wanted(component, method, _parse_choice(precision, also))
         if found.setdefault(name, wanted) != wanted:
             raise _contradiction(found[name], wanted)

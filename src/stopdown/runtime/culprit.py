@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from stopdown.call_names import name_module_path
 from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
 from stopdown.number_formats import FP16, name_dtype
@@ -69,7 +70,7 @@ class Culprit:
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
-        module_path = join_module_path(component, self.path)
+        module_path = name_module_path(component, self.path)
         if self.kind == "intermittent":
             return "The same call gave finite values when it was run again: a race, or memory."
         if self.kind == "input":
@@ -86,11 +87,6 @@ class Culprit:
             ends[self.kind] = f"in fp32 it reaches {self.reached:.4g}"
         said += f", and {ends[self.kind]}." if self.kind in ends else "."
         return said + (" A clamp hid it." if self.kind == "clamped" else "")
-
-
-def join_module_path(component: str, path: str) -> str:
-    """`transformer:blocks.1.ff`, or the component alone."""
-    return f"{component}:{path}" if path else component
 
 
 @dataclass

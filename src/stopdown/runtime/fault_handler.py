@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import name_module_path
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, StopdownError, take_first_line
 from stopdown.numerics import iterate_tensors
@@ -26,7 +27,7 @@ from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Repair
 from stopdown.runtime.agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.call_check import CallCheck
-from stopdown.runtime.culprit import Culprit, find_culprit, join_module_path
+from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
 from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.origin import Origin
@@ -237,7 +238,7 @@ class FaultHandler:
             module_path, said = origin.source, f"{origin.what} {self._describe_caller(case)}"
         else:
             path = "" if culprit.kind == "intermittent" else culprit.path
-            module_path = join_module_path(fault.component, path)
+            module_path = name_module_path(fault.component, path)
             said = f"{name_fault(fault)} {self._describe_culprit(case)}"
         self.log.keep(
             Repair(

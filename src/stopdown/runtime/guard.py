@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import name_component, name_module_path
 from stopdown.errors import (
     InputError,
     NonFiniteError,
@@ -313,9 +314,9 @@ class Guard:
     def _guard_call(self, callee: Callee) -> None:
         """Intercept a component call; at another object in the component's place no more."""
         component, slot = self._find_component(callee), find_slot(callee)
-        guarded = self._calls.get(callee.component)
+        guarded = self._calls.get(callee.name)
         if guarded is None:
-            guarded = self._calls[callee.component] = GuardedCall(callee, component, slot)
+            guarded = self._calls[callee.name] = GuardedCall(callee, component, slot)
             self._patches.defer(guarded.patches.undo)
         guarded.move_to(callee, component, slot)
         component.state.is_compiled |= guarded.is_compiled
@@ -347,11 +348,11 @@ class Guard:
         for callee in self._list_moved():
             if callee.stage == "encode" and not self._running:  # called without the pipeline
                 self._missed.append(
-                    f"{callee.component}: it was compiled or replaced under the guard; calls "
+                    f"{callee.name}: it was compiled or replaced under the guard; calls "
                     "before the next run's first step were not watched."
                 )
             self._guard_call(callee)
-            self._put_sensors(self._calls[callee.component].component)
+            self._put_sensors(self._calls[callee.name].component)
 
     def _list_moved(self) -> list[Callee]:
         """Component calls that go past the guard: of components that were compiled or replaced."""
@@ -359,7 +360,7 @@ class Guard:
         return [
             callee
             for callee in find_callees(self.pipe)
-            if (place := places.get(callee.component)) is None
+            if (place := places.get(callee.name)) is None
             or place[0] is not callee.owner
             or place[1] != find_slot(callee)
         ]
@@ -393,8 +394,8 @@ class Guard:
         for name, module in find_components(self.pipe).items():
             component = self._components.get(id(module))
             for applied in self._repair_cache.put_on(component.state) if component else ():
-                path = f":{applied.path}" if applied.path else ""
-                self._reused.append(f"{name}{path}: {applied.action} ({applied.precision})")
+                place = name_module_path(name, applied.path)
+                self._reused.append(f"{place}: {applied.action} ({applied.precision})")
 
     def limit_inputs(self, component: str, limits: Mapping[str, float]) -> None:
         """Compare a component's arguments with the limits of its plan's certificate.
@@ -404,7 +405,7 @@ class Guard:
         """
         parts = [(key.partition("."), size) for key, size in limits.items()]
         for call in self._calls.values():
-            if call.name.partition(".")[0] == component:
+            if call.callee.component_name == component:
                 method = call.callee.method
                 call.limits = {name: size for (of, _, name), size in parts if of == method}
 
@@ -601,7 +602,7 @@ class Guard:
             if call.unseen
         ]
         moved = [
-            f"`{callee.component}` was compiled or replaced under the guard and not watched."
+            f"`{callee.name}` was compiled or replaced under the guard and not watched."
             for callee in self._list_moved()
         ]
         return find_origin(self.steps, self._log.of_this_run, self._given, [*unseen, *moved])
@@ -652,7 +653,7 @@ class Guard:
         why = [
             f"A run repaired it: {x.evidence} {x.reason}"
             for x in self._log.repairs
-            if x.component.partition(".")[0] == entry.component
+            if name_component(x.component) == entry.component
             and x.action not in ("none", "replayed")
         ]
         state = component.state

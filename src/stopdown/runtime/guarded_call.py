@@ -109,7 +109,7 @@ class GuardedCall:
     @property
     def name(self) -> str:
         """As in records: `vae.decode`."""
-        return self.callee.component
+        return self.callee.name
 
     @property
     def state(self) -> ComponentState:

@@ -38,6 +38,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from stopdown.call_names import name_module_path
 from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
@@ -244,7 +245,7 @@ class Journal(_Layers):
         if self._stopped and not self._find_entry(number):
             self._share(None)
             return call(*args, **kwargs)
-        digest = digest_call(callee.component, args, kwargs)
+        digest = digest_call(callee.name, args, kwargs)
         sources = find_random(_find_device(callee), (*args, *kwargs.values()))
         found = self._read(number, digest, len(sources))
         self._share(found)
@@ -283,9 +284,9 @@ class Journal(_Layers):
             places = {f"random.{i}": i for i in random}
             entry = _Entry(self._digest, digest, structure, places, repaired)
             content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
-            self._write_entry(number, callee.component, content)
+            self._write_entry(number, callee.name, content)
         except PackingError as error:
-            self._stop(f"the output of `{callee.component}` cannot be kept: {error}")
+            self._stop(f"the output of `{callee.name}` cannot be kept: {error}")
         except OSError as error:
             self._stop(f"the folder cannot be written: {error.strerror}")
 
@@ -560,7 +561,7 @@ def _refuse_memories(pipe: Any) -> None:
     for name, module in find_components(pipe).items():
         for path, hook in _iterate_hooks(module):
             if getattr(hook, "_is_stateful", False):
-                place = f"{name}:{path}" if path else name
+                place = name_module_path(name, path)
                 raise InputError(
                     f"`{place}` has a {type(hook).__name__}, which remembers earlier calls.",
                     expected="Each call that a journal answers is a function of its arguments.",

@@ -1,0 +1,36 @@
+"""Names of calls and of places in them, written and read here alone.
+
+A call is a component, `transformer`, or one method of it, `vae.decode`. A module path is a call or a
+component, and a module inside: `transformer:blocks.1.ff`. In code both parts have fields of their own;
+records, messages and the command line hold these texts. A component of a pipeline has no dot in its
+name; where another program's has, its calls know their names, and these functions are not asked.
+"""
+
+from __future__ import annotations
+
+
+def name_call(component: str, method: str = "") -> str:
+    """`vae.decode`; the component alone for its `forward`, or for no method."""
+    return component if method in ("", "forward") else f"{component}.{method}"
+
+
+def name_component(call: str) -> str:
+    """`vae` of `vae.decode`."""
+    return split_call(call)[0]
+
+
+def split_call(name: str) -> tuple[str, str]:
+    """Component and method of a call's name; the method is "" where the name is a component's."""
+    component, _, method = name.partition(".")
+    return component, method
+
+
+def name_module_path(call: str, path: str) -> str:
+    """`transformer:blocks.1.ff`; the call alone for the component itself, whose path is ""."""
+    return f"{call}:{path}" if path else call
+
+
+def split_module_path(text: str) -> tuple[str, str]:
+    """Call and path inside of a module path; the path is "" for the component itself."""
+    call, _, path = text.partition(":")
+    return call, path
