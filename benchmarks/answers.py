@@ -45,6 +45,9 @@ from stopdown.testing import PIPELINE_NAMES, make_pipeline
 Answers = Iterator[tuple[str, Any]]
 """Question and answer, one at a time."""
 
+EARLIER_NAMES = {"fp32-island": "fp32-module", '"island-': '"fp32-module-'}
+"""What answers called kinds and faults before: collections of then are compared under today's names."""
+
 HEALTHY = (torch.float32, torch.bfloat16)
 STORED_DIGITS = 4
 """Headroom is stored with so many decimals, in bits."""
@@ -149,6 +152,14 @@ def collect(path: Path, only: list[str]) -> None:
             print(f"{subject}: {question}", flush=True)
 
 
+def read_answers(path: Path) -> dict[str, Any]:
+    """A collection, under today's names."""
+    text = path.read_text()
+    for before, today in EARLIER_NAMES.items():
+        text = text.replace(before, today)
+    return dict(json.loads(text))
+
+
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """The differences, one line each; subjects that only one of the two was asked are left out."""
     lines: list[str] = []
@@ -184,7 +195,7 @@ def main() -> int:
         torch.set_num_threads(1)
         collect(options.path, options.only)
         return 0
-    lines = compare(*(json.loads(x.read_text()) for x in (options.before, options.after)))
+    lines = compare(read_answers(options.before), read_answers(options.after))
     print("\n".join(lines) or "Every answer is the same.")
     return 1 if lines else 0
 

@@ -59,7 +59,7 @@ def measure_case(case: Case) -> dict[str, Any]:
     outcome = run_case(case)
     guarded_s = time.perf_counter() - begun
     repair = next(iter(outcome.repairs), None)
-    asleep = run_case(case, watching=False)
+    switched_off = run_case(case, watching=False)
     row: dict[str, Any] = {
         "case": str(case),
         "pipeline": case.pipeline,
@@ -69,10 +69,10 @@ def measure_case(case: Case) -> dict[str, Any]:
         "scheduler": case.scheduler,
         "lasting": case.lasting,
         "passes": passes(case, outcome),
-        "passes_asleep": passes(case, asleep),
+        "passes_switched_off": passes(case, switched_off),
         "faults": len(outcome.repairs),
         "rmse": finite(outcome.rmse),
-        "rmse_asleep": finite(asleep.rmse),
+        "rmse_switched_off": finite(switched_off.rmse),
         "is_equal": outcome.is_equal,
         "guarded_s": round(guarded_s, 2),
     }
@@ -175,7 +175,7 @@ def store_rows(rows: dict[str, dict[str, Any]]) -> None:
 def format_tables(rows: list[dict[str, Any]]) -> str:
     """The matrix by kind and component, by scheduler, and the errors of what exponents mended."""
     good = sum(row["passes"] for row in rows)
-    asleep = sum(not row["passes_asleep"] for row in rows)
+    off = sum(not row["passes_switched_off"] for row in rows)
     once = sum(row["faults"] > 0 and row["replays"] == row["faults"] for row in rows)
     twice = sum(row["faults"] > 1 for row in rows)
     lines = [
@@ -185,7 +185,7 @@ def format_tables(rows: list[dict[str, Any]]) -> str:
         f"{len(rows)} of the {len(list_all())} cases of `list_all` were run: in {good} the fault is found",
         "at the right module path and step and repaired with the right pixels; in",
         f"{once} one call is run again for each fault (in {twice} larger values of a later call, or of an",
-        f"autoencoder's other direction, are a second fault); with the detector off {asleep} fail the same",
+        f"autoencoder's other direction, are a second fault); with the detector off {off} fail the same",
         "check. Each cell is passed of tried.",
         "",
         *format_grid(rows, "kind", lambda row: row["component"].removesuffix("_2")),
@@ -264,7 +264,9 @@ def main() -> None:
         except Exception as error:  # one case that cannot be measured does not end the others
             print(number + 1, len(chosen), case, f"not measured: {error}"[:300], flush=True)
             continue
-        print(number + 1, len(chosen), case, row["passes"], not row["passes_asleep"], flush=True)
+        print(
+            number + 1, len(chosen), case, row["passes"], not row["passes_switched_off"], flush=True
+        )
         if number % 20 == 19:
             store_rows(rows)
     store_rows(rows)

@@ -178,7 +178,7 @@ def run_case(case: Case, *, watching: bool = True) -> Outcome:
     with (
         testing.assert_untouched(pipe),
         _faulty(pipe, case, call),
-        asleep(not watching),
+        switched_off(not watching),
         guard(pipe, announce=lambda text: None) as handle,
     ):
         pixels = call_pipeline(pipe, case.pipeline, steps=STEPS)
@@ -224,7 +224,7 @@ def _find_module_path(pipe: Any, case: Case) -> str:
 
 
 @contextlib.contextmanager
-def asleep(wanted: bool) -> Iterator[None]:
+def switched_off(wanted: bool) -> Iterator[None]:
     """The detectors switched off: whatever is looked at is good."""
     with contextlib.ExitStack() as stack:
         if wanted:

@@ -1,6 +1,6 @@
 """The levels of the package, read from its imports.
 
-Each checker is a plain function over sources, so that planted violations can show it awake.
+Each checker is a plain function over sources, so that planted violations show that it finds them.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def test_light_dependencies_are_known() -> None:
             assert roots <= known, name
 
 
-# The checkers are awake
+# The checkers find what is planted
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""The fault matrix: found at the right module path, repaired, one call run again; and asleep, not so."""
+"""The fault matrix: found at the right module path, repaired, and one call run again.
+
+With the detector off it is not so.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def test_a_fault_is_found_and_repaired(case: Case) -> None:
     check(case, run_case(case))
 
 
-def check_asleep(case: Case) -> None:
+def check_switched_off(case: Case) -> None:
     """With the detector off the very same check fails, and the fault is in the pixels."""
     outcome = run_case(case, watching=False)
     assert outcome.repairs == ()
@@ -39,16 +42,16 @@ def check_asleep(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
-def test_asleep_it_is_not(case: Case) -> None:
+def test_switched_off_it_is_not(case: Case) -> None:
     """With the detector off a fault of each kind is neither found nor repaired."""
-    check_asleep(case)
+    check_switched_off(case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [x for x in COVERING if x not in ONE_OF_EACH], ids=str)
-def test_asleep_no_other_is(case: Case) -> None:
+def test_switched_off_no_other_is(case: Case) -> None:
     """The same for the rest."""
-    check_asleep(case)
+    check_switched_off(case)
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ CACHES = (cache_first_block, broadcast_attention)
 
 
 @pytest.mark.parametrize("put_on", HOOKS)
-def test_under_hooks_it_is_silent_and_awake(put_on: Callable[[Any], None]) -> None:
+def test_under_hooks_it_is_silent_and_finds_faults(put_on: Callable[[Any], None]) -> None:
     """The same bits without a fault, the same bits after one that does not come again, and gone."""
     pipe = make_pipeline(HOOKED)
     put_on(pipe)

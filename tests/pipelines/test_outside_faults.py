@@ -79,7 +79,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
     assert (repair.component, repair.module_path, repair.kind) == ("pipeline", "scheduler", "input")
 
 
-def test_asleep_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector off the same latents reach the caller."""
     monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
     pipe = make_pipeline(NAME)

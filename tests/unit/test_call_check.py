@@ -1,4 +1,4 @@
-"""Tests of the check of each call: silent, awake, gone and nested, on tiny pipelines of real classes."""
+"""Tests of the check of each call: silent, alert, gone and nested, on tiny pipelines of real classes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_silent(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "nan") for name in FAMILIES), ("cogvideox", "inf"), ("svd", "inf")]
 )
-def test_awake_at_a_step(name: str, kind: Any) -> None:
+def test_alert_at_a_step(name: str, kind: Any) -> None:
     """A fault in the denoiser's second step is found there, by name, and the pipeline is freed."""
     pipe = make_pipeline(name, dtype=torch.bfloat16)
     component = DENOISERS.get(name, "transformer")
@@ -84,7 +84,7 @@ def test_awake_at_a_step(name: str, kind: Any) -> None:
         ("wan", "text_encoder"),
     ],
 )
-def test_awake_at_every_component_call(name: str, component: str) -> None:
+def test_alert_at_every_component_call(name: str, component: str) -> None:
     """A fault in an encoder or decoder is found there; these have no step."""
     pipe = make_pipeline(name)
     with testing.inject(pipe, component, step=0):
@@ -97,7 +97,7 @@ def test_awake_at_every_component_call(name: str, component: str) -> None:
     )
 
 
-def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector switched off the same fault reaches the pixels: the tests above see it."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
     monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))

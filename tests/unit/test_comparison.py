@@ -251,7 +251,7 @@ def test_heats_of_prompts_are_joined_to_the_tighter() -> None:
 GOOD = Measures(False, 0.01, 40.0, 0.99, 0.02, 0.01)
 
 
-def test_each_limit_is_awake() -> None:
+def test_each_limit_is_found() -> None:
     """A measure beyond its limit makes another picture and is named; one within does not."""
     reference = Cell("fp32")
     cell = Cell("bf16", measures=GOOD)
@@ -264,7 +264,7 @@ def test_each_limit_is_awake() -> None:
         assert f"{limit:g} was asked" in judged.reasons[0]
 
 
-def test_each_break_is_awake() -> None:
+def test_each_break_is_found() -> None:
     """NaN and frames that the reference does not have make a cell broken; an error makes it failed."""
     reference, black = Cell("fp32"), Finding("black-frames", "frames", "All black.", "")
     assert judge_cell(Cell("x", non_finite=1), reference, Thresholds()).verdict == "broken"

@@ -1,4 +1,4 @@
-"""Tests of the guard: silent, awake, repaired and gone, on tiny pipelines of real classes."""
+"""Tests of the guard: silent without a fault, repaired, and gone, on tiny pipelines of real classes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
     assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
 
 
-def test_asleep_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detectors off the same fault reaches the pixels."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
     monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
