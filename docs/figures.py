@@ -269,9 +269,9 @@ def faults_repaired() -> str:
 
 
 @_figure
-def faults_asleep() -> str:
+def faults_switched_off() -> str:
     rows = _read("fault_matrix")["rows"]
-    return f"{sum(x['passes_asleep'] for x in rows)} of {len(rows)}"
+    return f"{sum(x['passes_switched_off'] for x in rows)} of {len(rows)}"
 
 
 @_figure

@@ -391,7 +391,7 @@ def test_an_end_of_fp16_is_found(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "callee.name.partition('.')",
+        "callee.component.partition('.')",
         "component.endswith('.decode')",
         "x.module_path.split(':')",
     ],
