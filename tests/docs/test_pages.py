@@ -144,3 +144,29 @@ def test_every_branch_of_the_flowchart_ends() -> None:
     assert named == drawn
     reached = {target for _, target in edges}
     assert drawn - reached == {"start"}
+
+
+def test_the_card_is_explained() -> None:
+    """The page on the card has each stage that a run has, that on memory each placement of weights."""
+    from stopdown.app.cards import _STAGES
+    from stopdown.memory.strategies import PLACEMENTS
+
+    card = (ROOT / "docs" / "card.md").read_text(encoding="utf-8")
+    assert [name for name in _STAGES if f"| {name} |" not in card] == []
+    memory = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+    assert [name for name in PLACEMENTS if f"| {name} |" not in memory] == []
+
+
+PRIVATE = r"\b(islands?|rehears\w+|stand-?ins?|patients?|doors?|said once|stands? in the record)\b"
+"""Words of ours where the field has its own: fp32 module, dry run, skeleton, component call, reported."""
+
+
+def test_the_words_are_those_of_the_field() -> None:
+    """Pages say it in standard terms; what others call an island is named as such."""
+    found = [
+        (page.name, match[0])
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if (match := re.search(PRIVATE, line)) and "fp32 island" not in line
+    ]
+    assert found == []
