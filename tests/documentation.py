@@ -2,7 +2,8 @@
 
 A block of `sh` or `console` is typed line by line, and a block of `python` is run. A line may end with
 `# exit 1`, and a `console` line may be followed by `exit 1`: the code that it promises. A comment before a
-block says why it is not run: `<!-- not run: downloads 21 GB -->`.
+block says why it is not run: `<!-- not run: downloads 21 GB -->`. A block whose title is a file name is
+that file, for the commands of the page.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 _BLOCK = re.compile(
     r"(?:<!-- not run: (?P<why>[^\n]+) -->\n)?"
-    r"^(?P<indent> *)```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$",
+    r"^(?P<indent> *)```(?P<language>\w*)(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -32,24 +33,32 @@ class Block:
         language: what stands behind the fence; "" without.
         text: its lines, without their common indentation.
         left: why it is not run; "" when it is.
+        file: name of the file that it is; "" for others.
     """
 
     language: str
     text: str
     left: str
+    file: str = ""
 
 
 def read_blocks(page: str, *languages: str) -> list[Block]:
-    """The fenced blocks of some languages, in order."""
+    """The fenced blocks of some languages, of all when none is named, in order."""
     found = [
         Block(
             match["language"],
             re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE),
             match["why"] or "",
+            "".join(re.findall(r'title="([^"]+)"', match["info"])),
         )
         for match in _BLOCK.finditer(page)
     ]
-    return [block for block in found if block.language in languages]
+    return [block for block in found if not languages or block.language in languages]
+
+
+def read_files(page: str) -> dict[str, str]:
+    """The files that a page shows whole: names and texts."""
+    return {block.file: block.text for block in read_blocks(page) if block.file}
 
 
 def read_lines(block: Block) -> Iterator[tuple[str, int]]:

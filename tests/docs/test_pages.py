@@ -11,7 +11,15 @@ import click
 import pytest
 import typer
 
-from documentation import Run, check_command, find_commands, read_blocks, read_console, run_process
+from documentation import (
+    Run,
+    check_command,
+    find_commands,
+    read_blocks,
+    read_console,
+    read_files,
+    run_process,
+)
 from stopdown.app import cli
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +85,11 @@ def test_a_right_command_passes() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One folder for all commands, as a reader has: what one writes, another reads."""
-    return tmp_path_factory.mktemp("pages")
+    made = tmp_path_factory.mktemp("pages")
+    for page in PAGES:
+        for name, text in read_files(page.read_text(encoding="utf-8")).items():
+            (made / name).write_text(text, encoding="utf-8")
+    return made
 
 
 RUNS = list(dict.fromkeys(run for page in PAGES for run in read_console(page.read_text("utf-8"))))
