@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Limit, Measured, Problem
 from stopdown.scaling.search import (
     VANISHING_BITS,
+    Strategy,
     find_visible,
+    is_free,
+    is_visible,
     scale_by_bounds,
     scale_unmeasured,
+    take_first,
 )
 
 
@@ -87,21 +92,14 @@ def choose_among(folds: list[int], *, free: bool) -> tuple[int, bool]:
     """Which fold of a weight is taken of those that bounds ask for; 0 is what was measured."""
     module = nn.Linear(4, 4)
     module.weight.data.fill_(2.0**-4)
-    args = (torch.randn(2, 4),)
-    measured = measure_call(module, args, {}, dtype=torch.float16)
+    measured = measure_call(module, (torch.randn(2, 4),), {}, dtype=torch.float16)
     plain = find_scaling(module, [measured])
     found = [replace(plain, exponents={"weight": fold, "bias": fold}) for fold in folds]
-    answers = iter([replace(plain, exponents={}), *found])
-
-    def find(*_: object) -> Scaling:
-        answer = next(answers, None)
-        if answer is None:
-            raise ScalingError("There are no more.")
-        return answer
-
-    scaling = scale_by_bounds(module, [Kind(measured, args, {})], "auto" if free else "bound", find)
-    taken = not scaling.range_note.startswith("No bound is taken")
-    return scaling.exponents.get("weight", 0), taken
+    best = replace(plain, exponents={})
+    judge = partial(is_free if free else is_visible, best=best, calls=[measured])
+    strategies = [Strategy(partial(replace, x), judge) for x in found]
+    scaling = take_first([Strategy(lambda: best, lambda found: False), *strategies])
+    return scaling.exponents.get("weight", 0), scaling is not best
 
 
 def test_auto_passes_over_bounds_that_cost_bits() -> None:

@@ -293,8 +293,13 @@ def scale_unmeasured(
 def _list_bounds(
     module: torch.nn.Module, bounded: BoundedCalls, find: Find, does: Callable[[Scaling], bool]
 ) -> Iterator[Strategy[Scaling]]:
+    before = None
     for bits in LOOSEST_BITS:
-        yield Strategy(partial(find_visible, find, module, bounded.mix(bits)), does)
+        calls = bounded.mix(bits)
+        ranges = [call.ranges for call in calls]
+        if ranges != before:  # no bound is as loose as that
+            yield Strategy(partial(find_visible, find, module, calls), does)
+        before = ranges
 
 
 def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
