@@ -787,7 +787,7 @@ def test_run_keeps_what_is_the_scripts_own(run: Any, here: Path) -> None:
     (here / "own.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(5)")
     code, out, err = run("run", "own.py", "--device", "gpu", "--help", "-m")
     assert (code, out) == (5, "['--device', 'gpu', '--help', '-m']\n")
-    assert err == "stopdown: own.py called no Diffusers pipeline.\n"
+    assert err == "stopdown: own.py called no torch module: there was nothing to guard.\n"
     code, out, err = run("run", "--json", "own.py")
     assert (code, err) == (5, "")
     record = json.loads(out.removeprefix("[]\n"))

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.number_formats import find_format
 
@@ -112,6 +113,17 @@ def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
     nan, infinite = torch.isnan(tensor).sum(), torch.isinf(tensor).sum()
     counts = torch.stack([nan, infinite]).tolist()
     return counts[0], counts[1]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values that can be read: not one that is fake, on `meta`, sparse or nested."""
+    is_fake = tensor.is_meta or isinstance(tensor, FakeTensor)  # a capture runs a copy
+    return tensor.layout is torch.strided and not is_fake and tensor.numel() > 0
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has floating values of 16 bits or more; those of 8 cannot be compared."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)
 
 
 def bound_values(

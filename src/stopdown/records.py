@@ -124,7 +124,7 @@ class CallSummary(Displayed):
 
     Attributes:
         component: `transformer`, `vae.decode`.
-        stage: `encode`, `denoise` or `decode`.
+        stage: `encode`, `denoise` or `decode`; `call` where nothing is known of it.
         calls: how often it was called.
         elapsed_s: seconds in those calls.
         precisions: formats that its floating parameters really had, most of them first.
@@ -332,7 +332,7 @@ class GuardRecord(Displayed):
     """What a guard saw and did so far.
 
     Attributes:
-        pipeline: class of the pipeline.
+        pipeline: class of the pipeline, or of another program; "" for calls without one.
         calls: what each component did.
         repairs: one for each fault, in order.
         host_reads: how often a value was read from the device by the watch.
@@ -363,7 +363,7 @@ class GuardRecord(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class ScriptRecord(Displayed):
-    """What a script did with its pipelines under the guard.
+    """What a script did with its pipelines and modules under the guard.
 
     Attributes:
         script: its path, or the name of its module.
@@ -372,8 +372,9 @@ class ScriptRecord(Displayed):
         runs: one for each call of a pipeline, in order.
         findings: what should be looked at in what the pipelines returned.
         remarks: what was done otherwise than the script says, and what could not be guarded.
-        unrepaired: True when a fault stayed, or ended a pipeline's call.
+        unrepaired: True when a fault stayed, or ended a call.
         elapsed_s: seconds in all.
+        modules: the calls of modules that it made without a pipeline; None for none.
     """
 
     script: str
@@ -384,6 +385,7 @@ class ScriptRecord(Displayed):
     remarks: tuple[str, ...]
     unrepaired: bool
     elapsed_s: float
+    modules: GuardRecord | None = None
     kind: str = "script"
     schema: int = field(default=SCHEMA)
 

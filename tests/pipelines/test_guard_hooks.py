@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
+from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import ComponentState
 
@@ -331,7 +332,7 @@ def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> 
 
 def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
     """A guard after a run whose transformer overflows while its weights wait elsewhere."""
-    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: True)
+    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: True)
     pipe = testing.make_pipeline(HOOKED, overflow="transformer", dtype=torch.float16)
     call_pipeline(pipe, HOOKED)
     offload_sequentially(pipe)

@@ -121,9 +121,9 @@ def test_fp32_modules_and_casts_are_kept_as_well(
     monkeypatch: pytest.MonkeyPatch, module_path: str, precision: str, fp32_modules: tuple[str, ...]
 ) -> None:
     """What one module or a whole component was brought to stands in the plan."""
-    from stopdown.runtime.guard import Guard
+    from stopdown.runtime.fault_handler import FaultHandler
 
-    monkeypatch.setattr(Guard, "_has_bf16", lambda *_: True)
+    monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: True)
     pipe, plan = make_pipeline(), plan_pipeline()
     with (
         testing.assert_untouched(pipe),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_repaired_plans import write_bare_plan
 
+from programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
 from stopdown.errors import InputError, OptionError
 from stopdown.patches import Patches
@@ -61,8 +62,9 @@ def take_classes() -> list[Any]:
     """What a run changes for its time."""
     kinds = (diffusers.DiffusionPipeline, diffusers.CogView3PlusPipeline)
     methods = [dict(vars(kind)) for kind in kinds]
-    names = ("to", "cuda")
+    names = ("to", "cuda", "__call__", "__init__")
     held = [vars(kind).get(name) for kind in (torch.Tensor, torch.nn.Module) for name in names]
+    held += [vars(FirstStage).get(name) for name in ("encode", "decode")]
     return [
         *methods,
         *held,
@@ -424,3 +426,145 @@ def test_a_profile_runs_nothing(run: Run) -> None:
     """A card that is not here cannot take what the script sends to CUDA."""
     with pytest.raises(OptionError, match=r"^--device t4 is a profile of the NVIDIA T4: "):
         run("", device="t4")
+
+
+SAMPLE = """
+import copy, sys
+import torch
+from programs import make_program, overflow_
+
+program = make_program(sys.argv[1], getattr(torch, sys.argv[2]))
+if sys.argv[3] == "overflows":
+    overflow_(program.unet.blocks[1])
+"""
+
+
+def test_a_script_without_a_pipeline_is_guarded(run: Run, tmp_path: Path) -> None:
+    """Outermost calls of modules are found, named by class and order, and give the same bits."""
+    text = SAMPLE + "torch.save(program.run(), sys.argv[4])"
+    record, said = run(text, "engine", "float16", "fits", tmp_path / "found.pt")
+    assert torch.equal(
+        torch.load(tmp_path / "found.pt"), make_program("engine", torch.float16).run()
+    )
+    assert record.modules is not None
+    calls = {x.component: (x.stage, x.calls, x.precisions) for x in record.modules.calls}
+    assert calls == {
+        "Wrapper": ("call", 3, ("fp16",)),
+        "FirstStage.decode": ("decode", 1, ("fp16",)),
+    }
+    assert record.modules.host_reads == 4
+    assert (record.runs, record.modules.repairs, choose_code(record), said) == ((), (), 0, [])
+
+
+def test_an_overflow_without_a_pipeline_is_repaired(run: Run, tmp_path: Path) -> None:
+    """It is named, repaired and said once; the next calls begin with the repair."""
+    text = SAMPLE + "program.run()\ntorch.save(program.run(), sys.argv[4])"
+    record, said = run(text, "engine", "float16", "overflows", tmp_path / "found.pt")
+    wide = make_program("engine")
+    overflow_(wide.unet.blocks[1])  # type: ignore[arg-type]
+    found = torch.load(tmp_path / "found.pt")
+    torch.testing.assert_close(found.float(), wide.run(), rtol=0.02, atol=0.02)
+    assert record.modules is not None
+    (repair,) = record.modules.repairs
+    assert repair.module_path == "Wrapper:diffusion_model.blocks.1.wide"
+    assert (repair.action, repair.replays, choose_code(record)) == ("rescaled", 1, 0)
+    assert record.modules.reused == ("Wrapper: rescaled (fp16)",)
+    assert len(said) == 1
+    assert " at its call 1, in fp16. " in said[0]
+
+
+def test_between_calls_a_repaired_model_is_the_scripts_own(run: Run) -> None:
+    """What is copied or saved there has the weights that were loaded, and no trace of a guard."""
+    text = SAMPLE + (
+        "before = copy.deepcopy(program.unet.state_dict())\n"
+        "program.run()\n"
+        "after = copy.deepcopy(program.unet)\n"
+        "same = all(torch.equal(x, before[n]) for n, x in after.state_dict().items())\n"
+        "hooks = sum(len(x._forward_hooks) for x in after.modules())\n"
+        "sys.exit(0 if same and not hooks and 'forward' not in vars(after) else 3)"
+    )
+    record, _ = run(text, "patcher", "float16", "overflows")
+    assert record.modules is not None
+    assert len(record.modules.repairs) == 1
+    assert record.exit_code == 0
+
+
+def test_asleep_the_scripts_fault_passes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the detector off the same script ends with values that are not finite."""
+    monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
+    text = SAMPLE + "sys.exit(int(not torch.isfinite(program.run()).all()))"
+    assert run(text, "engine", "float16", "overflows")[0].exit_code == 1
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "warn"])
+def test_a_fault_that_is_left_is_a_failure(run: Run, on_fault: str) -> None:
+    """`raise` ends the script with a message, `warn` says it once; the exit code is 1."""
+    record, said = run(
+        SAMPLE + "program.run()", "module", "float16", "overflows", on_fault=on_fault
+    )
+    assert choose_code(record) == 1
+    assert record.unrepaired
+    (text,) = said
+    assert "`UNet` gave " in text
+    assert "It begins at `UNet:blocks.1.wide`" in text
+    assert ("Use stopdown run --on-fault repair" in text) == (on_fault == "raise")
+
+
+def test_training_is_not_disturbed(run: Run, tmp_path: Path) -> None:
+    """A step of training changes the weights as without a guard; the report says that it was left."""
+    step = (
+        "engine = program.given.train()\n"
+        "optimizer = torch.optim.SGD(engine.model.parameters(), 0.1)\n"
+        "for _ in range(2):\n"
+        "    engine(torch.ones(2, 4, 8)).backward()\n"
+        "    optimizer.step()\n"
+        "torch.save(engine.state_dict(), sys.argv[4])"
+    )
+    record, said = run(SAMPLE + step, "engine", "float32", "fits", tmp_path / "guarded.pt")
+    names = {"program": make_program("engine"), "torch": torch, "sys": sys}
+    sys.argv, before = ["", "", "", "", str(tmp_path / "plain.pt")], sys.argv
+    try:
+        exec(step, names)
+    finally:
+        sys.argv = before
+    plain, guarded = (torch.load(tmp_path / f"{name}.pt") for name in ("plain", "guarded"))
+    assert all(torch.equal(plain[name], guarded[name]) for name in plain)
+    assert record.modules is not None
+    assert record.modules.calls == ()
+    assert record.modules.unwatched == ("DiffusionEngine: 2 calls in training, left alone.",)
+    assert (said, choose_code(record)) == ([], 0)
+
+
+def test_components_can_be_chosen(run: Run) -> None:
+    """A pattern of names or classes limits what is guarded; one that fits nothing is said."""
+    given = (SAMPLE + "program.run()", "engine", "float16", "fits")
+    record, said = run(*given, components="*.decode,Nobody")
+    assert record.modules is not None
+    assert [call.component for call in record.modules.calls] == ["FirstStage.decode"]
+    assert said == []
+    record, said = run(*given, components="unet")
+    assert record.modules is None
+    assert said == [
+        "No component that was called is named unet: nothing was guarded. Called were "
+        "FirstStage.decode, Wrapper."
+    ]
+
+
+def test_code_that_is_traced_is_left_alone(run: Run) -> None:
+    """torch.jit, torch.func and torch.export get the modules as they are."""
+    text = SAMPLE + (
+        "unet, x, t = program.unet, torch.randn(2, 4, 8), torch.ones(2)\n"
+        "with torch.no_grad():\n"
+        "    plain = unet(x, t)\n"
+        "    traced = torch.jit.trace(unet, (x, t))\n"
+        "    mapped = torch.func.vmap(lambda y: unet(y[None], t[:1])[0])(x)\n"
+        "    exported = torch.export.export(unet, (x, t)).module()(x, t)\n"
+        "    meta = copy.deepcopy(unet).to('meta')(x.to('meta'), t.to('meta'))\n"
+        "for other in (traced(x, t), mapped, exported):\n"
+        "    torch.testing.assert_close(other, plain)\n"
+        "assert meta.is_meta"
+    )
+    record, said = run(text, "module", "float32", "fits")
+    assert (record.exit_code, said) == (0, [])
+    assert record.modules is not None
+    assert record.modules.unwatched == ("TopLevelTracedModule: 1 call of TorchScript, left alone.",)

@@ -1,4 +1,4 @@
-"""`stopdown run`, as a plain function: a script runs unedited, its pipelines guarded; a record comes back.
+"""`stopdown run`, as a plain function: a script runs unedited, its models guarded; a record comes back.
 
 The script has its own `sys.argv`, standard output and exit code. What Stopdown has to say goes to
 standard error.
@@ -22,15 +22,17 @@ from stopdown.app.request_options import refuse_profile
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
-from stopdown.records import Plan, ScriptRecord, to_json
+from stopdown.records import GuardRecord, Plan, ScriptRecord, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stopdown.runtime.scripts import ScriptGuard
+
 
 @dataclass(frozen=True)
 class ScriptOptions:
-    """Run a script unedited: its Diffusers pipelines are guarded, its exit code is kept."""
+    """Run a script unedited: the calls of its models are guarded, its exit code is kept."""
 
     script: Annotated[
         str | None,
@@ -67,6 +69,13 @@ class ScriptOptions:
         ),
     ] = "auto"
     keep_repairs: KeepRepairsOption = False
+    components: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Guard these alone: names or classes, such as 'UNet*,*.decode'. Default: all.",
+        ),
+    ] = None
     json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
     ] = False
@@ -104,10 +113,10 @@ def main(options: ScriptOptions) -> int:
 
 
 def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> ScriptRecord:
-    """Run a script to its end, each call of a Diffusers pipeline guarded.
+    """Run a script to its end, each call of a pipeline, or of a module without one, guarded.
 
     Returns:
-        What its pipelines did; an exception of the script is printed, and its exit code is 1.
+        What its models did; an exception of the script is printed, and its exit code is 1.
 
     Raises:
         InputError: there is no such script or module.
@@ -136,27 +145,34 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     plan = _read_plan(path)
     if options.keep_repairs and path is not None:
         check_target(path, noun="plan", option="with --plan", replaces=describe_no_plan)
-    watching = ScriptGuard(options.on_fault, remark, plan)  # type: ignore[arg-type]  # checked above
+    guarding = ScriptGuard(
+        options.on_fault,  # type: ignore[arg-type]  # checked above
+        remark,
+        plan,
+        tuple(filter(None, (options.components or "").split(","))),
+    )
     with Patches() as patches, _as_main(options, patches):
         drop_empty_remarks(patches)
-        watching.put_on(patches)
+        guarding.put_on(patches)
         if options.device is not None:
             device = choose_device(options.device)
             redirect_devices(str(device.torch_name), remark, patches)
         try:
             code = _execute(start, remark)
         finally:
-            _keep_repairs(options, path, plan, watching.plan, remark)
+            _keep_repairs(options, path, plan, guarding.plan, remark)
         _hint_at_options(options, code, remark)
+        _hint_at_components(options, guarding, remark)
     return ScriptRecord(
         script=options.target,
         arguments=options.words,
         exit_code=code,
-        runs=tuple(watching.runs),
-        findings=tuple(watching.findings),
+        runs=tuple(guarding.runs),
+        findings=tuple(guarding.findings),
         remarks=tuple(remarks),
-        unrepaired=watching.failed,
+        unrepaired=guarding.failed,
         elapsed_s=time.perf_counter() - started,
+        modules=guarding.modules.record,
     )
 
 
@@ -226,6 +242,22 @@ def _hint_at_options(options: ScriptOptions, code: int, remark: Callable[[str], 
             f"{', '.join(ours)} went to the script, because it stands behind it. Options of Stopdown stand "
             f"before the script: stopdown run {ours[0]} … {options.target}"
         )
+
+
+def _hint_at_components(
+    options: ScriptOptions, guarding: ScriptGuard, remark: Callable[[str], None]
+) -> None:
+    """Say so when no component was guarded because none has a name that was asked for."""
+    unwanted = sorted(guarding.modules.unwanted)
+    is_guarded = guarding.modules.calls or any(run.calls for run in guarding.runs)
+    if unwanted and not is_guarded:
+        remark(
+            f"No component that was called is named {options.components}: nothing was guarded. Called "
+            f"were {', '.join(unwanted[:_MOST_NAMED])}."
+        )
+
+
+_MOST_NAMED = 8
 
 
 def _read_plan(path: str | None) -> Plan | None:
@@ -314,22 +346,34 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
     return record.exit_code or int(record.unrepaired or (strict and bool(record.findings)))
 
 
+def _describe_run(run: GuardRecord) -> str:
+    """What a run called, and what was repaired in it."""
+    counts = [
+        f"{x.component} {x.calls}x {'+'.join(x.precisions) or 'no weights'}" for x in run.calls
+    ]
+    said = f"{', '.join(counts) or 'no component was guarded'}."
+    for repair in run.repairs:
+        said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."
+    if run.reused and run.pipeline:
+        said += f" From an earlier run: {', '.join(run.reused)}."
+    if not run.pipeline:
+        said += "".join(f" {text}" for text in run.unwatched)
+    return said
+
+
 def print_script(record: ScriptRecord, console: Console) -> None:
-    """Print what its pipelines did, what was repaired, and what was found."""
+    """Print what its models did, what was repaired, and what was found."""
     from stopdown.app.progress import print_prose
 
-    if not record.runs:
-        print_prose(console, f"stopdown: {record.script} called no Diffusers pipeline.")
-    for number, run in enumerate(record.runs, 1):
-        counts = ", ".join(
-            f"{call.component} {call.calls}x {'+'.join(call.precisions)}" for call in run.calls
+    if not record.runs and record.modules is None and not record.remarks:
+        print_prose(
+            console,
+            f"stopdown: {record.script} called no torch module: there was nothing to guard.",
         )
-        said = f"stopdown: run {number}, {run.pipeline}: {counts}."
-        for repair in run.repairs:
-            said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."
-        if run.reused:
-            said += f" From an earlier run: {', '.join(run.reused)}."
-        print_prose(console, said)
+    for number, run in enumerate(record.runs, 1):
+        print_prose(console, f"stopdown: run {number}, {run.pipeline}: {_describe_run(run)}")
+    if record.modules is not None:
+        print_prose(console, f"stopdown: without a pipeline: {_describe_run(record.modules)}")
     for finding in record.findings:
         text = f"stopdown: {finding.kind} in {finding.module_path}: {finding.evidence} {finding.remedy}"
         print_prose(console, text, "yellow")

@@ -2,7 +2,7 @@
 
 While somebody listens, `torch.nn.Module.__call__` goes through here: a listener is entered around each
 call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
-counts as such a call while it is `entered`.
+counts as such a call while it is `entered`; `intercept_methods` finds these as they happen as well.
 
 **Catches** calls of modules of every kind, in every thread.
 **Does not catch** calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,8 +23,8 @@ import torch
 
 from stopdown.patches import Patches
 
-Listener = Callable[[torch.nn.Module], AbstractContextManager[object]]
-"""Given the module that is called; entered around the call."""
+Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
+"""Given the module that is called, and its method; entered around the call."""
 
 
 class _Thread(threading.local):
@@ -77,13 +78,74 @@ def _put_on() -> None:
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.outermost is not None:
             return original(self, *args, **kwargs)
-        with entered(self), contextlib.ExitStack() as stack:
-            if is_plain():
-                for listener in _listeners:
-                    stack.enter_context(listener(self))
+        with _met(self, "forward"):
             return original(self, *args, **kwargs)
 
     _patches.set_class_attribute(torch.nn.Module, "__call__", call)
+
+
+@contextlib.contextmanager
+def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
+    """Around an outermost call, with every listener."""
+    with entered(module), contextlib.ExitStack() as stack:
+        for listener in _listeners if is_plain() else ():
+            stack.enter_context(listener(module, method))
+        yield
+
+
+def intercept_methods(methods: tuple[str, ...], patches: Patches) -> None:
+    """Have calls of these methods count as calls of their modules, until `patches` is undone.
+
+    Args:
+        methods: of classes that have all of them, and whose modules are made from now on.
+    """
+    original = vars(torch.nn.Module)["__init__"]
+    known: set[type] = set()
+
+    @functools.wraps(original)
+    def init(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        if type(self) not in known:
+            known.add(type(self))
+            _wrap_methods(type(self), methods, patches)
+        original(self, *args, **kwargs)
+
+    patches.set_class_attribute(torch.nn.Module, "__init__", init)
+
+
+def _wrap_methods(kind: type, methods: tuple[str, ...], patches: Patches) -> None:
+    owners = [next((k for k in kind.__mro__ if name in vars(k)), object) for name in methods]
+    found = [vars(owner).get(name) for name, owner in zip(methods, owners, strict=True)]
+    if not all(map(inspect.isfunction, found)):
+        return
+    for name, owner, function in zip(methods, owners, found, strict=True):
+        if function is not None and not hasattr(function, _MARK):
+            patches.set_class_attribute(owner, name, _wrap_method(function, name))
+
+
+def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
+        if torch.compiler.is_compiling() or _thread.outermost is not None or not is_own:
+            return original(self, *args, **kwargs)
+        with _met(self, name):
+            return getattr(self, name)(*args, **kwargs)  # with what the listeners put around it
+
+    setattr(call, _MARK, True)
+    return call
+
+
+_MARK = "stopdown_intercepted"
+
+
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """No call of this thread is an outermost one: somebody else guards them."""
+    with entered(_NOBODY):
+        yield
+
+
+_NOBODY = torch.nn.Identity()
 
 
 def is_in_training(module: torch.nn.Module) -> bool:

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from stopdown.numerics import iterate_tensors
+from stopdown.numerics import has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks
 from stopdown.runtime.clamps import find_clamping
@@ -57,9 +56,8 @@ class Notes:
     ) -> None:
         """Note the bounds of floating arguments, with the limit of those that have one; nothing is read."""
         for name, tensor in given:
-            is_floating = tensor.is_floating_point() and tensor.element_size() > 1
-            is_wanted = is_floating or (name in limits and not tensor.is_complex())
-            if is_wanted and _is_real(tensor) and not tensor.is_meta:
+            is_limited = name in limits and not tensor.is_complex() and has_values(tensor)
+            if is_limited or is_readable(tensor):
                 self.inputs.append((name, limits.get(name), _bound(tensor)))
 
 
@@ -84,18 +82,14 @@ def _hook(module: torch.nn.Module, path: str, note: Any, patches: Patches) -> No
 
 def _note_clamp(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
     for tensor in iterate_tensors(output):
-        if tensor.dtype == torch.float16 and _is_real(tensor):
+        if tensor.dtype == torch.float16 and is_readable(tensor):
             notes.clamping.append((path, _bound(tensor)))
 
 
 def _note_block(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
     for tensor in iterate_tensors(output):
-        if tensor.is_floating_point() and _is_real(tensor):
+        if is_readable(tensor):
             notes.blocks.append((path, tensor.dtype, _bound(tensor)))
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return bool(tensor.numel()) and not isinstance(tensor, FakeTensor)  # a capture runs a copy
 
 
 def _bound(tensor: torch.Tensor) -> Bounds:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stopdown.numerics import bound_values, iterate_tensors
+from stopdown.numerics import bound_values, is_readable, iterate_tensors
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.clamps import CLAMPED_FROM
 
@@ -61,7 +61,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
 
     Cost: two operations, one for each note, and one host read.
     """
-    outputs = [t for t in iterate_tensors(output) if t.is_floating_point() and t.numel()]
+    outputs = [t for t in iterate_tensors(output) if is_readable(t)]
     bounds = bound_values(outputs, notes.bounds)
     if bounds is None:
         return CallCheck(is_seen=False)

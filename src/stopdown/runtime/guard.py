@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import inspect
 import threading
@@ -115,6 +116,9 @@ class GuardOptions:
         repair_cache: what earlier guards found, put on from the start; what this one finds is added.
         frames: report black, grey, frozen and noisy frames in what the pipeline returns.
         names_culprit: run a call that failed once more to find where the fault begins.
+        components: patterns of names or classes of components; empty for all.
+        log: goes on with what other guards did; None begins anew.
+        calls_before: of the component, under other guards.
     """
 
     on_fault: OnFault = "repair"
@@ -128,6 +132,15 @@ class GuardOptions:
     repair_cache: RepairCache | None = None
     frames: bool = True
     names_culprit: bool = True
+    components: tuple[str, ...] = ()
+    log: RepairLog | None = None
+    calls_before: int = 0
+
+    def wants(self, callee: Callee) -> bool:
+        """Whether calls of a component are to be guarded."""
+        words = (callee.name, type(callee.owner).__name__)
+        found = (fnmatch.fnmatchcase(x, pattern) for x in words for pattern in self.components)
+        return not self.components or any(found)
 
     def __post_init__(self) -> None:
         if self.on_fault not in ON_FAULT:
@@ -155,7 +168,8 @@ class Guard:
         self.adapter = find_adapter(pipe)
         self.host_reads, self.own_s = 0, 0.0
         self._announce = self.options.announce or _warn
-        self._log = RepairLog(self._announce)
+        log = self.options.log
+        self._log = RepairLog(self._announce) if log is None else log
         self._patches = Patches()
         self._components: dict[int, GuardedComponent] = {}
         self._calls: dict[str, GuardedCall] = {}
@@ -203,7 +217,7 @@ class Guard:
         journal = self._open_journal()
         if self.options.plan is not None:
             check_plan(self.pipe, self.options.plan)
-        for callee in find_callees(self.pipe):
+        for callee in self._list_callees():
             self._guard_call(callee)
         if self.options.plan is not None:
             self._put_plan(self.options.plan)
@@ -223,6 +237,10 @@ class Guard:
         for entry in self._plan.components if self._plan is not None else ():
             self.limit_inputs(entry.component, entry.scaling.limits)
         self._put_journal(journal)
+
+    def _list_callees(self) -> list[Callee]:
+        """The calls that are known, and wanted."""
+        return [x for x in find_callees(self.pipe) if self.options.wants(x)]
 
     def _open_journal(self) -> Journal | None:
         """The journal, None without one and on every rank but the first."""
@@ -283,14 +301,14 @@ class Guard:
                 self._announce(text)
 
     @contextlib.contextmanager
-    def _meet_module(self, module: torch.nn.Module) -> Iterator[None]:
+    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
         """Around the call of an outermost module: guarded when it is one of the program's."""
-        name = self._names.get(id(module))
+        name = self._names.get(id(module)) if method == "forward" else None
         if name is None or is_in_training(module):
             yield
             return
         callee = Callee(name, module, "forward", "call", GENERAL_KEEPS)
-        if not self._admit(self._find_component(callee), name):
+        if not self.options.wants(callee) or not self._admit(self._find_component(callee), name):
             yield
             return
         self._guard_call(callee)
@@ -359,7 +377,7 @@ class Guard:
         places = {name: (call.callee.owner, call.slot) for name, call in self._calls.items()}
         return [
             callee
-            for callee in find_callees(self.pipe)
+            for callee in self._list_callees()
             if (place := places.get(callee.name)) is None
             or place[0] is not callee.owner
             or place[1] != find_slot(callee)
@@ -480,7 +498,7 @@ class Guard:
                     self.steps.find_step(guarded.callee),
                     self._name_place(guarded),
                     self._name_reason(guarded),
-                    self._has_free_methods
+                    not self.adapter.is_pipeline
                     and any(t.requires_grad for t in iterate_tensors(output)),
                 )
             )
@@ -511,7 +529,7 @@ class Guard:
         """` at step 2 of 28`, or ` at its call 3` where no scheduler counts steps."""
         if self.adapter.is_pipeline:
             return self.steps.name_step(guarded.callee)
-        return f" at its call {guarded.count}"
+        return f" at its call {guarded.count + self.options.calls_before}"
 
     def _name_reason(self, guarded: GuardedCall) -> str:
         for decision in self.options.decisions:

@@ -1,40 +1,144 @@
-"""Guard every pipeline that a script calls, while it runs unedited in this process.
+"""Guard whatever a script calls, while it runs unedited in this process.
 
-Each call of a pipeline gets a guard of its own, which is gone when the call returns: what the script
-does with the pipeline between calls (move it, save it, load adapters) it does with its own weights. What
-one call repaired is put on from the start of the next one.
+Each call of a pipeline gets a guard of its own, and so does each outermost call of a module that the
+script makes without one. It is gone when the call returns: what the script does with a model between calls
+(move it, save it, load adapters) it does with its own weights. What one call repaired is put on from the
+start of the next one.
 
-**Catches** NaN and Inf in what components return, which are repaired there; black, grey, frozen and
-noisy frames in what a pipeline returns, which are found.
-**Does not catch** components that a script calls by itself, without a pipeline; frames that it asked
-for as latents.
+**Catches** NaN and Inf in what components return, which are repaired there, in Diffusers pipelines and
+without one; black, grey, frozen and noisy frames in what a pipeline returns, which are found.
+**Does not catch** calls of modules in training, which are left alone; methods other than `encode` and
+`decode` that a script calls on a module by themselves, but for the modules that these call; frames that
+it asked for as latents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
+
+from stopdown.call_names import name_call
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.patches import Patches
+from stopdown.pipelines.components import GENERAL_KEEPS, Callee
+from stopdown.pipelines.outermost_calls import (
+    intercept_methods,
+    is_in_training,
+    listen,
+    silenced,
+)
 from stopdown.pipelines.pipeline_interception import intercept_runs
-from stopdown.records import Finding, GuardRecord, Plan
+from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_cache import RepairCache
+from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.results import collect_videos
 
 
 @dataclass
+class ModuleCalls:
+    """The calls of modules that a script made without a pipeline.
+
+    Attributes:
+        log: what was done at faults.
+        calls: what each component did.
+        left: calls that were left alone, by component and why.
+        unwanted: components that were called and that no pattern names.
+    """
+
+    log: RepairLog
+    calls: dict[str, CallSummary] = field(default_factory=dict)
+    left: Counter[tuple[str, str]] = field(default_factory=Counter)
+    unwanted: set[str] = field(default_factory=set)
+    _host_reads: int = 0
+    _own_s: float = 0.0
+    _unwatched: dict[str, None] = field(default_factory=dict)
+    _reused: dict[str, None] = field(default_factory=dict)
+    _names: WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    _classes: Counter[str] = field(default_factory=Counter)
+
+    def name_callee(self, module: torch.nn.Module, method: str) -> Callee:
+        """A module's call, named by class and order: `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
+        if module not in self._names:
+            kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
+            self._classes[kind] += 1
+            number = self._classes[kind]
+            self._names[module] = kind if number == 1 else f"{kind}_{number}"
+        name = self._names[module]
+        if method == "forward":
+            return Callee(name, module, method, "call", GENERAL_KEEPS)
+        return Callee(name_call(name, method), module, method, method, GENERAL_KEEPS)
+
+    def count(self, component: str) -> int:
+        """How often a component was called so far."""
+        return self.calls[component].calls if component in self.calls else 0
+
+    def add(self, record: GuardRecord) -> None:
+        """What the guard of one call saw and did."""
+        for call in record.calls:
+            self.calls[call.component] = _add(self.calls.get(call.component), call)
+        self._host_reads += record.host_reads
+        self._own_s += record.own_s
+        self._unwatched |= dict.fromkeys(record.unwatched)
+        self._reused |= dict.fromkeys(record.reused)
+
+    @property
+    def record(self) -> GuardRecord | None:
+        """All of it as one record; None when no module was called without a pipeline."""
+        alone = [
+            f"{name}: {count} call{'s' * (count != 1)} {why}, left alone."
+            for (name, why), count in self.left.items()
+        ]
+        if not self.calls and not alone:
+            return None
+        return GuardRecord(
+            pipeline="",
+            calls=tuple(self.calls.values()),
+            repairs=self.log.repairs,
+            host_reads=self._host_reads,
+            unwatched=(*self._unwatched, *alone),
+            own_s=self._own_s,
+            reused=tuple(self._reused),
+        )
+
+
+def _explain_leaving(module: torch.nn.Module) -> str:
+    """Why a call of now is left alone; "" when it is guarded."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "of TorchScript"
+    return "in training" if is_in_training(module) else ""
+
+
+def _add(before: CallSummary | None, call: CallSummary) -> CallSummary:
+    if before is None:
+        return call
+    return dataclasses.replace(
+        before,
+        calls=before.calls + call.calls,
+        elapsed_s=before.elapsed_s + call.elapsed_s,
+        precisions=tuple(dict.fromkeys((*call.precisions, *before.precisions))),
+        non_finite=before.non_finite + call.non_finite,
+    )
+
+
+@dataclass
 class ScriptGuard:
-    """Stands at the calls of every pipeline that is made while it is on.
+    """Guards the calls of every pipeline that is made while it is on, and of every other module.
 
     Attributes:
         on_fault: as for `guard`.
         announce: told what a person must hear.
         plan: put on each pipeline that it belongs to; with the repairs of earlier calls in it.
+        components: patterns of names or classes of components; empty for all.
         runs: what each guard saw and did, one for each call of a pipeline.
         findings: what is wrong with what pipelines returned.
         failed: a fault was not repaired.
@@ -43,6 +147,7 @@ class ScriptGuard:
     on_fault: OnFault
     announce: Callable[[str], None]
     plan: Plan | None = None
+    components: tuple[str, ...] = ()
     runs: list[GuardRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     failed: bool = False
@@ -50,41 +155,82 @@ class ScriptGuard:
     _repair_cache: RepairCache = field(default_factory=RepairCache)
     _without_plan: set[str] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.modules = ModuleCalls(RepairLog(self.announce))
+
     def put_on(self, patches: Patches) -> None:
-        """Stand there until `patches` is undone."""
+        """Guard calls until `patches` is undone."""
         intercept_runs(self._run, patches)
+        intercept_methods(("encode", "decode"), patches)
+        listen(self._meet_module, patches)
 
     def _run(
         self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if id(pipe) in self._inside:  # a class that calls its parent's `__call__`
             return call(*args, **kwargs)
-        guarding = self._guard(pipe)
+        guarding = self._guard(pipe, type(pipe).__name__)
         if guarding is None:
             return call(*args, **kwargs)
         self._inside.add(id(pipe))
         try:
-            with guarding:
+            with self._failing(guarding), silenced(), guarding:
                 output = guarding.run(call, args, kwargs)
                 self.plan = guarding.updated_plan() or self.plan
+        finally:
+            self._inside.discard(id(pipe))
+            self.runs.append(guarding.record)
+        self._look(type(pipe).__name__, output)
+        return output
+
+    @contextlib.contextmanager
+    def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+        """Around an outermost call of a module that no pipeline makes."""
+        callee = self.modules.name_callee(module, method)
+        guarding = self._guard_module(callee)
+        if guarding is None:
+            yield
+            return
+        try:
+            with self._failing(guarding), guarding:
+                yield
+        finally:
+            self.modules.add(guarding.record)
+
+    def _guard_module(self, callee: Callee) -> Guard | None:
+        """A guard of one call; None where it is to be left alone."""
+        why = _explain_leaving(callee.owner)
+        if why:
+            self.modules.left[callee.name, why] += 1
+            return None
+        before = self.modules.count(callee.name)
+        options = self._choose(log=self.modules.log, calls_before=before)
+        if not options.wants(callee):
+            self.modules.unwanted.add(callee.name)
+            return None
+        return self._guard(callee, callee.name, options)
+
+    @contextlib.contextmanager
+    def _failing(self, guarding: Guard) -> Iterator[None]:
+        """Note whether a fault was left, and say what a script can do about it."""
+        before = len(guarding.repairs)
+        try:
+            yield
         except NonFiniteError as error:
             self.failed = True
             remedy = self._advise()
             raise NonFiniteError(error.what, expected=error.expected, remedy=remedy) from error
         finally:
-            self._inside.discard(id(pipe))
-            self.runs.append(guarding.record)
-            self.failed |= any(repair.action == "none" for repair in guarding.repairs)
-        self._look(type(pipe).__name__, output)
-        return output
+            self.failed |= any(repair.action == "none" for repair in guarding.repairs[before:])
 
-    def _guard(self, pipe: Any) -> Guard | None:
+    def _guard(self, program: Any, name: str, options: GuardOptions | None = None) -> Guard | None:
         try:
-            return self._guard_by_plan(pipe) or self._guard_by_what_was_found(pipe)
+            by_plan = self._guard_by_plan(program) if options is None else None
+            return by_plan or self._guard_by_what_was_found(program, options or self._choose())
         except StopdownError:
             raise
-        except Exception as error:  # a pipeline unlike all others: it runs as it is
-            self.announce(f"{type(pipe).__name__} could not be guarded: {error}")
+        except Exception as error:  # a program unlike all others: it runs as it is
+            self.announce(f"{name} could not be guarded: {error}")
             return None
 
     def _guard_by_plan(self, pipe: Any) -> Guard | None:
@@ -100,9 +246,10 @@ class ScriptGuard:
                 self.announce(f"{name} runs without the plan. {error}")
             return None
 
-    def _guard_by_what_was_found(self, pipe: Any) -> Guard:
+    def _guard_by_what_was_found(self, program: Any, options: GuardOptions) -> Guard:
         """A guard with the repairs of earlier calls."""
-        made = Guard(pipe, self._choose(repair_cache=self._repair_cache)).put_on()
+        options = dataclasses.replace(options, repair_cache=self._repair_cache)
+        made = Guard(program, options).put_on()
         while self._repair_cache.outdated:
             self.announce(
                 f"The weights of {self._repair_cache.outdated.pop()} were changed since an earlier call "
@@ -111,10 +258,16 @@ class ScriptGuard:
         return made
 
     def _choose(self, **more: Any) -> GuardOptions:
-        return GuardOptions(on_fault=self.on_fault, announce=self.announce, frames=False, **more)
+        return GuardOptions(
+            on_fault=self.on_fault,
+            announce=self.announce,
+            frames=False,
+            components=self.components,
+            **more,
+        )
 
     def _advise(self) -> str:
-        """What to type after a fault that ended a pipeline's call: the script has no `--precision`."""
+        """What to type after a fault that ended a call: the script has no `--precision`."""
         wide = "the script can load it in bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)"
         if self.on_fault == "raise":
             return f"Use stopdown run --on-fault repair, which mends it and goes on; or {wide}."
