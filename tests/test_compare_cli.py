@@ -11,7 +11,8 @@ import filelock
 import pytest
 
 from comparisons import make_comparison
-from stopdown.app.compare_command import CompareOptions, describe_command, find_cells
+from stopdown.app.compare_command import CompareOptions, find_cells
+from stopdown.app.registration import describe_command
 from stopdown.comparison.records import Comparison
 from stopdown.records import from_json, to_json
 
@@ -162,7 +163,7 @@ def test_the_command_repeats_the_request() -> None:
         steps=4,
         min_psnr=30.0,
     )
-    assert describe_command(options) == (
+    assert describe_command("compare", options, always=("precisions",)) == (
         "stopdown compare shapes --prompts 'my prompts.txt' --prompt 'a cat' "
         "--precisions fp32,bf16 --precisions plan.json -o a.html --steps 4 --min-psnr 30.0"
     )

@@ -30,6 +30,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     # they write, judge and foresee what plans make; what the guards of several ranks agree by
     ("checkpoints", "doctor", "dtype_rules", "parallel"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
+    ("batch",),  # its workers make runs with `runtime`
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
@@ -67,6 +68,7 @@ TENSORLESS = (
     "records",
     "report",
     "runtime.repair_order",
+    "batch.records",
     "comparison.records",
     "comparison.verdicts",
 )

@@ -188,6 +188,12 @@ def read_cpu_model() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
+@functools.cache
+def has_avx512() -> bool:
+    """Whether Linux says that this CPU has AVX-512."""
+    return bool(re.search(r"^flags\s*:.*\bavx512f\b", _read_text("/proc/cpuinfo"), re.MULTILINE))
+
+
 def _count_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

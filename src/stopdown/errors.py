@@ -24,6 +24,7 @@ joins the parts that it is given.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 
 class StopdownError(Exception):
@@ -41,6 +42,18 @@ class StopdownError(Exception):
         parts = [make_printable(part) for part in (what, expected, remedy)]
         self.what, self.expected, self.remedy = parts
         super().__init__(" ".join(part for part in parts if part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """All parts and the exit code reach another process."""
+        return _remake, (type(self), self.what, self.expected, self.remedy, self.exit_code)
+
+
+def _remake(
+    kind: type[StopdownError], what: str, expected: str, remedy: str, code: int
+) -> StopdownError:
+    error = kind(what, expected=expected, remedy=remedy)
+    error.exit_code = code
+    return error
 
 
 class InputError(StopdownError):

@@ -15,6 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stopdown.environment import has_avx512
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.frame_faults import name_frames, require_clip
 from stopdown.outputs import check_target, write_numbered, written_beside
@@ -150,7 +151,10 @@ def _encode_h264(part: Path, frames: Frames, rate: Fraction) -> None:
     from av.video.reformatter import Colorspace
 
     with av.open(str(part), "w", format="mp4", options={"movflags": "+faststart"}) as container:
-        stream = container.add_stream("libx264", rate=rate, options={"crf": "16"})
+        # x264's code for AVX-512 reads memory that nobody wrote (MALLOC_PERTURB_ shows it), so that
+        # the same frames gave other bytes now and then; that for AVX2 gives the bytes of plain C.
+        options = {"crf": "16"} | ({"x264-params": "asm=AVX2"} if has_avx512() else {})
+        stream = container.add_stream("libx264", rate=rate, options=options)
         stream.height, stream.width = frames.shape[1], frames.shape[2]
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context
@@ -251,6 +255,29 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
         )
     scaled = np.clip(frames.astype(np.float32), 0.0, 1.0) * np.float32(255.0)
     return np.asarray(np.rint(scaled).astype(np.uint8))
+
+
+def draw_preview(frames: Frames, *, count: int = 4, height: int = 72) -> str:
+    """A few frames of a clip side by side, small, as WebP in base64.
+
+    Args:
+        frames: `[T, H, W, 3]` uint8.
+        count: how many of them at most, the first and the last among them.
+        height: of the strip in pixels; frames that are smaller keep their size.
+    """
+    import base64
+    import io
+
+    import numpy as np
+    from PIL import Image
+
+    chosen = frames[np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)]
+    strip = Image.fromarray(np.concatenate(list(chosen), axis=1))
+    if strip.height > height:
+        strip = strip.resize((max(1, round(strip.width * height / strip.height)), height))
+    held = io.BytesIO()
+    strip.save(held, "WEBP", quality=70)
+    return base64.b64encode(held.getvalue()).decode("ascii")
 
 
 # ---------------------------------------------------------------------------------------------

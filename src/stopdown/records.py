@@ -419,6 +419,9 @@ class RunRecord(Displayed):
         strategy: how it stayed within `--memory`, at its end; "" when no limit was asked for.
         steps_down: calls that ran out of memory, and what they were run again with.
         reduced: what was made smaller than asked for; None when nothing was.
+        item: hash of what determines an item of a batch; "" outside of one.
+        plan: seal of the plan that an item of a batch was made by; "" without one.
+        preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
     """
 
     source: str
@@ -446,6 +449,9 @@ class RunRecord(Displayed):
     strategy: str = ""
     steps_down: tuple[StepDown, ...] = ()
     reduced: Reduction | None = None
+    item: str = ""
+    plan: str = ""
+    preview: str = ""
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 

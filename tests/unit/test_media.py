@@ -695,3 +695,28 @@ def test_tiny_frames_are_measured_too(size: int) -> None:
     assert kinds(fill((0, 0, 0), 2, size)) == ["black"]
     random = np.random.default_rng(0).integers(0, 256, (2, size, size, 3), dtype=np.uint8)
     assert "frozen" not in kinds(random)
+
+
+def test_the_same_frames_give_the_same_bytes(tmp_path: Path) -> None:
+    """Whatever memory held before: processes whose memory begins otherwise write the same mp4."""
+    code = """
+import sys
+import numpy as np
+from stopdown.media import write_media
+
+for number in range(60):
+    draw = np.random.default_rng(number)
+    side = (2, 4, 8)[number % 3]
+    small = draw.integers(60, 200, (9 if number % 2 else 1, 32 // side, 32 // side, 3))
+    blocks = np.broadcast_to(small, (9, *small.shape[1:])).repeat(side, 1).repeat(side, 2)
+    frames = blocks + draw.normal(0, (3, 10, 25)[number // 20], blocks.shape)
+    path = write_media(sys.argv[1], frames.clip(0, 255).astype(np.uint8))
+    print(number, path.read_bytes().hex())
+"""
+    written = set()
+    for filler in ("0", "85"):
+        environment = {**os.environ, "MALLOC_PERTURB_": filler}
+        command = [sys.executable, "-c", code, tmp_path / "clip.mp4"]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        written |= set(done.stdout.splitlines())
+    assert len(written) == 60

@@ -18,6 +18,7 @@ import typer
 
 import stopdown
 from stopdown.app import (
+    batch_command,
     check_command,
     compare_command,
     convert_command,
@@ -30,6 +31,7 @@ from stopdown.app import (
     signals,
     streams,
 )
+from stopdown.app.batch_command import BatchOptions
 from stopdown.app.check_command import CheckOptions
 from stopdown.app.compare_command import CompareOptions
 from stopdown.app.convert_command import ConvertOptions
@@ -68,6 +70,7 @@ def _root(
 
 
 add_command(app, "generate", GenerateOptions, generate_command.main)
+add_command(app, "batch", BatchOptions, batch_command.main)
 add_command(app, "plan", PlanOptions, plan_command.main)
 add_command(app, "convert", ConvertOptions, convert_command.main)
 add_command(
@@ -157,7 +160,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
         return [f"Stopped by {cause}, while the script ran."]
     said = [f"Stopped by {cause}; no output was finished."]
     has_journal = any(word.partition("=")[0] == "--journal" for word in words)
-    if command == "compare" or (command == "generate" and has_journal):
+    if command in ("batch", "compare") or (command == "generate" and has_journal):
         said.append("The same command goes on where it stopped.")
     elif command == "generate":
         said.append("With --journal DIR it could go on where it stopped.")

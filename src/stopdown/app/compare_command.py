@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +30,7 @@ from stopdown.app.flags import (
     VideoOption,
     WidthOption,
 )
+from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
@@ -174,7 +174,11 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
             text = f"What is done is kept in {folder}: the same command goes on from there."
             display.announce(text)
             raise
-        made = dataclasses.replace(made, bad_lines=tuple(bad), command=describe_command(options))
+        made = dataclasses.replace(
+            made,
+            bad_lines=tuple(bad),
+            command=describe_command("compare", options, always=("precisions",)),
+        )
         page = write_page(output, render_comparison(made), ".json", numbered=options.output is None)
         with written_beside(find_record_path(page), replaces=describe_no_comparison) as part:
             part.write_text(to_json(made), encoding="utf-8")
@@ -290,17 +294,3 @@ def _read_thresholds(options: CompareOptions) -> Thresholds:
     source = f"{', '.join(sorted(asked))}: as asked. Others: {limits.source}"
     limits = dataclasses.replace(limits, source=source)
     return dataclasses.replace(limits, **asked)  # type: ignore[arg-type]  # numbers, by their names
-
-
-def describe_command(options: CompareOptions) -> str:
-    """What repeats a comparison, as it is typed."""
-    words = ["stopdown", "compare", options.source]
-    for name, value in asdict(options).items():
-        default = CompareOptions.__dataclass_fields__[name].default
-        if name in ("source", "json") or value is None:
-            continue
-        if value != default or name == "precisions":
-            flag = "-o" if name == "output" else f"--{name.replace('_', '-')}"
-            for item in value if isinstance(value, tuple) else (value,):
-                words += [flag, str(item)]
-    return shlex.join(words)

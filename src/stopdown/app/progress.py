@@ -22,6 +22,7 @@ from rich.text import Text
 from stopdown.errors import make_printable
 
 _LABELS = {
+    "batch": "Making",
     "download": "Downloading",
     "compare": "Comparing",
     "load": "Loading",

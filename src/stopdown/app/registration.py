@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -44,6 +45,26 @@ def add_command(
     parameters = [_make_parameter(entry, hints[entry.name]) for entry in entries]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by Typer
     app.command(name, help=inspect.getdoc(record), **settings)(call)
+
+
+def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> str:
+    """What repeats a command, as it is typed.
+
+    Args:
+        name: of the command.
+        options: its record.
+        always: options that are written also where they are as by default.
+    """
+    words = ["stopdown", name, options.source]
+    for entry in dataclasses.fields(options):
+        value = getattr(options, entry.name)
+        if entry.name in ("source", "json") or value is None:
+            continue
+        if value != entry.default or entry.name in always:
+            flag = "-o" if entry.name == "output" else f"--{entry.name.replace('_', '-')}"
+            for item in value if isinstance(value, tuple) else (value,):
+                words += [flag] if item is True else [flag, str(item)]
+    return shlex.join(words)
 
 
 def _is_tuple(hint: Any) -> bool:

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from stopdown.batch.records import BatchRecord
 from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
 from stopdown.comparison.verdicts import pick_cells
@@ -123,6 +124,15 @@ def render_run(record: RunRecord, media: tuple[str, str] | None = None) -> str:
         maps=figures.draw_run_maps(record.maxima),
         bins=figures.BINS,
         shares=[(name, s, 100 * s / whole) for name, s in record.stages_s.items()],
+        facts=_list_facts(record.machine),
+    )
+
+
+def render_batch(record: BatchRecord) -> str:
+    """The summary of a batch as an HTML page, which lies beside the outputs."""
+    return _read_template("batch.html").render(
+        title=f"{record.source}: {len(record.items)} items",
+        b=record,
         facts=_list_facts(record.machine),
     )
 

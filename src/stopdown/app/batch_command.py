@@ -1,0 +1,522 @@
+"""`stopdown batch`, as a plain function: many prompts in, a folder of outputs and a summary out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stopdown.app.flags import (
+    ConfigOption,
+    DeviceOption,
+    FramesOption,
+    GuidanceOption,
+    HeightOption,
+    ImageOption,
+    RevisionOption,
+    SourceArgument,
+    StepsOption,
+    StrengthOption,
+    StrictOption,
+    WidthOption,
+)
+from stopdown.app.registration import describe_command
+from stopdown.app.request_options import RequestOptions, check_number, read_request
+from stopdown.batch.records import BatchRecord, Item, ItemResult
+from stopdown.errors import InputError, OptionError
+from stopdown.records import to_json
+
+if TYPE_CHECKING:
+    from stopdown.app.display import Display
+    from stopdown.batch.dispatch import Dispatch
+    from stopdown.batch.jobs import Prepared, Settings
+    from stopdown.batch.pools import Pool
+    from stopdown.batch.ray_pool import Cluster
+    from stopdown.batch.stores import Store
+    from stopdown.pipelines.requests import Request
+
+SUMMARY, PAGE = "batch.json", "batch.html"
+"""What stands beside the outputs."""
+
+
+@dataclass(frozen=True)
+class BatchOptions(RequestOptions):
+    """Make one video or picture for each prompt of a file; a second start goes on where it stopped."""
+
+    source: SourceArgument
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help="Text file with one prompt on each line, or .jsonl or .csv with fields for each item; a "
+            "URL of fsspec (s3://...), or - for standard input.",
+        ),
+    ]
+    output: Annotated[
+        str,
+        typer.Option("-o", "--output", help="Folder or URL of fsspec, new or of an earlier batch."),
+    ]
+    negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None
+    image: ImageOption = None
+    strength: StrengthOption = None
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
+            "plan: plan.json."
+        ),
+    ] = "auto"
+    device: DeviceOption = "auto"
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Processes that each load the model; by default one for each device."),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(help="Make the items on a Ray cluster: local, or an address such as auto."),
+    ] = None
+    cpus_per_worker: Annotated[
+        int | None,
+        typer.Option(help="With --ray: CPUs of each worker; by default those of a node."),
+    ] = None
+    steps: StepsOption = None
+    seed: Annotated[int, typer.Option(help="Seed of items that name none.")] = 0
+    frames: FramesOption = None
+    height: HeightOption = None
+    width: WidthOption = None
+    guidance: GuidanceOption = None
+    fps: Annotated[float, typer.Option(help="Frames per second of the files.")] = 8.0
+    format: Annotated[
+        str | None, typer.Option(help="mp4, gif or png; by default mp4 for videos, else png.")
+    ] = None
+    revision: RevisionOption = None
+    config: ConfigOption = None
+    on_fault: Annotated[
+        str,
+        typer.Option(
+            help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
+            "raise: the item fails."
+        ),
+    ] = "repair"
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the calls of items that are being made, to go on within one."
+        ),
+    ] = None
+    journal_limit: Annotated[
+        float, typer.Option(help="GiB at which the journal of one item ends.")
+    ] = 4.0
+    tries: Annotated[int, typer.Option(help="How often an item is begun when its workers die.")] = 3
+    strict: StrictOption = False
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON, without its pictures.")
+    ] = False
+
+
+def main(options: BatchOptions) -> int:
+    """Run the command; 1 when an item failed, or with --strict has a finding."""
+    from stopdown.app.progress import Bars, open_console
+
+    console = open_console(stderr=True)
+    with Bars(console) as display:
+        record = batch(options, display, plain=None if console.is_terminal else sys.stderr)
+    if options.json:
+        items = tuple(dataclasses.replace(x, preview="") for x in record.items)
+        sys.stdout.write(to_json(dataclasses.replace(record, items=items)))
+    else:
+        _print_summary(record, open_console())
+    found = options.strict and any(x.findings for x in record.items)
+    return int(record.failed > 0 or found)
+
+
+def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRecord:
+    """Make every item that is not made yet, and write the summary and its page.
+
+    Args:
+        plain: stream that gets a line for each item; None where a terminal shows bars.
+
+    Raises:
+        StopdownError: the batch cannot begin or go on, with what to type; finished items stay.
+    """
+    begun = time.perf_counter()
+    settings, asked = _read_asked(options)
+    from stopdown.batch.stores import open_store
+
+    store = open_store(options.output)
+    _refuse_other_folder(store)
+    store.check()
+    with ExitStack() as stack:
+        stack.enter_context(_held(store))
+        store.sweep()
+        cluster = stack.enter_context(_connect(options, display)) if options.ray else None
+        progress = _Progress(options, display, plain, begun)
+        return _run(options, settings, asked, store, cluster, progress)
+
+
+def _run(
+    options: BatchOptions,
+    settings: Settings,
+    asked: list[tuple[Item, Request]],
+    store: Store,
+    cluster: Cluster | None,
+    progress: _Progress,
+) -> BatchRecord:
+    """Sign the items, give out those that are not finished, and write what came of all."""
+    from stopdown.batch.dispatch import Dispatch
+    from stopdown.batch.jobs import prepare
+    from stopdown.batch.plan_versions import PlanVersions, read_versions
+    from stopdown.batch.worker import describe_result, find_finished
+
+    names = store.list_names()
+    chains = read_versions(store, names)
+    bases = [chain[0] for chain in chains]
+    if cluster is not None and cluster.prepares:
+        prepared = cluster.prepare(settings, *asked[0], known=bases)
+    else:
+        prepared = prepare(settings, *asked[0], known=bases, progress=progress.display.progress)
+    tasks, repeated = prepared.sign(asked)
+    versions = PlanVersions(store, prepared.plan, chains)
+    results: dict[str, ItemResult] = {}
+    for task in tasks:
+        found = find_finished(store, task, names)
+        if found is not None:
+            results[task.item] = describe_result(task, found, "skipped")
+    waiting = [task for task in tasks if task.item not in results]
+    progress.begin(len(tasks), len(results))
+    devices: dict[str, str] = {}
+    pool = _open_pool(options, prepared, store, cluster, progress) if waiting else None
+    dispatch = Dispatch(pool, versions, progress.announce, options.tries)  # type: ignore[arg-type]  # not run without
+    for text in repeated:
+        dispatch.note(text)
+
+    def summarise() -> BatchRecord:
+        ordered = [results[task.item] for task in tasks if task.item in results]
+        return _summarise(options, prepared, dispatch, devices, ordered, progress)
+
+    store.write(SUMMARY, to_json(summarise()).encode())
+    if pool is not None:
+        with pool, progress.kept(store):
+            devices = pool.devices
+            for result in dispatch.run(waiting):
+                results[result.item] = result
+                progress.finish(result, len(pool.devices))
+    record = summarise()
+    from stopdown.report.pages import render_batch
+
+    store.write(SUMMARY, to_json(record).encode())
+    store.write(PAGE, render_batch(record).encode(errors="replace"))
+    return record
+
+
+def _summarise(
+    options: BatchOptions,
+    prepared: Prepared,
+    dispatch: Dispatch,
+    devices: dict[str, str],
+    items: Sequence[ItemResult],
+    progress: _Progress,
+) -> BatchRecord:
+    from stopdown.environment import describe_machine
+
+    made = [x for x in items if x.status == "made"]
+    return BatchRecord(
+        source=options.source,
+        fingerprint=prepared.job.fingerprint,
+        pipeline=prepared.job.pipeline,
+        prompts=options.prompts,
+        output=options.output,
+        command=describe_command("batch", options),
+        workers=dict(devices),
+        machine=describe_machine(),
+        made=len(made),
+        skipped=sum(x.status == "skipped" for x in items),
+        repaired=sum(bool(x.repairs) for x in made),
+        failed=sum(x.status == "failed" for x in items),
+        item_s=sum(x.elapsed_s for x in made) / len(made) if made else None,
+        elapsed_s=time.perf_counter() - progress.begun,
+        plans=tuple(plan.seal for plan in dispatch.versions.plans),
+        items=tuple(items),
+        notes=tuple(dispatch.notes),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# What was asked
+
+
+def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Request]]]:
+    """The items with their requests; everything that can be refused without the model is."""
+    from stopdown.batch.prompts import read_items
+
+    _check_options(options)
+    items = [_place_image(options, item) for item in read_items(options.prompts)]
+    asked = [(item, _read_request(options, item)) for item in items]
+    from stopdown.batch.jobs import Settings
+
+    return Settings(
+        source=options.source,
+        output=options.output,
+        revision=options.revision,
+        config=options.config,
+        precision=options.precision,
+        device=options.device,
+        fps=options.fps,
+        suffix=f".{options.format}" if options.format else "",
+        on_fault=options.on_fault,  # type: ignore[arg-type]  # checked above
+        journal=str(options.journal.absolute()) if options.journal else None,
+        journal_bytes=int(options.journal_limit * 2**30),
+    ), asked
+
+
+def _check_options(options: BatchOptions) -> None:
+    from stopdown.plans.precision import parse_request
+
+    parse_request(options.precision)
+    check_number("--fps", options.fps)
+    check_number("--journal-limit", options.journal_limit)
+    for name in ("workers", "cpus_per_worker", "tries", "fps"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            flag = name.replace("_", "-")
+            raise OptionError(
+                f"--{flag} {value} is not above 0.", remedy=f"Use --{flag} 1 or more."
+            )
+    for name, known in (("on_fault", ("repair", "raise")), ("format", ("mp4", "gif", "png", None))):
+        if getattr(options, name) not in known:
+            flag = name.replace("_", "-")
+            raise OptionError(
+                f"--{flag} {getattr(options, name)} is unknown.",
+                expected=f"Known are {', '.join(filter(None, known))}.",
+                remedy=f"Use --{flag} {known[0]}.",
+            )
+    if options.cpus_per_worker is not None and options.ray is None:
+        raise OptionError(
+            "--cpus-per-worker was given without --ray.",
+            expected="It says what each worker takes of a Ray cluster.",
+            remedy="Add --ray local, or use --workers.",
+        )
+
+
+def _place_image(options: BatchOptions, item: Item) -> Item:
+    """The item with where its picture is; a relative path begins at the prompts file."""
+    from stopdown.batch.prompts import is_url
+
+    if item.image is None:
+        image = str(options.image) if options.image else None
+    elif is_url(item.image) or options.prompts == "-":
+        image = item.image
+    elif is_url(options.prompts):
+        image = f"{options.prompts.rpartition('/')[0]}/{item.image}"
+    else:
+        image = str(Path(options.prompts).parent / item.image)
+    return dataclasses.replace(item, image=image)
+
+
+def _read_request(options: BatchOptions, item: Item) -> Request:
+    """What an item asks for, with what the command says where it says nothing."""
+    names = ("frames", "height", "width", "steps", "guidance")
+    own = {name: x for name in names if (x := getattr(item, name)) is not None}
+    try:
+        return read_request(
+            dataclasses.replace(options, image=None, **own),
+            prompt=item.prompt,
+            negative=options.negative if item.negative is None else item.negative,
+            steps=own.get("steps", options.steps),
+            seed=options.seed if item.seed is None else item.seed,
+        )
+    except OptionError as error:
+        raise OptionError(
+            f"Line {item.line} of the prompts {options.prompts}: {error.what}",
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
+
+
+def _refuse_other_folder(store: Store) -> None:
+    """Refuse a folder with files that no batch wrote, before anything is written there."""
+    import json
+
+    names = {name for name in store.list_names() if not name.startswith(".")}
+    if not names:
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads(store.read(SUMMARY)).get("kind") == "batch":
+            return
+    raise InputError(
+        f"The output {store.place} holds {min(names)}, and no batch was made there.",
+        expected="It is new, empty, or of an earlier batch, so that nothing is mixed or replaced.",
+        remedy="Name another folder with -o.",
+    )
+
+
+@contextmanager
+def _held(store: Store) -> Iterator[None]:
+    """The output for this process alone, where it is a folder."""
+    import filelock
+
+    from stopdown.batch.stores import Folder
+
+    if not isinstance(store, Folder):
+        yield
+        return
+    lock = filelock.FileLock(store.path / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        raise InputError(
+            f"Another batch writes into {store.path} just now.",
+            remedy="Wait for it, or name another folder with -o.",
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes it when it is released
+            (store.path / ".lock").unlink()
+        lock.release()
+
+
+# ---------------------------------------------------------------------------------------------
+# Workers
+
+
+@contextmanager
+def _connect(options: BatchOptions, display: Display) -> Iterator[Cluster]:
+    from stopdown.batch.ray_pool import connect
+
+    with connect(str(options.ray), options.workers, options.cpus_per_worker) as cluster:
+        display.announce(cluster.described)
+        yield cluster
+
+
+def _open_pool(
+    options: BatchOptions,
+    prepared: Prepared,
+    store: Store,
+    cluster: Cluster | None,
+    progress: _Progress,
+) -> Pool:
+    """The workers: of a cluster, in processes of their own, or the one in this process."""
+    if cluster is not None:
+        return cluster.open_pool(prepared.job, store, progress.announce)
+    from stopdown.batch.pools import InProcess, Processes
+
+    devices = _list_devices(options)
+    if len(devices) == 1:
+        return InProcess(prepared.job, devices[0], progress.observe)
+    return Processes(prepared.job, devices, store)
+
+
+def _list_devices(options: BatchOptions) -> list[str]:
+    """One name for each process."""
+    from stopdown.environment import choose_device, list_devices
+
+    chosen = choose_device(options.device)
+    names = [chosen.torch_name]
+    if options.device == "auto" and chosen.type == "cuda":
+        names = [device.torch_name for device in list_devices() if device.type == "cuda"]
+    count = options.workers or len(names)
+    return [names[number % len(names)] for number in range(count)]
+
+
+# ---------------------------------------------------------------------------------------------
+# What a person sees
+
+
+@dataclass
+class _Progress:
+    """How far all workers are together: a bar in a terminal, a line for each item elsewhere."""
+
+    options: BatchOptions
+    display: Display
+    plain: Any
+    begun: float
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    made: int = 0
+    spent_s: float = 0.0
+
+    def begin(self, total: int, skipped: int) -> None:
+        """Some items are finished already."""
+        self.total, self.done = total, skipped
+        if skipped:
+            self.announce(f"{skipped} of {total} items are finished already.")
+        self._show()
+
+    def announce(self, text: str) -> None:
+        """Something that a person must hear now."""
+        self.display.announce(text)
+
+    def observe(self, component: str, stage: str, done: int, total: int) -> None:
+        """A step of the item that is being made, where that is in this process."""
+        self.display.progress(stage, component, done + (stage == "denoise"), total)
+
+    def finish(self, result: ItemResult, workers: int) -> None:
+        """An item has come to its end."""
+        self.done += 1
+        self.made += 1
+        self.failed += result.status == "failed"
+        self._show()
+        if result.status == "failed":
+            self.announce(f"{result.name} failed: {result.error}")
+        if self.plain is not None:
+            self.spent_s += result.elapsed_s
+            left_s = self.spent_s / self.made * (self.total - self.done) / max(1, workers)
+            what = result.output or f"{result.name} failed"
+            line = f"{self.done} of {self.total}: {what}, {result.elapsed_s:.1f} s"
+            if self.done < self.total:
+                line += f"; about {_format_time(left_s)} left"
+            if self.failed:
+                line += f"; {self.failed} failed"
+            self.plain.write(f"{line}\n")
+            self.plain.flush()
+
+    def _show(self) -> None:
+        what = f"{self.done} of {self.total}" + (f", {self.failed} failed" if self.failed else "")
+        self.display.progress("batch", what, self.done, self.total)
+
+    @contextmanager
+    def kept(self, store: Store) -> Iterator[None]:
+        """When it is interrupted, say how much is done, and that it can go on."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            self.announce(
+                f"{self.done} of {self.total} items are finished in {store.place}: the same command "
+                "goes on from there."
+            )
+            raise
+
+
+def _format_time(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 2:
+        return f"{hours:.0f} h"
+    return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
+
+
+def _print_summary(record: BatchRecord, console: Any) -> None:
+    from stopdown.app.progress import print_prose
+
+    total = len(record.items)
+    said = f"{total} item{'s' * (total != 1)}: {record.made} made, {record.skipped} skipped, "
+    said += f"{record.repaired} repaired, {record.failed} failed"
+    said += f"; {record.item_s:.1f} s per item" if record.item_s is not None else ""
+    print_prose(console, f"{said}.")
+    for item in record.items:
+        if item.status == "failed":
+            print_prose(
+                console, f"  - {item.name} (line {item.line}) failed: {item.error}", "yellow"
+            )
+        for finding in item.findings:
+            text = f"  - {item.output}: {finding.kind}: {finding.evidence}"
+            print_prose(console, text, "yellow")
+    console.print(f"Written: {record.output.rstrip('/')}/{PAGE}", soft_wrap=True, highlight=False)

@@ -1,0 +1,101 @@
+"""Giving out the items of a batch: each to a free worker, again when the worker died, up to a limit.
+
+**Catches** workers that die, with the item that they had; items that kill each worker that tries them.
+**Does not catch** an item that never ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from stopdown.batch.jobs import Task
+from stopdown.batch.plan_versions import PlanVersions
+from stopdown.batch.pools import Died, Pool
+from stopdown.batch.records import ItemResult
+from stopdown.batch.worker import Answer, fail_task
+from stopdown.errors import StopdownError
+
+TRIES = 3
+"""How often an item is begun before its workers' deaths are its result."""
+
+_MOST_DEATHS = 10
+"""Deaths in a row, without an item between them, that end a batch: it is not the items then."""
+
+
+@dataclass
+class Dispatch:
+    """The items of a batch while they are given out.
+
+    Attributes:
+        pool: the workers.
+        versions: of the plan.
+        announce: told once of what a person should hear.
+        tries: how often an item is begun at most.
+    """
+
+    pool: Pool
+    versions: PlanVersions
+    announce: Callable[[str], None]
+    tries: int = TRIES
+    notes: list[str] = field(default_factory=list)
+    _begun: Counter[str] = field(default_factory=Counter)
+    _given: dict[int, Task] = field(default_factory=dict)
+    _deaths: int = 0
+
+    def run(self, tasks: Iterable[Task]) -> Iterator[ItemResult]:
+        """The result of each item, as they come.
+
+        Raises:
+            StopdownError: the batch cannot go on.
+        """
+        waiting = deque(tasks)
+        while waiting or self._given:
+            while waiting and (worker := self.pool.find_free()) is not None:
+                task = waiting.popleft()
+                self._begun[task.item] += 1
+                self._given[worker] = task
+                self.pool.give(worker, task, self.versions.current)
+            for worker, said in self.pool.wait():
+                task = self._given.pop(worker)
+                if isinstance(said, Answer):
+                    yield self._take(task, said)
+                elif (failed := self._mourn(task, said)) is not None:
+                    yield failed
+                else:
+                    waiting.appendleft(task)
+
+    def _take(self, task: Task, answer: Answer) -> ItemResult:
+        self._deaths = 0
+        for text in answer.notes:
+            self.note(text)
+        if answer.updated is not None and self.versions.offer(answer.result.plan, answer.updated):
+            self.note(
+                f"The plan has a new version, {self.versions.plans[-1].seal[:12]}, with the repair "
+                f"that {task.name} needed; it makes the items that follow."
+            )
+        return dataclasses.replace(answer.result, tries=self._begun[task.item])
+
+    def _mourn(self, task: Task, died: Died) -> ItemResult | None:
+        """The result of an item that was tried often enough; None when it is to be tried again."""
+        self._deaths += 1
+        tries = self._begun[task.item]
+        self.note(f"{died.reason} It was making {task.name}.")
+        if self._deaths >= _MOST_DEATHS:
+            raise StopdownError(
+                f"{self._deaths} workers died one after the other without finishing an item.",
+                expected="What was finished before is kept; the same command goes on there.",
+                remedy="Make one item with stopdown generate to see why.",
+            )
+        if tries < self.tries:
+            return None
+        said = f"Each of {tries} workers that tried it died. {died.reason}"
+        return fail_task(task, said, tries)
+
+    def note(self, text: str) -> None:
+        """Tell a person, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.announce(text)

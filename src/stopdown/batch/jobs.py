@@ -1,0 +1,307 @@
+"""What the workers of a batch share, and its items as tasks, each known by a hash of what determines it.
+
+The hash is over the prompt, the seed, sizes and settings, the model's fingerprint, its sampler and the plan
+that the batch begins with. It is not over the place of the prompt in its file, the device, or a repair that
+was found on the way: the record of an item says which version of the plan made it.
+
+**Catches**, before anything is made, a request that the pipeline does not take, pictures that cannot be
+read, items that need different pipelines.
+**Does not catch** versions of libraries: after an upgrade finished items stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopdown.batch.prompts import is_url
+from stopdown.batch.records import Item
+from stopdown.environment import choose_device, probe_formats
+from stopdown.errors import InputError, OptionError, StopdownError
+from stopdown.media import read_image
+from stopdown.pipelines.descriptions import read_description
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loader import find_class
+from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
+from stopdown.pipelines.selection import Selection, select_pipeline
+from stopdown.pipelines.sources import fingerprint, resolve_source, verify_source
+from stopdown.plans.choice import choose_plan
+from stopdown.plans.loader import decide, gather_facts
+from stopdown.plans.precision import parse_request
+from stopdown.records import Decision, Plan
+from stopdown.runtime.journal import LIMIT_BYTES
+from stopdown.runtime.repair_order import OnFault
+
+Progress = Callable[[str, str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for all items of a batch.
+
+    Attributes:
+        source, revision, config: the model, as `resolve_source` takes them.
+        output: folder or URL.
+        precision: as for `--precision`.
+        device: as for `choose_device`; the plan is made for it.
+        fps: frames per second of the files.
+        suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
+        on_fault: as for `guard`.
+        journal: folder of the journals of items that are being made; None keeps none.
+        journal_bytes: size at which one of them ends.
+    """
+
+    source: str
+    output: str
+    revision: str | None = None
+    config: str | None = None
+    precision: str = "auto"
+    device: str = "auto"
+    fps: float = 8.0
+    suffix: str = ""
+    on_fault: OnFault = "repair"
+    journal: str | None = None
+    journal_bytes: int = LIMIT_BYTES
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a batch share, as plain data.
+
+    Attributes:
+        settings: as asked, with the suffix.
+        pipeline: class that serves the items.
+        fingerprint: of the model, which each worker compares.
+        decisions: precision of each call, where there is no plan.
+        plan_name: what reasons call the plan.
+    """
+
+    settings: Settings
+    pipeline: str
+    fingerprint: str
+    decisions: tuple[Decision, ...] = ()
+    plan_name: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One item, ready to be made.
+
+    Attributes:
+        item: hash of what determines it.
+        name: of its output, without suffix.
+        line: where it stands in the prompts file.
+        request: what is asked of the pipeline, without its picture.
+        image: file or URL of the picture; None without one.
+    """
+
+    item: str
+    name: str
+    line: int
+    request: Request
+    image: str | None = None
+
+    def complete(self) -> Task:
+        """The task with its picture read, to be sent to a worker."""
+        if self.image is None:
+            return self
+        request = dataclasses.replace(self.request, image=read_picture(self.image))
+        return dataclasses.replace(self, request=request)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch before its workers begin.
+
+    Attributes:
+        job: for the workers.
+        chosen: the model, with the class that serves the items.
+        plan: that it begins with; None without one.
+    """
+
+    job: Job
+    chosen: Selection
+    plan: Plan | None
+
+    def sign(
+        self, asked: Iterable[tuple[Item, Request]]
+    ) -> tuple[tuple[Task, ...], tuple[str, ...]]:
+        """Each item as a task, once; and whole sentences on lines that ask for the same as others.
+
+        Raises:
+            InputError: an item cannot be made as asked; its line is named.
+        """
+        shared = _describe_shared(self.job, self.chosen, self.plan)
+        tasks: dict[str, Task] = {}
+        notes = []
+        for item, request in asked:
+            digest = _at_line(item, _check_item, self.chosen, item, request)
+            signed = _sign(shared, request, digest)
+            if signed in tasks:
+                notes.append(f"Line {item.line} asks for the same as line {tasks[signed].line}.")
+                continue
+            tasks[signed] = Task(signed, _name_item(item, signed), item.line, request, item.image)
+        return tuple(tasks.values()), tuple(notes)
+
+
+def prepare(
+    settings: Settings,
+    item: Item,
+    request: Request,
+    *,
+    known: Iterable[Plan] = (),
+    progress: Progress | None = None,
+) -> Prepared:
+    """Find the model and choose its plan; nothing is loaded.
+
+    Args:
+        item, request: the first one, which decides the class of the pipeline.
+        known: plans that the batch began with before: with `auto` the model's own is used again.
+        progress: told of stage, what, done and total.
+
+    Raises:
+        SourceError: the model is missing, damaged or refused.
+        InputError: the item cannot be made as asked; its line is named.
+        PlanError: the plan is damaged or belongs to another checkpoint.
+
+    Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
+    """
+    told = progress or (lambda stage, what, done, total: None)
+    device = choose_device(settings.device)
+    source = resolve_source(
+        settings.source,
+        revision=settings.revision,
+        config=settings.config,
+        progress=lambda what, done, total: told("download", what, done, total),
+    )
+    verify_source(source)
+    first = _read_first(item, request)
+    with quiet_libraries():
+        chosen = _at_line(item, select_pipeline, source, first)
+        facts, supports = gather_facts(chosen.source, chosen.configs), probe_formats(device)
+        plan, name = _find_known(known, settings.precision, fingerprint(chosen.source)), "its plan"
+        if plan is None:
+            found = choose_plan(
+                chosen.source,
+                settings.precision,
+                facts,
+                supports,
+                device,
+                request=first,
+                progress=progress,
+            )
+            plan, name = (found.plan, found.name) if found else (None, "")
+        decisions = () if plan else decide(facts, supports, settings.precision)
+    settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
+    job = Job(settings, chosen.source.pipeline_class, fingerprint(chosen.source), decisions, name)
+    return Prepared(job, chosen, plan)
+
+
+def _read_first(item: Item, request: Request) -> Request:
+    """The first request with its picture: it decides which pipeline class serves all."""
+    if item.image is None:
+        return request
+    return dataclasses.replace(request, image=_at_line(item, read_picture, item.image))
+
+
+def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
+    if not parse_request(precision).is_auto:
+        return None
+    return next((plan for plan in known if plan.fingerprint == model), None)
+
+
+def _choose_suffix(chosen: Selection) -> str:
+    pipeline_class = find_class("diffusers", chosen.source.pipeline_class)
+    is_video = any(find_target(name, pipeline_class) for name in ("frames", "video"))
+    return ".mp4" if is_video else ".png"
+
+
+def _check_item(chosen: Selection, item: Item, request: Request) -> str:
+    """The hash of its picture, once it is certain that the pipeline takes the item."""
+    digest = ""
+    if item.image is not None:
+        picture = read_picture(item.image)
+        digest = hashlib.sha256(f"{picture.shape}".encode() + picture.tobytes()).hexdigest()
+        request = dataclasses.replace(request, image=picture)
+    wanted = choose_class(chosen.source.pipeline_class, request)
+    if wanted != chosen.source.pipeline_class:
+        raise OptionError(
+            f"It needs a {wanted}, and the first item a {chosen.source.pipeline_class}.",
+            expected="One pipeline is loaded for all items.",
+            remedy="Put items with a picture and items without one into two files.",
+        )
+    chosen.check_request(request)
+    return digest
+
+
+def _describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str, Any]:
+    scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
+    config = read_description(scheduler) if scheduler.is_file() else {}
+    return {
+        "model": job.fingerprint,
+        "pipeline": job.pipeline,
+        "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
+        "plan": plan.seal if plan else [(x.component, x.precision) for x in job.decisions],
+        "file": [job.settings.suffix, job.settings.fps],
+    }
+
+
+def _sign(shared: dict[str, Any], request: Request, image: str) -> str:
+    said = describe_request(request)
+    text = json.dumps([shared, said, image], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def describe_request(request: Request) -> dict[str, Any]:
+    """What of a request is plain data and given."""
+    plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
+    return {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
+
+
+def _name_item(item: Item, signed: str) -> str:
+    """Its name, or words of its prompt and its hash."""
+    words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
+    return item.name or f"{words or 'item'}-{signed[:12]}"
+
+
+def _at_line(item: Item, do: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call, and name the line in what it refuses."""
+    try:
+        return do(*given, **named)
+    except StopdownError as error:
+        if not isinstance(error, InputError):
+            raise
+        raise type(error)(
+            f"Line {item.line} of the prompts: {error.what}",
+            expected=error.expected,
+            remedy=error.remedy,
+        ) from error
+
+
+def read_picture(given: str) -> Any:
+    """The picture at a path or URL, `[H, W, 3]` uint8.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    if not is_url(given):
+        return read_image(given)
+    import fsspec
+
+    with tempfile.NamedTemporaryFile(suffix=Path(given).suffix) as local:
+        try:
+            with fsspec.open(given, "rb") as file:
+                local.write(file.read())
+        except Exception as error:  # whatever a store's client raises
+            raise InputError(
+                f"The picture {given} cannot be read: {error}.", remedy="Look at the address."
+            ) from error
+        local.flush()
+        return read_image(local.name)

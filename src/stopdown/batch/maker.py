@@ -1,0 +1,102 @@
+"""`PromptMaker`: items one by one or in tables, for pipelines of others: Ray Data, Ray actors, loops.
+
+It needs no Ray itself. In `ray.data.Dataset.map_batches` it is the callable class; as
+`ray.remote(PromptMaker)` it is an actor. Each instance loads the model once, at its first item. Repairs
+stay within the item that needed them, so items depend neither on their order nor on each other.
+
+**Catches** whatever goes wrong while an item is made: it is in the item's row.
+**Does not catch** two instances that are given the same item at the same time: both make it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from stopdown.batch.jobs import Prepared, Settings, prepare
+from stopdown.batch.records import Item
+from stopdown.batch.stores import open_store
+from stopdown.batch.worker import Worker
+from stopdown.errors import InputError
+from stopdown.pipelines.requests import Request
+
+_COLUMNS = ("item", "status", "output", "error", "elapsed_s", "plan")
+
+
+class PromptMaker:
+    """Makes items that come as tables, and gives back what became of them.
+
+    Args:
+        source: Hub id, Diffusers folder, single safetensors file or bundled model.
+        output: folder or fsspec URL of the outputs, which every worker can write.
+        defaults: fields that items take where they say nothing: `steps=20`, `seed=0`; and settings of
+            `stopdown.batch.jobs.Settings`: `precision="fp16"`, `device`, `fps`, `journal`.
+    """
+
+    def __init__(self, source: str, output: str, **defaults: Any) -> None:
+        names = {entry.name for entry in dataclasses.fields(Settings)}
+        shared = {k: v for k, v in defaults.items() if k in names}
+        self._settings = Settings(source, output, **shared)
+        self._defaults = {k: v for k, v in defaults.items() if k not in names}
+        self._prepared: Prepared | None = None
+        self._worker: Worker | None = None
+
+    def make(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Make one item, or find it made.
+
+        Args:
+            fields: those of `stopdown.batch.records.Item`: prompt, seed, steps…
+
+        Returns:
+            Its hash `item`, `status` (made, skipped, failed), `output` (file name), `error`, `elapsed_s`
+            and `plan`.
+
+        Raises:
+            InputError: a field is unknown, or the pipeline does not take it.
+            StopdownError: the model cannot be loaded, or the output not be written.
+        """
+        item = _read_item({**self._defaults, **fields})
+        request = make_request(item)
+        if self._prepared is None or self._worker is None:
+            open_store(self._settings.output).check()
+            self._prepared = prepare(self._settings, item, request)
+            self._worker = Worker(self._prepared.job, self._settings.device)
+        (task,), _ = self._prepared.sign([(item, request)])
+        result = self._worker.make(task.complete(), self._prepared.plan).result
+        return {name: getattr(result, name) for name in _COLUMNS}
+
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Make a batch of `map_batches`: columns as arrays in, the same columns and those of `make` out."""
+        names = list(batch)
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+        made = [self.make(row) for row in rows]
+        return {**batch, **{name: np.array([x[name] for x in made]) for name in _COLUMNS}}
+
+
+def _read_item(fields: Mapping[str, Any]) -> Item:
+    plain = {name: x.item() if hasattr(x, "item") else x for name, x in fields.items()}
+    try:
+        unknown = sorted(set(plain) - {entry.name for entry in dataclasses.fields(Item)})
+        if unknown:
+            raise msgspec.ValidationError(f"the field {unknown[0]!r} is unknown")
+        return msgspec.convert({"line": 1, **plain}, Item)
+    except msgspec.ValidationError as error:
+        raise InputError(f"The item {plain!r:.200} is wrong: {error}.") from error
+
+
+def make_request(item: Item) -> Request:
+    """What an item asks of the pipeline, without its picture."""
+    return Request(
+        prompt=item.prompt,
+        negative=item.negative,
+        frames=item.frames,
+        height=item.height,
+        width=item.width,
+        steps=item.steps,
+        guidance=item.guidance,
+        seed=item.seed or 0,
+    )

@@ -1,0 +1,178 @@
+"""Items of a batch from a file: one prompt a line, JSON lines or CSV; local, a URL, or standard input.
+
+**Catches** a file that is empty, not UTF-8 or no table; fields that are unknown or hold something
+else than they should; prompts longer than any text encoder reads; two items of one name.
+**Does not catch** prompts that a model does not understand.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stopdown.batch.records import Item
+from stopdown.errors import InputError, take_first_line
+from stopdown.json_files import UnreadableError, parse_json, read_small_file
+
+LONGEST = 4096
+"""Characters of a prompt; T5 with 512 tokens reads about 2,000."""
+
+MOST_ITEMS = 100_000
+_MOST_BYTES = 2**28
+_FIELDS = tuple(entry.name for entry in dataclasses.fields(Item) if entry.name != "line")
+_NAME = re.compile(r"\w[\w .+-]{0,99}")
+_FORMS = (
+    "Prompts are a text file with one prompt a line, a .jsonl file or a .csv file with the fields "
+    f"{', '.join(_FIELDS)}, in UTF-8"
+)
+
+
+def read_items(given: str) -> list[Item]:
+    """The items of a prompts file, in its order; empty lines are passed over.
+
+    Args:
+        given: path, fsspec URL (`s3://bucket/prompts.jsonl`), or `-` for standard input, which is read
+            as JSON lines when it begins with a brace.
+
+    Raises:
+        InputError: the file cannot be read, or its first wrong line, with what is wrong there.
+    """
+    text = _read_text(given)
+    kind = Path(given).suffix.lower()
+    if kind == ".csv":
+        items = list(_read_csv(given, text))
+    elif kind in (".jsonl", ".ndjson") or (given == "-" and text.startswith("{")):
+        items = list(_read_json_lines(given, text))
+    else:
+        lines = enumerate(text.splitlines(), 1)
+        items = [_make_item(given, n, {"prompt": x.strip()}) for n, x in lines if x.strip()]
+    if not items:
+        raise InputError(
+            f"The prompts {given} are empty.",
+            expected=f"{_FORMS}.",
+            remedy='Write one: echo "a red circle moving left" > prompts.txt',
+        )
+    if len(items) > MOST_ITEMS:
+        raise InputError(
+            f"The prompts {given} have {len(items)} items.",
+            expected=f"A batch has at most {MOST_ITEMS}.",
+            remedy=f"Cut the file: split -l {MOST_ITEMS} {given}",
+        )
+    _refuse_repeated_names(given, items)
+    return items
+
+
+def find_text_fault(text: str) -> str:
+    """Why a text can be no prompt, as a sentence; "" for one that can."""
+    if len(text) > LONGEST:
+        return f"It has {len(text)} characters, more than the {LONGEST} that are read."
+    if not text.isprintable() and any(ord(sign) < 32 and sign not in "\t\n" for sign in text):
+        return "It holds control characters."
+    return ""
+
+
+def is_url(given: str) -> bool:
+    """Whether a place is written as an fsspec URL: `s3://…`, `memory://…`."""
+    return re.match(r"[a-z][a-z0-9+.-]+://", given) is not None
+
+
+def _read_text(given: str) -> str:
+    try:
+        content = _read_bytes(given)
+    except (UnreadableError, OSError, ImportError, ValueError) as error:
+        raise InputError(
+            f"The prompts {given} cannot be read: {take_first_line(error).rstrip('.')}.",
+            expected=f"{_FORMS}.",
+            remedy="Name a file that exists: --prompts prompts.txt",
+        ) from error
+    try:
+        return content.removeprefix(b"\xef\xbb\xbf").decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"The prompts {given} are not UTF-8: byte {error.start + 1}, in line {line}.",
+            expected=f"{_FORMS}.",
+            remedy=f"Convert them: iconv -f latin1 -t utf-8 {given} > prompts-utf8.txt",
+        ) from error
+
+
+def _read_bytes(given: str) -> bytes:
+    if given == "-":
+        return sys.stdin.buffer.read(_MOST_BYTES)
+    if not is_url(given):
+        return read_small_file(Path(given), most_bytes=_MOST_BYTES)
+    import fsspec
+
+    with fsspec.open(given, "rb") as file:
+        return bytes(file.read(_MOST_BYTES))
+
+
+def _read_json_lines(given: str, text: str) -> Iterator[Item]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            found = parse_json(line.encode())
+        except UnreadableError as error:
+            raise _refuse(given, number, f"{error}.") from error
+        if not isinstance(found, dict):
+            raise _refuse(given, number, f"it holds a {type(found).__name__} and not a table.")
+        yield _make_item(given, number, found)
+
+
+def _read_csv(given: str, text: str) -> Iterator[Item]:
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise _refuse(given, reader.line_num, "it has not as many fields as the first.")
+            said = {name.strip(): value.strip() for name, value in row.items()}
+            yield _make_item(given, reader.line_num, {k: v for k, v in said.items() if v})
+    except csv.Error as error:
+        raise _refuse(given, reader.line_num, f"{error}.") from error
+
+
+def _make_item(given: str, number: int, said: dict[str, Any]) -> Item:
+    unknown = sorted(set(said) - set(_FIELDS))
+    if unknown:
+        raise _refuse(given, number, f"the field {unknown[0][:60]!r} is unknown.")
+    try:
+        item = msgspec.convert({"line": number, **said}, Item, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refuse(given, number, f"{error}.") from error
+    for text in (item.prompt, item.negative):
+        if fault := find_text_fault(text or ""):
+            raise _refuse(given, number, fault)
+    if item.name is not None and not _NAME.fullmatch(item.name):
+        raise _refuse(given, number, f"{item.name[:60]!r} is no name of a file.")
+    return item
+
+
+def _refuse(given: str, number: int, what: str) -> InputError:
+    return InputError(
+        f"Line {number} of the prompts {given} is wrong: {what}",
+        expected=f"{_FORMS}.",
+        remedy="Mend that line; nothing was made yet.",
+    )
+
+
+def _refuse_repeated_names(given: str, items: list[Item]) -> None:
+    first: dict[str, int] = {}
+    for item in items:
+        name = (item.name or "").casefold()
+        if name and name in first:
+            raise InputError(
+                f"Lines {first[name]} and {item.line} of the prompts {given} have one name: "
+                f"{item.name}.",
+                expected="Each item has an output of its own, called by its name.",
+                remedy="Give one of them another name, or none.",
+            )
+        first[name] = item.line

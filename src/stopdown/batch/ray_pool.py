@@ -1,0 +1,328 @@
+"""Workers on a Ray cluster: one actor for each GPU, or for so many CPUs, each with the model loaded once.
+
+Ray starts and places the actors and notices when one dies; the items are given out here, so that an item
+is known by its hash, found finished, tried again up to a limit, and made by the plan of its moment.
+A plan goes through Ray's object store, once to each machine.
+
+**Catches**, before the first item, a cluster that is not there or too small; machines without Stopdown or
+with other versions; outputs that do not come to where they are looked for.
+**Does not catch** a cluster that becomes too small later: the items wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from stopdown.batch.jobs import Job, Prepared, Task, prepare
+from stopdown.batch.pools import Died, Event
+from stopdown.batch.stores import Store, check_probe
+from stopdown.batch.worker import Answer, Worker
+from stopdown.environment import list_devices, read_version
+from stopdown.errors import InputError, OptionError, StopdownError, take_first_line
+from stopdown.plans.plan_files import read_class_versions
+from stopdown.records import Plan
+
+_STORE_BYTES = 2**28
+"""Of the object store of a cluster of our own: tasks, plans and answers, no frames."""
+
+_NODE_S, _OPEN_S = 120.0, 600.0
+"""Seconds for a machine to say its versions, and for the first workers to begin."""
+
+_MOST_DEATHS = 5
+"""Deaths in a row of workers that have not begun, which end a batch."""
+
+
+@contextmanager
+def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> Iterator[Cluster]:
+    """A Ray cluster for the time of the block.
+
+    Args:
+        address: `local` starts one on this machine; `auto` and `host:port` are those of `ray.init`.
+        workers: how many; None for as many as the cluster has GPUs, or room for on its CPUs.
+        cpus_per_worker: None for all CPUs of a machine, shared by the workers that were asked for.
+
+    Raises:
+        OptionError: Ray is not installed.
+        InputError: there is no such cluster, a machine lacks Stopdown, or it is too small.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise OptionError(
+            "--ray was given, and Ray is not installed.",
+            remedy="Install it: pip install 'stopdown[ray]', or leave --ray away.",
+        ) from error
+    own: dict[str, Any] = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    try:
+        ray.init(
+            address=address,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+            configure_logging=False,
+            **(own if address == "local" else {}),
+        )
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        raise InputError(
+            f"There is no Ray cluster at {address}: {take_first_line(error)[:200].rstrip('.')}.",
+            expected="An address is that of a cluster that runs: `ray status --address ADDRESS`.",
+            remedy="Start one with ray start --head, or use --ray local.",
+        ) from error
+    try:
+        _check_nodes(ray)
+        yield _measure(ray, address, workers, cpus_per_worker)
+    finally:
+        ray.shutdown()
+
+
+def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int | None) -> Cluster:
+    """What each worker takes of a cluster, and how many there are."""
+    total = ray.cluster_resources()
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cpus = sorted(int(x["CPU"]) for x in nodes if x.get("CPU"))
+    gpus, all_cpus = int(total.get("GPU", 0)), int(total.get("CPU", 0))
+    each = cpus_per_worker or (
+        1 if gpus else max(1, (sum(cpus) // workers if workers else cpus[0]))
+    )
+    if not gpus and not cpus_per_worker and cpus:
+        each = min(each, cpus[-1])
+    fitting = gpus or sum(number // each for number in cpus)
+    count = workers or fitting
+    if not 0 < count <= fitting:
+        raise InputError(
+            f"{count} workers were asked for, and the Ray cluster has room for {fitting}: "
+            f"{gpus} GPUs and {all_cpus} CPUs on {len(nodes)} machines.",
+            expected=f"Each takes {'a GPU' if gpus else f'{each} CPUs of one machine'}.",
+            remedy="Use fewer --workers, or fewer --cpus-per-worker.",
+        )
+    resources = {"num_cpus": each, **({"num_gpus": 1} if gpus else {})}
+    what = "one GPU" if gpus else f"{each} CPU{'s' * (each != 1)}"
+    described = (
+        f"Ray at {address}: {len(nodes)} machine{'s' * (len(nodes) != 1)}, {count} "
+        f"worker{'s' * (count != 1)} with {what} each."
+    )
+    return Cluster(ray, count, resources, described)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray cluster, and what each worker takes of it.
+
+    Attributes:
+        described: the same as a sentence.
+    """
+
+    ray: Any
+    workers: int
+    resources: dict[str, Any]
+    described: str
+
+    @property
+    def prepares(self) -> bool:
+        """Whether a plan has to be made there: its workers have GPUs, and this machine has none."""
+        return "num_gpus" in self.resources and list_devices()[0].type != "cuda"
+
+    def prepare(self, *given: Any, **named: Any) -> Prepared:
+        """`jobs.prepare` on a machine of the cluster."""
+        try:
+            task = self.ray.remote(**self.resources)(prepare)
+            prepared: Prepared = self.ray.get(task.remote(*given, **named))
+            return prepared
+        except self.ray.exceptions.RayTaskError as error:
+            raise _unwrap(error) from error
+
+    def open_pool(self, job: Job, store: Store, announce: Callable[[str], None]) -> RayActors:
+        """The workers, not begun yet."""
+        return RayActors(self, job, store, announce)
+
+
+def _check_nodes(ray: Any) -> None:
+    """Refuse machines without Stopdown, or with other versions than here; each says so itself."""
+    here = {"stopdown": read_version("stopdown"), **read_class_versions()}
+    here["torch"] = (read_version("torch") or "").partition("+")[0]
+
+    def read_versions(names: list[str]) -> dict[str, str | None]:  # sent by value: no import there
+        import importlib.metadata
+
+        found: dict[str, str | None] = {}
+        for name in names:
+            try:
+                found[name] = importlib.metadata.version(name).partition("+")[0]
+                if name == "stopdown":
+                    importlib.import_module(name)  # metadata can lie beside a package that is gone
+            except ImportError:
+                found[name] = None
+        return found
+
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    asked = {
+        node["NodeManagerAddress"]: ray.remote(read_versions)
+        .options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False))
+        .remote(list(here))
+        for node in ray.nodes()
+        if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))
+    }
+    if not asked:
+        raise InputError(
+            "The Ray cluster has no machine with CPUs or GPUs.",
+            remedy="Add one: ray start --address ADDRESS",
+        )
+    for machine, task in asked.items():
+        try:
+            found = ray.get(task, timeout=_NODE_S)
+        except ray.exceptions.RayError as error:
+            raise InputError(
+                f"The machine {machine} of the Ray cluster does not answer: "
+                f"{take_first_line(error)[:200]}",
+                remedy="Look at it: ray status",
+            ) from error
+        _compare_versions(machine, here, found)
+
+
+def _compare_versions(
+    machine: str, here: dict[str, str | None], found: dict[str, str | None]
+) -> None:
+    lacking = [name for name, version in found.items() if version is None]
+    others = [
+        f"{name} {found[name]} (here {version})"
+        for name, version in here.items()
+        if found[name] not in (None, (version or "").partition("+")[0])
+    ]
+    if not lacking and not others:
+        return
+    said = [f"has no {', '.join(lacking)}"] if lacking else []
+    said += [f"has {', '.join(others)}"] if others else []
+    raise InputError(
+        f"The machine {machine} of the Ray cluster {' and '.join(said)}.",
+        expected="All workers make items with the same versions, so that it does not matter which.",
+        remedy=f"Install them there: pip install stopdown=={here['stopdown']} and what it needs.",
+    )
+
+
+@dataclass
+class _Slot:
+    """One actor, and what it is doing: `opening`, `free` or `busy`."""
+
+    actor: Any
+    call: Any
+    state: str = "opening"
+    deaths: int = 0
+
+
+class RayActors:
+    """A pool of actors; see `pools.Pool`."""
+
+    def __init__(
+        self, cluster: Cluster, job: Job, store: Store, announce: Callable[[str], None]
+    ) -> None:
+        self._ray, self._cluster, self._job = cluster.ray, cluster, job
+        self._store, self._announce = store, announce
+        self._slots: list[_Slot] = []
+        self._plans: dict[str, Any] = {}
+        self.devices: dict[str, str] = {}
+
+    def __enter__(self) -> RayActors:
+        try:
+            self._slots = [self._begin() for _ in range(self._cluster.workers)]
+            calls = [slot.call for slot in self._slots]
+            self._ray.wait(calls, num_returns=len(calls), timeout=_OPEN_S)
+            self.wait(0.0)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for slot in self._slots:
+            with contextlib.suppress(Exception):  # it is dead already, or the cluster is
+                self._ray.kill(slot.actor)
+
+    def _begin(self) -> _Slot:
+        made = self._ray.remote(_Actor).options(**self._cluster.resources, max_restarts=0)
+        device = self._job.settings.device
+        actor = made.remote()
+        return _Slot(actor, actor.open.remote(self._job, device))
+
+    def find_free(self) -> int | None:
+        """The first actor that has begun and has no task."""
+        return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
+
+    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
+        """Send a task; the plan is put into the object store once."""
+        held = None
+        if plan is not None:
+            held = self._plans.setdefault(plan.seal, None) or self._ray.put(plan)
+            self._plans[plan.seal] = held
+        slot = self._slots[worker]
+        slot.call, slot.state = slot.actor.make.remote(task.complete(), held), "busy"
+
+    def wait(self, timeout_s: float = 1.0) -> list[Event]:
+        """Answers, and the deaths of busy actors; new ones begin in the places of the dead."""
+        calls = {slot.call: n for n, slot in enumerate(self._slots) if slot.state != "free"}
+        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
+        events = (self._hear(calls[call], call) for call in ready)
+        return [event for event in events if event is not None]
+
+    def _hear(self, number: int, call: Any) -> Event | None:
+        slot = self._slots[number]
+        try:
+            said = self._ray.get(call)
+        except self._ray.exceptions.RayTaskError as error:
+            raise _unwrap(error) from error
+        except self._ray.exceptions.RayError as error:
+            return self._replace(number, error)
+        if isinstance(said, Answer):
+            slot.state = "free"
+            return number, said
+        self.devices[str(number)], probe = said
+        check_probe(self._store, probe, f"Worker {number} on {self.devices[str(number)]}")
+        slot.state = "free"
+        return None
+
+    def _replace(self, number: int, error: Exception) -> Event | None:
+        slot = self._slots[number]
+        was_busy, deaths = slot.state == "busy", 0 if slot.state == "busy" else slot.deaths + 1
+        reason = f"Worker {number} died: {_describe_death(error)}."
+        if deaths >= _MOST_DEATHS:
+            raise StopdownError(
+                f"{deaths} workers died one after the other before their first item. {reason}",
+                expected="What was finished before is kept; the same command goes on there.",
+                remedy="Look at the machines: ray status",
+            )
+        self._slots[number] = dataclasses.replace(self._begin(), deaths=deaths)
+        return (number, Died(reason)) if was_busy else None
+
+
+class _Actor:
+    """A worker as Ray has it."""
+
+    def open(self, job: Job, device: str) -> tuple[str, str]:
+        """Begin: what it computes on, and the name of a file that it wrote among the outputs."""
+        self._worker = Worker(job, device)
+        return str(self._worker.device), self._worker.write_probe()
+
+    def make(self, task: Task, plan: Plan | None) -> Answer:
+        """As `Worker.make`."""
+        return self._worker.make(task, plan)
+
+
+def _describe_death(error: Exception) -> str:
+    """The first words of what Ray says about a death."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200].rstrip(".")
+
+
+def _unwrap(error: Any) -> StopdownError:
+    """What a task raised there, without Ray's traceback."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, StopdownError):
+        return cause
+    return StopdownError(
+        f"A worker failed: {take_first_line(str(cause or error))}",
+        remedy="Make one item with stopdown generate to see why.",
+    )

@@ -1,0 +1,116 @@
+"""Plain data of a batch: one prompt, what became of it, and the summary of all.
+
+Nothing here sees a tensor, so a page can be made without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from stopdown.records import SCHEMA, Finding, Repair
+
+Status = Literal["made", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt, as its file says it; None takes what the command says.
+
+    Attributes:
+        line: where it stands in the file, from 1.
+        prompt, negative: texts.
+        name: of its output, without suffix; None takes words of the prompt and its hash.
+        seed: of the noise.
+        frames, height, width, steps, guidance: as for `Request`.
+        image: file or URL of a picture to start from; a relative path begins at the prompts file.
+    """
+
+    line: int
+    prompt: str | None = None
+    negative: str | None = None
+    name: str | None = None
+    seed: int | None = None
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    image: str | None = None
+
+
+@dataclass(frozen=True)
+class ItemResult:
+    """What became of one item.
+
+    Attributes:
+        item: hash of what determines it.
+        name: of its output, without suffix.
+        line: where it stands in the prompts file.
+        prompt: its text.
+        status: `made`, `skipped` (it was finished before) or `failed`.
+        output: name of its file in the folder; "" when it failed.
+        elapsed_s: seconds that it took.
+        plan: seal of the plan that made it; "" without one.
+        repairs: what was done about faults.
+        findings: what should be looked at in its frames.
+        error: why it failed.
+        preview: a few small frames, WebP in base64.
+        tries: how often it was begun; more than once after a worker died.
+    """
+
+    item: str
+    name: str
+    line: int
+    prompt: str
+    status: Status
+    output: str = ""
+    elapsed_s: float = 0.0
+    plan: str = ""
+    repairs: tuple[Repair, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    error: str = ""
+    preview: str = ""
+    tries: int = 1
+
+
+@dataclass(frozen=True)
+class BatchRecord:
+    """What a batch came to.
+
+    Attributes:
+        source: the model as it was named.
+        fingerprint: of the model.
+        pipeline: class of the pipeline.
+        prompts: file or URL that the items came from.
+        output: folder or URL of the outputs.
+        command: what goes on with it, as it is typed.
+        workers: what each worker computed on, by its name.
+        machine: versions and hardware of the machine that gave out the items.
+        made, skipped, repaired, failed: how many items; a repaired one is also a made one.
+        item_s: seconds per item that was made, their mean; None when none was.
+        elapsed_s: seconds in all.
+        plans: seals of the plans that were in force, the first one first.
+        items: in the order of the prompts file.
+        notes: whole sentences that should be read: repeated lines, workers that died.
+    """
+
+    source: str
+    fingerprint: str
+    pipeline: str
+    prompts: str
+    output: str
+    command: str
+    workers: dict[str, str]
+    machine: dict[str, Any]
+    made: int
+    skipped: int
+    repaired: int
+    failed: int
+    item_s: float | None
+    elapsed_s: float
+    plans: tuple[str, ...]
+    items: tuple[ItemResult, ...]
+    notes: tuple[str, ...] = ()
+    kind: str = "batch"
+    schema: int = field(default=SCHEMA)

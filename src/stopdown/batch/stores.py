@@ -1,0 +1,236 @@
+"""Where the outputs of a batch go: a local folder, or any place that fsspec knows by a URL.
+
+An output is whole or not there: in a folder it is written beside and renamed, elsewhere it is made in a
+temporary folder, uploaded under a temporary name, and renamed there.
+
+**Catches** places that cannot be written, before anything is made.
+**Does not catch** stores that rename without replacing in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from stopdown.batch.prompts import is_url
+from stopdown.errors import OutputError, take_first_line
+from stopdown.outputs import check_target, discard, explain_refusal, written_beside
+
+_STRAY_S = 3600.0
+"""Age at which a temporary file of another machine is taken for one that nobody writes any more."""
+
+
+class Store(Protocol):
+    """A flat folder of files.
+
+    Attributes:
+        place: as workers open it again.
+    """
+
+    place: str
+
+    def check(self) -> None:
+        """Refuse a place that cannot be written; raises `OutputError`."""
+
+    def list_names(self) -> set[str]:
+        """Names of the files in it."""
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens when there is none."""
+
+    def staged(self) -> contextlib.AbstractContextManager[Path]:
+        """A folder in which files are made; they are in the store when the block has ended."""
+
+    def sweep(self) -> None:
+        """Remove what was left under temporary names by processes that are no more."""
+
+
+def open_store(given: str) -> Store:
+    """The place that a path or URL names; a `file://` URL is a folder.
+
+    Raises:
+        OutputError: there is no such kind of place here.
+    """
+    if given.startswith("file://"):
+        return Folder(Path(given.removeprefix("file://")))
+    return _Remote(given) if is_url(given) else Folder(Path(given))
+
+
+class Folder:
+    """A local folder.
+
+    Args:
+        path: made when it is missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.place = str(self.path)
+
+    def check(self) -> None:
+        """Make the folder, and refuse it when it cannot be written.
+
+        Raises:
+            OutputError: it is no folder, or cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise explain_refusal(self.path, error) from error
+        check_target(self.path / "batch.json", replaces=lambda path: "")
+
+    def list_names(self) -> set[str]:
+        """Names of the files in it."""
+        return {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        return (self.path / name).read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        with written_beside(self.path / name) as part:
+            part.write_bytes(content)
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens when there is none."""
+        (self.path / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def staged(self) -> Iterator[Path]:
+        """The folder itself: what is made in it is written beside and renamed."""
+        yield self.path
+
+    def sweep(self) -> None:
+        """Remove old temporary files of other machines; those of this one go at the first write."""
+        for part in self.path.glob(".stopdown-*.part"):
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > _STRAY_S:
+                    discard(part)
+
+
+class _Remote:
+    """A place that fsspec knows by a URL."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.place = url
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise OutputError(
+                f"The output {url} cannot be opened: {take_first_line(error).rstrip('.')}.",
+                expected="It is a folder, or a URL of fsspec.",
+                remedy="Install what fsspec names, or write into a folder: -o out",
+            ) from error
+        self._root = root.rstrip("/")
+
+    def check(self) -> None:
+        """Write a small file and remove it.
+
+        Raises:
+            OutputError: it cannot be written, with what the store said.
+        """
+        name = _name_part()
+        with self._explained():
+            self._files.makedirs(self._root, exist_ok=True)
+            self._files.pipe_file(self._path(name), b"stopdown")
+            self._files.rm_file(self._path(name))
+
+    def list_names(self) -> set[str]:
+        """Names of the files in it."""
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return set()
+        return {path.rstrip("/").rpartition("/")[2] for path in found}
+
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+        return bytes(self._files.cat_file(self._path(name)))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        with self._explained():
+            self._files.pipe_file(part := self._path(_name_part()), content)
+            self._files.mv(part, self._path(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    @contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A temporary folder, whose files are uploaded at the end; records after their outputs."""
+        with tempfile.TemporaryDirectory(prefix="stopdown-batch-") as made:
+            yield Path(made)
+            for path in sorted(Path(made).iterdir(), key=lambda x: (x.suffix == ".json", x.name)):
+                with self._explained():
+                    self._files.put_file(str(path), part := self._path(_name_part()))
+                    self._files.mv(part, self._path(path.name))
+
+    def sweep(self) -> None:
+        """Remove temporary files: a batch has its place to itself."""
+        for name in self.list_names():
+            if name.startswith(".stopdown-") and name.endswith(".part"):
+                self.remove(name)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever a store's client raises
+            raise OutputError(
+                f"The output {self.place} could not be written: "
+                f"{take_first_line(error).rstrip('.')}.",
+                expected="Nothing half-written was left behind.",
+                remedy="Look at the address and at your credentials for it.",
+            ) from error
+
+
+def _name_part() -> str:
+    return f".stopdown-{secrets.token_hex(8)}.part"
+
+
+def write_probe(store: Store) -> str:
+    """Write a small file; its name."""
+    name = f".stopdown-probe-{secrets.token_hex(8)}"
+    store.write(name, b"stopdown")
+    return name
+
+
+def check_probe(store: Store, name: str, worker: str) -> None:
+    """Refuse a worker whose files do not come to where they are looked for.
+
+    Args:
+        name: of the file that the worker wrote.
+        worker: in words.
+
+    Raises:
+        OutputError: the file is not there.
+    """
+    if name not in store.list_names():
+        raise OutputError(
+            f"{worker} wrote into {store.place}, and nothing came here.",
+            expected="All workers write into one place: a shared disk, or object storage.",
+            remedy="Name one with -o: a folder that every machine mounts, or s3://bucket/folder.",
+        )
+    store.remove(name)

@@ -1,0 +1,234 @@
+"""A worker: it loads the model once, and makes one item after the other by the plan that comes with it.
+
+An item's bits are those of its request and of that plan, whatever was made before: a repair that a run
+finds is given back as a new version of the plan, and the model is loaded by it before the next item.
+
+**Catches** whatever goes wrong while an item is made: that is its result.
+**Does not catch** a full disk, or a model that cannot be loaded: they end the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stopdown.batch.jobs import Job, Task, describe_request
+from stopdown.batch.records import ItemResult, Status
+from stopdown.batch.stores import Store, open_store, write_probe
+from stopdown.environment import choose_device, peak_memory
+from stopdown.errors import InputError, OutputError, SourceError, StopdownError, take_one_line
+from stopdown.media import draw_preview
+from stopdown.outputs import find_record_path
+from stopdown.pipelines.default_sizes import read_configs
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.sources import fingerprint, resolve_source, verify_source
+from stopdown.plans.applier import load_planned
+from stopdown.plans.loader import Loaded, gather_facts, load_decided
+from stopdown.records import Plan, RunRecord, from_json
+from stopdown.runtime.guard import Observer
+from stopdown.runtime.journal import Journal
+from stopdown.runtime.runs import describe_run, make_frames, write_frames, write_record
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker gives back for a task.
+
+    Attributes:
+        result: of the item.
+        updated: the plan with the repairs of this item in it; None when there were none, or no plan.
+        notes: what a person should hear, in whole sentences.
+    """
+
+    result: ItemResult
+    updated: Plan | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Worker:
+    """What makes items on one device.
+
+    Args:
+        job: shared by all workers.
+        device: as for `choose_device`.
+
+    Attributes:
+        device: where it computes.
+        store: where its outputs go.
+
+    Raises:
+        SourceError: the model is not here, or is another one than where the batch was started.
+    """
+
+    def __init__(self, job: Job, device: str = "auto") -> None:
+        settings = job.settings
+        self._job, self.device = job, choose_device(device)
+        self.store: Store = open_store(settings.output)
+        found = resolve_source(settings.source, revision=settings.revision, config=settings.config)
+        verify_source(found)
+        self._source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
+        if fingerprint(self._source) != job.fingerprint:
+            raise SourceError(
+                f"The model {settings.source} has other weights on a worker than where the batch "
+                "was started.",
+                expected="All items are made by one model.",
+                remedy="Put the same files there, or name a commit of a Hub id with --revision.",
+            )
+        self._loaded: Loaded | None = None
+        self._seal: str | None = None
+        self.observer: Observer | None = None
+
+    def write_probe(self) -> str:
+        """Write a small file among the outputs; its name, for whoever looks whether it came."""
+        return write_probe(self.store)
+
+    def make(self, task: Task, plan: Plan | None) -> Answer:
+        """Make one item, or find it made.
+
+        Raises:
+            StopdownError: the model cannot be loaded, or the output not be written.
+        """
+        found = find_finished(self.store, task, self.store.list_names())
+        if found is not None:  # whoever made it died before it could say so
+            return Answer(describe_result(task, found, "made"))
+        begun, notes = time.perf_counter(), list[str]()
+        with quiet_libraries():
+            loaded = self._load(plan)
+            try:
+                return self._make(task, loaded, plan, notes)
+            except OutputError:
+                raise
+            except Exception as error:  # whatever a model's code does: the other items go on
+                said, elapsed_s = describe_error(error), time.perf_counter() - begun
+                failed = _begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
+                return Answer(failed, None, tuple(notes))
+
+    def _load(self, plan: Plan | None) -> Loaded:
+        """The pipeline by this plan; it stays until another plan comes."""
+        seal = plan.seal if plan else ""
+        if self._loaded is None or self._seal != seal:
+            self._loaded = None  # the old weights go before the new ones come
+            if plan is None:
+                self._loaded = load_decided(self._source, self._job.decisions, self.device)
+            else:
+                facts = gather_facts(self._source, read_configs(self._source.described))
+                name = self._job.plan_name
+                self._loaded = load_planned(self._source, plan, name, facts, self.device)
+            self._seal = seal
+        return self._loaded
+
+    def _make(self, task: Task, loaded: Loaded, plan: Plan | None, notes: list[str]) -> Answer:
+        settings, begun = self._job.settings, time.perf_counter()
+        name = f"{task.name}{settings.suffix}"
+        with self._journal(task, plan, notes) as journal:
+            with peak_memory(self.device) as memory:
+                made = make_frames(
+                    loaded,
+                    task.request,
+                    output=name,
+                    on_fault=settings.on_fault,
+                    observer=self.observer,
+                    announce=notes.append,
+                    journal=journal,
+                )
+            with self.store.staged() as folder:
+                path, findings = write_frames(str(folder / name), made.frames, settings.fps)
+                record = describe_run(
+                    self._source,
+                    loaded,
+                    self.device,
+                    made,
+                    memory,
+                    request=describe_request(task.request),
+                    stages_s=made.stages_s,
+                    findings=findings,
+                    output=name,
+                    elapsed_s=time.perf_counter() - begun,
+                    item=task.item,
+                    plan=plan.seal if plan else "",
+                    preview=draw_preview(made.frames),
+                )
+                write_record(record, path)
+        return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
+
+    @contextmanager
+    def _journal(self, task: Task, plan: Plan | None, notes: list[str]) -> Iterator[Journal | None]:
+        """The journal of an item, which is removed when the item is whole."""
+        settings = self._job.settings
+        if settings.journal is None:
+            yield None
+            return
+        version = plan.seal[:12] if plan else "as-decided"
+        folder = Path(settings.journal) / f"{task.item}-{version}"
+        with contextlib.ExitStack() as stack:
+            journal = None
+            try:
+                journal = stack.enter_context(
+                    Journal(
+                        folder,
+                        {"item": task.item},
+                        limit_bytes=settings.journal_bytes,
+                        announce=notes.append,
+                    )
+                )
+            except InputError as error:
+                notes.append(f"{task.name} was made without its journal. {error.what}")
+            yield journal
+            if journal is not None:
+                journal.clear()
+        if journal is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None:
+    """The record of an item that is whole; None when it has to be made.
+
+    Args:
+        names: of the files in the store.
+    """
+    for suffix in (".mp4", ".gif", ".png"):
+        output = f"{task.name}{suffix}"
+        record = find_record_path(output).name
+        if output in names and record in names:
+            with contextlib.suppress(InputError, FileNotFoundError):
+                found = from_json(store.read(record), RunRecord)
+                if found.item == task.item:
+                    return found
+    return None
+
+
+def describe_result(task: Task, record: RunRecord, status: Status) -> ItemResult:
+    """What became of an item whose record is whole."""
+    return _begin_result(
+        task,
+        status,
+        output=record.output or "",
+        elapsed_s=record.elapsed_s,
+        plan=record.plan,
+        repairs=record.repairs,
+        findings=record.findings,
+        preview=record.preview,
+    )
+
+
+def fail_task(task: Task, error: str, tries: int) -> ItemResult:
+    """The result of an item that no worker could make."""
+    return _begin_result(task, "failed", error=error, tries=tries)
+
+
+def _begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
+    return ItemResult(task.item, task.name, task.line, task.request.prompt or "", status, **others)
+
+
+def describe_error(error: Exception) -> str:
+    """An error in one paragraph, with its class when it is none of Stopdown's."""
+    text = take_one_line(error, 1000)
+    return text if isinstance(error, StopdownError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,354 @@
+"""`stopdown batch` in one process: items, outputs, faults as results, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from stopdown.app.batch_command import BatchOptions, batch
+from stopdown.app.display import Silent
+from stopdown.batch.records import BatchRecord
+from stopdown.records import RunRecord, from_json
+
+SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
+PROMPTS = "a red circle moving left\na blue square\na green circle\n"
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> Run:
+    """A command in an empty folder that holds prompts.txt: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("prompts.txt").write_text(PROMPTS)
+    return run
+
+
+@pytest.fixture
+def tiny(save_tiny: Callable[..., Path]) -> str:
+    """A tiny CogVideoX, which is loaded in no time."""
+    return str(save_tiny("cogvideox", "fp32"))
+
+
+def read_summary(folder: str | Path = "out") -> BatchRecord:
+    return from_json((Path(folder) / "batch.json").read_bytes(), BatchRecord)
+
+
+def read_outputs(folder: str | Path = "out") -> dict[str, bytes]:
+    """The videos of a batch, by name."""
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("*.mp4"))}
+
+
+def test_each_item_is_made_once(run: Run, tiny: str) -> None:
+    """Three prompts: three videos with records; again: nothing is made; a line more: that one alone."""
+    code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    assert code == 0, err
+    assert out.startswith("3 items: 3 made, 0 skipped, 0 repaired, 0 failed; ")
+    assert out.endswith("Written: out/batch.html\n")
+    assert "2 of 3: a-blue-square-" in err
+    first = read_summary()
+    assert [x.status for x in first.items] == ["made"] * 3
+    assert [x.prompt for x in first.items] == PROMPTS.splitlines()
+    for item in first.items:
+        record = from_json((Path("out") / f"{item.output}.json").read_bytes(), RunRecord)
+        assert (record.item, record.output) == (item.item, item.output)
+        assert record.calls
+        assert record.preview == item.preview
+    page = Path("out/batch.html").read_text()
+    assert page.count("data:image/webp;base64,") == 3
+    stamps = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.mp4*")}
+    assert len(stamps) == 6
+    Path("prompts.txt").write_text(f"a yellow circle\n\n{PROMPTS}")
+    code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    assert (code, out.split(";")[0]) == (0, "4 items: 1 made, 3 skipped, 0 repaired, 0 failed")
+    assert "3 of 4 items are finished already." in err
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in stamps.items())
+    assert [x.line for x in read_summary().items] == [1, 3, 4, 5]
+    assert not list(Path("out").glob(".*"))
+
+
+def test_generate_makes_the_same(run: Run) -> None:
+    """An item of a batch has the bits that generate gives for the same prompt, seed and sizes."""
+    Path("items.jsonl").write_text('{"prompt": "a red circle", "seed": 3, "name": "circle"}\n')
+    assert run("batch", "shapes", "--prompts", "items.jsonl", "-o", "out", *SIZES)[0] == 0
+    words = ("a red circle", "--seed", "3", "-o", "circle.mp4")
+    assert run("generate", "shapes", *words, *SIZES)[0] == 0
+    assert Path("out/circle.mp4").read_bytes() == Path("circle.mp4").read_bytes()
+
+
+def test_items_have_fields_of_their_own(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON lines on standard input and a CSV file say seed, sizes and names; the hash knows them."""
+    table = "prompt,seed,steps,name\na red circle,1,,one\na red circle,2,2,two\n"
+    Path("items.csv").write_text(table)
+    assert run("batch", tiny, "--prompts", "items.csv", "-o", "out", *SIZES)[0] == 0
+    one, two = read_summary().items
+    assert (one.output, two.output) == ("one.mp4", "two.mp4")
+    records = [json.loads(Path(f"out/{x}.mp4.json").read_text()) for x in ("one", "two")]
+    assert [(x["request"]["seed"], x["request"]["steps"]) for x in records] == [(1, 1), (2, 2)]
+    assert one.item != two.item
+    lines = b'{"prompt": "a red circle", "seed": 1}\n{"prompt": "a red circle", "seed": 1}\n'
+    stdin = os.fdopen(os.pipe()[0], "rb")
+    monkeypatch.setattr(sys, "stdin", type("Stdin", (), {"buffer": _Bytes(lines)})())
+    assert run("batch", tiny, "--prompts", "-", "-o", "again", *SIZES)[0] == 0
+    stdin.close()
+    record = read_summary("again")
+    assert record.notes == ("Line 2 asks for the same as line 1.",)
+    assert [x.item for x in record.items] == [one.item]
+
+
+class _Bytes:
+    """A stream of standard input."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def read(self, most: int) -> bytes:
+        return self._content[:most]
+
+
+def test_a_fault_that_stays_is_a_result(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One item that fails is recorded and counted, the others are made, and the exit code is 1."""
+    from stopdown.batch import worker
+
+    make_frames = worker.make_frames
+
+    def fail(loaded: Any, request: Any, **named: Any) -> Any:
+        if request.prompt == "a blue square":
+            raise ValueError("it is blue")
+        return make_frames(loaded, request, **named)
+
+    monkeypatch.setattr(worker, "make_frames", fail)
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    code, out, err = run(*words)
+    assert code == 1
+    assert "3 items: 2 made, 0 skipped, 0 repaired, 1 failed" in out
+    assert "failed: ValueError: it is blue" in err
+    assert [x.status for x in read_summary().items] == ["made", "failed", "made"]
+    assert "ValueError: it is blue" in Path("out/batch.html").read_text()
+    monkeypatch.setattr(worker, "make_frames", make_frames)
+    assert run(*words)[0] == 0
+    assert [x.status for x in read_summary().items] == ["skipped", "made", "skipped"]
+
+
+def test_outputs_go_through_fsspec(run: Run, tiny: str) -> None:
+    """Prompts from `memory://` and outputs into it are those of a folder; file:// is a folder."""
+    assert run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)[0] == 0
+    memory = fsspec.filesystem("memory")
+    memory.pipe_file("/batch/in/prompts.txt", PROMPTS.encode())
+    place = "memory://batch/outputs"
+    words = ("batch", tiny, "--prompts", "memory://batch/in/prompts.txt", "-o", place, *SIZES)
+    assert run(*words)[0] == 0
+    found = {x.rpartition("/")[2] for x in memory.ls("/batch/outputs", detail=False)}
+    assert found == {path.name for path in Path("out").iterdir()}
+    for name, content in read_outputs().items():
+        assert memory.cat_file(f"/batch/outputs/{name}") == content
+    assert "0 made, 3 skipped" in run(*words)[1]
+    local = f"file://{Path('out').absolute()}"
+    again = run("batch", tiny, "--prompts", "prompts.txt", "-o", local, *SIZES)
+    assert "0 made, 3 skipped" in again[1]
+    memory.rm("/batch", recursive=True)
+
+
+REFUSED = {
+    "empty": (b"\n\n", "The prompts bad.txt are empty."),
+    "latin1": (b"a caf\xe9\n", "The prompts bad.txt are not UTF-8: byte 6, in line 1."),
+    "field": (b'{"prompt": "a"}\n{"promt": "b"}\n', "the field 'promt' is unknown."),
+    "type": (b'{"prompt": "a", "seed": "x"}\n', "Line 1 of the prompts bad.jsonl is wrong: "),
+    "json": (b'{"prompt": "a"\n', "Line 1 of the prompts bad.jsonl is wrong: it is not JSON"),
+    "names": (
+        b'{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "X"}\n',
+        "Lines 1 and 2 of the prompts bad.jsonl have one name: X.",
+    ),
+    "path": (b'{"prompt": "a", "name": "../x"}\n', "'../x' is no name of a file."),
+    "size": (
+        b'{"prompt": "a"}\n{"prompt": "b", "height": 33}\n',
+        "Line 2 of the prompts: The model cannot make --height 33",
+    ),
+    "steps": (
+        b'{"prompt": "a", "steps": 0}\n',
+        "Line 1 of the prompts bad.jsonl: --steps 0 is less",
+    ),
+    "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_prompts_are_refused(run: Run, tiny: str, case: str) -> None:
+    """A file that no batch can be made of: one message, exit 2, nothing made."""
+    content, message = REFUSED[case]
+    name = "bad.jsonl" if content.startswith(b"{") else "bad.txt"
+    Path(name).write_bytes(content)
+    code, out, err = run("batch", tiny, "--prompts", name, "-o", "out", *SIZES)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    assert not list(Path().glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prompts", "gone.txt", "-o", "out"), "The prompts gone.txt cannot be read"),
+        (("--prompts", "nowhere://a/b.txt", "-o", "out"), "The prompts nowhere://a/b.txt cannot"),
+        (
+            ("--prompts", "prompts.txt", "-o", "nowhere://x"),
+            "The output nowhere://x cannot be opened",
+        ),
+        (("--prompts", "prompts.txt", "-o", "prompts.txt"), "The output"),
+        (
+            ("--prompts", "prompts.txt", "-o", "."),
+            "holds prompts.txt, and no batch was made there.",
+        ),
+        (
+            ("--prompts", "prompts.txt", "-o", "out", "--workers", "0"),
+            "--workers 0 is not above 0.",
+        ),
+        (
+            ("--prompts", "prompts.txt", "-o", "out", "--format", "webp"),
+            "--format webp is unknown.",
+        ),
+        (("--prompts", "prompts.txt", "-o", "out", "--cpus-per-worker", "1"), "without --ray."),
+        (("--prompts", "prompts.txt", "-o", "out", "--precision", "fp61"), "fp61"),
+        (("--prompts", "prompts.txt", "-o", "out", "--image", "no.png"), "no.png cannot be read"),
+    ],
+)
+def test_wrong_options_are_refused(
+    run: Run, tiny: str, words: tuple[str, ...], message: str
+) -> None:
+    """What cannot work is said before anything is made: one message, exit 2."""
+    code, out, err = run("batch", tiny, *words, *SIZES[:8])
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+    assert not list(Path().glob("out/*.mp4"))
+
+
+def test_ctrl_c_keeps_what_is_finished(
+    run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the second item: exit 130, the first one stays, and the same command goes on."""
+    from stopdown.batch import worker
+
+    make_frames, seen = worker.make_frames, []
+
+    def interrupt(loaded: Any, request: Any, **named: Any) -> Any:
+        seen.append(request.prompt)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return make_frames(loaded, request, **named)
+
+    monkeypatch.setattr(worker, "make_frames", interrupt)
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+    code, _, err = run(*words)
+    assert code == 130
+    assert "1 of 3 items are finished in " in err
+    assert "the same command goes on from there." in err
+    assert len(read_outputs()) == 1
+    code, out, _ = run(*words)
+    assert (code, "3 items: 2 made, 1 skipped" in out) == (0, True)
+    assert seen == [*PROMPTS.splitlines()[:2], *PROMPTS.splitlines()[1:]]
+
+
+def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_path: Path) -> None:
+    """By a plan that overflows the first item is repaired; the next ones are made by what that taught."""
+    from test_repaired_plans import write_bare_plan
+
+    from stopdown.plans.plan_files import read_plan
+
+    folder = save_tiny("cogvideox", "fp32", "transformer")
+    write_bare_plan(folder, tmp_path / "plan.json")
+    words = ("batch", folder, "--prompts", "prompts.txt", "-o", "out", *SIZES[:8])
+    code, _, err = run(*words, "--precision", "plan.json", "--device", "cpu")
+    assert code == 0, err
+    record = read_summary()
+    assert record.repaired == 1
+    assert [bool(x.repairs) for x in record.items] == [True, False, False]
+    base = read_plan("plan.json").seal
+    assert record.plans[0] == base
+    assert [x.plan for x in record.items] == [base, record.plans[1], record.plans[1]]
+    assert read_plan(f"out/plan-{base[:12]}-1.json").seal == record.plans[1]
+    assert "The plan has a new version" in err
+    Path("prompts.txt").write_text(f"{PROMPTS}a fourth\n")
+    assert run(*words, "--precision", "plan.json", "--device", "cpu")[0] == 0
+    again = read_summary()
+    assert [x.status for x in again.items] == ["skipped"] * 3 + ["made"]
+    assert again.items[-1].plan == record.plans[1]
+
+
+def begin(*words: str) -> subprocess.Popen[bytes]:
+    """The command in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "stopdown.app.cli", "batch", *words]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def wait_for(done: Callable[[], bool], process: Any, limit_s: float = 120.0) -> None:
+    """Wait until something is so, or the process has ended."""
+    until = time.monotonic() + limit_s
+    while not done() and process.poll() is None:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_kill_leaves_nothing_half_written(run: Run, tiny: str) -> None:
+    """`kill -9` in the middle: what is there is whole; the same command makes the rest, and no more."""
+    words = ("--prompts", "prompts.txt", "-o", "out", *SIZES)
+    process = begin(tiny, *words)
+    wait_for(lambda: bool(list(Path("out").glob("*.mp4.json"))), process)
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("*.mp4.json")}
+    assert before
+    for path in before:
+        record = from_json(path.read_bytes(), RunRecord)
+        assert (Path("out") / str(record.output)).stat().st_size > 0
+    code, out, err = run("batch", tiny, *words)
+    assert code == 0, err
+    assert f"{3 - len(before)} made, {len(before)} skipped" in out
+    assert all(path.stat().st_mtime_ns == stamp for path, stamp in before.items())
+    assert len(read_outputs()) == 3
+    assert not list(Path("out").glob(".*"))
+
+
+def test_two_batches_do_not_share_a_folder(run: Run, tiny: str) -> None:
+    """A second batch into the same folder at the same time is refused."""
+    import filelock
+
+    Path("out").mkdir()
+    with filelock.FileLock("out/.lock"):
+        words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
+        code, _, err = run(*words)
+    assert code == 2
+    assert "Another batch writes into" in err
+
+
+def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
+    """From Python the summary comes back, and nothing is printed."""
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    options = BatchOptions(
+        tiny,
+        str(tmp_path / "p.txt"),
+        str(tmp_path / "out"),
+        precision="fp32",
+        **{"steps": 1, "frames": 9, "height": 32, "width": 32},
+    )
+    record = batch(options, Silent())
+    assert (record.made, record.failed, record.plans) == (1, 0, ())
+    assert record.command.startswith(f"stopdown batch {tiny} --prompts {tmp_path}/p.txt -o ")
