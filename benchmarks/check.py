@@ -36,7 +36,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
@@ -54,11 +53,9 @@ from check_faults import (
 from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
 from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.environment import describe_machine
-from stopdown.graph.capture import find_mode
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.call_interception import map_tensors
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.dry_run import dry_run
+from stopdown.pipelines.dry_run import dry_run, make_arguments
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.testing import PIPELINE_NAMES
@@ -184,17 +181,10 @@ def run_offloaded(pipe: Any, fault: Fault) -> str:
 
 
 def run_fake(pipe: Any, fault: Fault) -> str:
-    """Every component under FakeTensorMode, without the walk."""
-
-    def answer(callee: Any, call: Any, args: Any, kwargs: Any) -> Any:
-        mode = find_mode(callee.owner)
-        given = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
-        with mode:
-            output = call(*given[0], **given[1])
-        return map_tensors(output, lambda x: torch.zeros(x.shape, dtype=x.dtype))
-
+    """Every component under FakeTensorMode, and nobody who listens."""
     skeleton = copy_skeleton(pipe)
-    dry_run(skeleton, answer, {**call_of(fault.pipeline), "num_inference_steps": 2})
+    given = {**make_arguments(skeleton), **call_of(fault.pipeline), "num_inference_steps": 2}
+    dry_run(skeleton, given)
     return "nothing"
 
 

@@ -24,7 +24,7 @@ import torch.distributed._functional_collectives as functional
 from full_folders import write_configs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from stopdown.memory.dry_run import DryRunner
+from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.strategies import Strategy, predict
 from stopdown.patches import Patches
 from stopdown.pipelines.context_parallel import put_context_parallel
@@ -119,15 +119,15 @@ def measure(folder: Path, ranks: int) -> dict[str, Any]:
             patches.defer(dist.destroy_process_group)
             put_counters(traffic, patches)
             put_context_parallel(pipe.transformer, patches)
-        dry_run = DryRunner(pipe, on_cpu=False).dry_run(arguments)
-    call = next(one for one in dry_run.calls if one.component == "transformer")
-    whole = predict(dry_run, Strategy(), steps=STEPS)
+        run = listen_to_run(pipe, arguments, MemoryListener(on_cpu=False))
+    call = next(one for one in run.calls if one.component == "transformer")
+    whole = predict(run, Strategy(), steps=STEPS)
     return {
         "ranks": ranks,
         "collectives_per_step": traffic.collectives,
         "messages_per_step": traffic.messages,
         "sent_gib_per_step": traffic.sent_bytes / GIB,
-        "transformer_weights_gib": dry_run.weigh("transformer") / GIB,
+        "transformer_weights_gib": run.weigh("transformer") / GIB,
         "transformer_values_gib": call.peak_bytes / GIB,
         "transformer_tflop": call.flops / 1e12,
         "whole_run_gib": whole.peak_bytes / GIB,

@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stopdown.errors import OptionError
+from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
 from stopdown.records import Accumulation
@@ -142,13 +143,8 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
     Cost: two host reads for each product, and a product for each group of 16.
     """
-    look = _Look()
     with Patches() as patches:
-        for path, part in module.named_modules():
-            enter = part.register_forward_pre_hook(lambda *_, path=path: look.enter(path))
-            leave = part.register_forward_hook(lambda *_: look.leave(), always_call=True)
-            patches.defer(enter.remove)
-            patches.defer(leave.remove)
+        look = _Look(ModulePaths(module, patches))
         with look, torch.no_grad():
             call()
     found = [Sum(*key, *sizes) for key, sizes in look.found.items()]
@@ -198,16 +194,10 @@ class _Emulation(_Products):
 class _Look(_Products):
     """Notes how large sums become, and leaves results alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: ModulePaths) -> None:
         super().__init__()
         self.found: dict[tuple[str, str], tuple[float, float]] = {}
-        self._paths: list[str] = []
-
-    def enter(self, path: str) -> None:
-        self._paths.append(path)
-
-    def leave(self) -> None:
-        self._paths.pop()
+        self._paths = paths
 
     def wants(self, tensors: tuple[Any, ...]) -> bool:
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
@@ -222,7 +212,7 @@ class _Look(_Products):
             return total
 
         total = _sum_in_pieces(left, right, note)
-        key = (self._paths[-1] if self._paths else "", what)
+        key = (self._paths.current, what)
         seen, result = self.found.get(key, (0.0, 0.0))
         reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
         ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0

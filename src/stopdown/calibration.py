@@ -18,10 +18,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.graph.capture import owner_of
 from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import sign_arguments
 from stopdown.records import Scaling
 from stopdown.scaling import Measured, find_scaling, measure_again, measure_call
 
@@ -122,9 +122,5 @@ def _kind_of(
     call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Hashable:
     """What two calls must share to have the same graph."""
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    described = tuple(
-        (tuple(x.shape), str(x.dtype)) if isinstance(x, torch.Tensor) else repr(x) for x in leaves
-    )
     name = "forward" if call is owner_of(call) else getattr(call, "__name__", "")
-    return name, str(spec), described
+    return name, sign_arguments(args, kwargs)

@@ -22,12 +22,12 @@ from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import allocation_tracker, convolution_workspaces, speed
 from stopdown.memory import placement as placement_module
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.dry_run import DryRun, DryRunner
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, parse_bytes, predict_all, sort_by_time
 from stopdown.memory.gradient_checkpointing import IDLE
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.placement import put_variant
+from stopdown.memory.run_memory import RunMemory, listen_to_run
 from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
     PLACEMENTS,
@@ -156,8 +156,8 @@ def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
     arguments |= {"num_frames": 9} if name == "cogvideox" else {}
     source = resolve_source(save_pipeline(name, tmp_path / name, dtype=torch.float32))
     empty = build_skeleton(source, {})
-    dry_run = DryRunner(empty).dry_run(arguments)
-    predicted = max([dry_run.between_bytes, *(call.peak_bytes for call in dry_run.calls)])
+    run = listen_to_run(empty, arguments)
+    predicted = max([run.between_bytes, *(call.peak_bytes for call in run.calls)])
     with torch.no_grad():
         assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
 
@@ -169,9 +169,7 @@ def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:
     empty = build_skeleton(source, {})
     empty.transformer.norm_out.forward = lambda *a, **k: float(a[0].sum().item())
     with pytest.raises(CaptureError, match=r"CogView3PlusTransformer2DModel cannot be captured"):
-        DryRunner(empty).dry_run(
-            {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64}
-        )
+        listen_to_run(empty, {"prompt": "a", "num_inference_steps": 1, "height": 64, "width": 64})
 
 
 def run_sd(pipe: Any) -> Any:
@@ -182,11 +180,11 @@ def run_sd(pipe: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def dry_run_sd(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
+def dry_run_sd(tmp_path_factory: pytest.TempPathFactory) -> RunMemory:
     folder = save_pipeline("sd", tmp_path_factory.mktemp("sd") / "m", dtype=torch.float32)
     empty = build_skeleton(resolve_source(folder), {})
     arguments = {"prompt": "a", "num_inference_steps": 2, "height": 64, "width": 64}
-    return DryRunner(empty).dry_run({**arguments, "output_type": "np"})
+    return listen_to_run(empty, {**arguments, "output_type": "np"})
 
 
 def count_parameters(pipe: Any) -> int:
@@ -209,7 +207,7 @@ needs_torchao = pytest.mark.skipif(
 @pytest.mark.parametrize("storage", ["fp8", pytest.param("int8", marks=needs_torchao)])
 @pytest.mark.parametrize("placement", ["resident", "component"])
 def test_weights_in_8_bits_take_what_is_predicted(
-    placement: Placement, storage: Storage, dry_run_sd: DryRun, tmp_path: Path
+    placement: Placement, storage: Storage, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
     """The peak is as predicted and below that without; every bit of the weights comes back."""
     pipe = make_pipeline("sd")
@@ -300,7 +298,7 @@ def test_rows_of_zeros_and_large_ones_pack() -> None:
     assert found[2, 0] == weight[2, 0]
 
 
-def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: DryRun) -> None:
+def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: RunMemory) -> None:
     """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
     pairs = (
         predict(dry_run_sd, Strategy(storage="fp8"), steps=2),
@@ -311,7 +309,7 @@ def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: DryRun) -> None:
     assert choose(slower, 10**9) is pairs[1]
 
 
-def test_what_changes_the_picture_has_to_save_time(dry_run_sd: DryRun) -> None:
+def test_what_changes_the_picture_has_to_save_time(dry_run_sd: RunMemory) -> None:
     """fp8 is passed over where blocks take about as long, or all weights fit; else it is taken."""
     fp8, block, whole = (
         predict(dry_run_sd, one, steps=2)
@@ -326,7 +324,7 @@ def test_what_changes_the_picture_has_to_save_time(dry_run_sd: DryRun) -> None:
 
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
-    placement: Placement, dry_run_sd: DryRun, tmp_path: Path
+    placement: Placement, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
     """The picture is the same bit for bit, the peak as predicted, and everything comes off again."""
     pipe = make_pipeline("sd")
@@ -348,7 +346,7 @@ def test_a_placement_changes_nothing_but_memory(
     assert not list(tmp_path.iterdir())
 
 
-def test_smaller_placements_take_less_and_move_more(dry_run_sd: DryRun) -> None:
+def test_smaller_placements_take_less_and_move_more(dry_run_sd: RunMemory) -> None:
     """From resident to leaf the predicted peak falls, and what is moved rises."""
     found = [predict(dry_run_sd, Strategy(placement), steps=2) for placement in PLACEMENTS]
     assert [one.peak_bytes for one in found] == sorted((o.peak_bytes for o in found), reverse=True)
@@ -385,7 +383,7 @@ def raise_at(
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
 @pytest.mark.parametrize("start", ["resident", "component", "block"])
 def test_a_call_without_memory_is_run_again(
-    component: str, start: Placement, dry_run_sd: DryRun, tmp_path: Path
+    component: str, start: Placement, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
     """Out of memory in any component under any strategy: a smaller one, the same picture."""
     pipe = make_pipeline("sd")
@@ -417,7 +415,7 @@ def test_a_call_without_memory_is_run_again(
     ],
 )
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
-    component: str, start: Strategy, dry_run_sd: DryRun, tmp_path: Path
+    component: str, start: Strategy, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
     """From 8 bits a run goes on with its own weights again, and leaves them as they were."""
     pipe = make_pipeline("sd")
@@ -489,7 +487,9 @@ def test_tiles_change_a_picture_a_little() -> None:
     assert pipe.vae.decode(latents).sample.shape != expected.shape
 
 
-def test_without_anything_smaller_it_says_what_would_do(dry_run_sd: DryRun, tmp_path: Path) -> None:
+def test_without_anything_smaller_it_says_what_would_do(
+    dry_run_sd: RunMemory, tmp_path: Path
+) -> None:
     """When even the smallest strategy fails, the message has its size and what to change."""
     pipe = make_pipeline("sd")
     smallest = predict(dry_run_sd, Strategy("leaf"), steps=2)
@@ -503,7 +503,7 @@ def test_without_anything_smaller_it_says_what_would_do(dry_run_sd: DryRun, tmp_
     assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
-def test_another_error_is_not_taken_for_it(dry_run_sd: DryRun) -> None:
+def test_another_error_is_not_taken_for_it(dry_run_sd: RunMemory) -> None:
     """An error that is not about memory passes, and nothing is tried again."""
     pipe = make_pipeline("sd")
     taken = predict(dry_run_sd, Strategy(), steps=2)
@@ -621,7 +621,9 @@ def test_generate_keeps_weights_in_8_bits_when_allowed(
     assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
 
 
-def test_gradient_checkpointing_is_said_to_do_nothing(dry_run_sd: DryRun, tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_said_to_do_nothing(
+    dry_run_sd: RunMemory, tmp_path: Path
+) -> None:
     """A component that has it on is named once, with why it saves nothing; without it nothing is said."""
     pipe, said = make_pipeline("sd"), list[str]()
     offloader = Offloader(
@@ -650,7 +652,7 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     assert not (tmp_path / "none.png").exists()
 
 
-def test_the_cheapest_in_time_comes_first(dry_run_sd: DryRun) -> None:
+def test_the_cheapest_in_time_comes_first(dry_run_sd: RunMemory) -> None:
     """A slow link puts strategies that move little first, and a fast one gives the least memory."""
     pairs = [predict(dry_run_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
     fit = Fit(tuple(pairs), (1e6, 1e6), {})

@@ -18,7 +18,7 @@ MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 
 
 class Silent:
-    """A listener to whom everything is right."""
+    """A judge to whom everything is right."""
 
     def __call__(self, step: Step) -> bool:
         return False

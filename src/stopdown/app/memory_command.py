@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from stopdown.app.display import Display
     from stopdown.device_profiles import Profile
-    from stopdown.memory.dry_run import Seen
     from stopdown.memory.forecast import Fit
     from stopdown.memory.smaller_requests import Size
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
+    from stopdown.pipelines.dry_run import Answers
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Budgeted, Way
@@ -47,7 +47,6 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
         StopdownError: anything that went wrong, with what to type.
     """
     from stopdown.device_profiles import find_target
-    from stopdown.memory.dry_run import Seen
     from stopdown.pipelines import sources
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.pipelines.loader import complete_source
@@ -66,8 +65,8 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
     with quiet_libraries():
         source = complete_source(found)
         ways = _list_ways(source, options.precision, profile)
-        seen = Seen()
-        tried = [_try_way(source, way, profile, options, request, display, seen) for way in ways]
+        answers: Answers = {}
+        tried = [_try_way(source, way, profile, options, request, display, answers) for way in ways]
         chosen, reduced = choose_way(tried, limit, allowed), None
         if chosen is None and "smaller" in allowed:
             found_smaller = _shrink(tried[0], source, profile, options, request, display, limit)
@@ -133,7 +132,7 @@ def _try_way(
     options: RequestOptions,
     request: Request,
     display: Display,
-    seen: Seen,
+    answers: Answers,
 ) -> Budgeted:
     """What every strategy takes in one precision, those that cost the least time first."""
     from stopdown.doctor import has_fused_attention
@@ -150,7 +149,7 @@ def _try_way(
         fused=has_fused_attention(profile, formats),
         on_cpu=profile.kind == "cpu",
         storages=list_storages(profile.kind),
-        seen=seen,
+        answers=answers,
         progress=lambda done, total: display.progress("plan", f"in {way.name}", done, total),
     )
     device = options.device or "auto"
@@ -252,7 +251,6 @@ def _shrink(
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
     from stopdown.app.memory_limits import describe_reduction, find_size, shrink_request
-    from stopdown.memory.dry_run import Seen
     from stopdown.memory.smaller_requests import find_largest, list_smaller
     from stopdown.pipelines.default_sizes import find_grid, read_configs
     from stopdown.plans.precision_and_memory import build_way
@@ -264,7 +262,7 @@ def _shrink(
 
     def predict(one: Size) -> Fit:
         smaller = shrink_request(request, one)
-        made = _try_way(source, first.way, profile, options, smaller, display, Seen())
+        made = _try_way(source, first.way, profile, options, smaller, display, {})
         tried[id(made.fit)] = made
         return made.fit
 

@@ -1,12 +1,9 @@
-"""A pipeline without weights run once, every call of a component walked: what was seen.
+"""What a dry run shows of dtypes: every operation of every component, judged by the rules of a backend.
 
-The pipeline's own code decides what each component gets. Code around the components is walked as
-well, on its real tensors. A call whose arguments have the dtypes and shapes of an earlier one is
-answered as that one was.
+Code around the components is walked as well, on its real tensors.
 
 **Catches** what one request meets, of the size that it has.
-**Does not catch** branches that another request would take. A component whose code cannot run without
-values ends it: what was not seen is listed.
+**Does not catch** what a dry run does not; where it ends early, what was not seen is listed.
 """
 
 from __future__ import annotations
@@ -14,12 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.backend_rules import Place
 from stopdown.call_names import name_module_path
@@ -30,26 +27,24 @@ from stopdown.dtype_rules.tracer import (
     Walk,
     Work,
     find_origin,
-    following,
     list_autocast,
     set_known,
     set_origin,
 )
 from stopdown.errors import take_one_line
-from stopdown.graph.capture import find_mode
+from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import name_dtype
-from stopdown.pipelines.call_interception import (
-    Call,
-    find_argument_names,
-    map_tensors,
-    sign_arguments,
-)
+from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.call_interception import find_argument_names
 from stopdown.pipelines.components import Callee, find_kept_fp32, read_precisions
-from stopdown.pipelines.dry_run import dry_run
+from stopdown.pipelines.dry_run import (
+    ComponentCall,
+    ComponentFailed,
+    Listener,
+    dry_run,
+    make_arguments,
+)
 from stopdown.scaling.folds import RESCALED
-
-LARGEST_ZEROS = 1 << 25
-"""Outputs up to this size become real zeros that can be written to; larger ones one repeated zero."""
 
 
 @dataclass
@@ -102,10 +97,6 @@ class Examination:
     widening: set[str] = field(default_factory=set)
 
 
-class _CannotGoOn(Exception):
-    """A component's code needs values that are not there."""
-
-
 def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = None) -> Examination:
     """Everything that one run of a skeleton shows.
 
@@ -114,53 +105,47 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
         place: whose rules hold.
         arguments: of the pipeline's call, instead of its defaults.
     """
-    run = _Run(skeleton, place)
+    listener = DtypeListener(place)
     try:
-        with run.around:
-            dry_run(skeleton, run.answer, arguments)
-    except _CannotGoOn:
-        pass  # noted where it was raised
-    except Exception as error:  # whatever a pipeline's own code raises is a result here
-        run.result.unseen.append(("pipeline", _shorten(error)))
-    run.result.observations += run.outside.found
-    run.result.scheduler = getattr(skeleton, "scheduler", None)
-    return run.result
+        dry_run(skeleton, {**make_arguments(skeleton), **(arguments or {})}, [listener])
+    except Exception as error:  # whatever code raises without values is a result here
+        listener.note_failure(error)
+    return listener.conclude(skeleton)
 
 
-class _Run:
-    """One examination while it goes on."""
+class DtypeListener(Listener):
+    """Judges the operations of a dry run, those of the pipeline's own code among them."""
 
-    def __init__(self, skeleton: Any, place: Place) -> None:
-        self.place, self.ambient = place, list_autocast()
-        self.result = Examination()
-        self.outside = Judge(Case("pipeline", None, place, ambient=self.ambient))
-        self.around = Walk(self.outside, None, place.backend)
-        self._answers: dict[Any, Any] = {}
+    def __init__(self, place: Place) -> None:
+        self._place, self._ambient = place, list_autocast()
+        self._result = Examination()
+        self._outside = Judge(Case("pipeline", None, place, ambient=self._ambient))
+        self._around = Walk(self._outside, None, place.backend)
 
-    def answer(
-        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What a component call gives, as zeros; walked when it is the first of its kind."""
-        self.around.is_paused = True
-        try:
-            named = {**dict(zip(find_argument_names(callee), args, strict=False)), **kwargs}
-            seen = self._note(callee, named)
-            key = (callee.name, seen.main, sign_arguments(args, kwargs))
-            if key not in self._answers:
-                self._answers[key] = self._walk(callee, call, named, args, kwargs, seen)
-            output = map_tensors(self._answers[key], _make_zeros)
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor):
-                    set_origin(tensor, Origin("output", f"the output of {callee.name}", ""))
-            return output
-        finally:
-            self.around.is_paused = False
+    def note_failure(self, error: Exception) -> None:
+        """What ended the run before its end."""
+        if isinstance(error, ComponentFailed):
+            self._result.unseen.append((error.callee.name, _shorten(error.error)))
+        else:
+            self._result.unseen.append(("pipeline", _shorten(error)))
 
-    def _note(self, callee: Callee, named: Mapping[str, Any]) -> Seen:
-        module = callee.owner
+    def conclude(self, skeleton: Any) -> Examination:
+        """What was seen in the run that is over."""
+        self._result.observations += self._outside.found
+        self._result.scheduler = getattr(skeleton, "scheduler", None)
+        return self._result
+
+    def around(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """The walk through the pipeline's own code."""
+        return self._around
+
+    def begin(self, call: ComponentCall) -> None:
+        """Note a call, whose arguments the walk outside does not see."""
+        self._around.is_paused = True
+        module, callee = call.callee.owner, call.callee
         precisions = read_precisions(module)
         main = precisions[0] if precisions else None
-        seen = self.result.callees.setdefault(
+        seen = self._result.callees.setdefault(
             callee.name, Seen(callee.component_name, callee.name, type(module).__name__, main)
         )
         config = getattr(module, "config", None)
@@ -168,42 +153,45 @@ class _Run:
         seen.force_upcast = bool(getattr(config, "force_upcast", False))
         seen.is_rescaled = bool(getattr(module, RESCALED, False))
         seen.weight_bytes = _count_bytes(module)
+        named = _name_arguments(call)
         time = named.get("timestep", named.get("timesteps"))
         if isinstance(time, torch.Tensor):
             seen.times.append(time.detach().reshape(-1)[-1:].clone())
-        return seen
 
-    def _walk(
-        self,
-        callee: Callee,
-        call: Call,
-        named: Mapping[str, Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: Seen,
-    ) -> Any:
-        mode = find_mode(callee.owner)
-        judge = Judge(_make_case(callee, seen.main, self.place, self.ambient))
-        walk = Walk(judge, seen.main)
-        fakes: dict[int, torch.Tensor] = {}
-        for name, value in named.items():
-            _fake_argument(name, value, mode, fakes)
-        given = pytree.tree_map_only(torch.Tensor, lambda x: fakes[id(x)], (args, kwargs))
+    @contextmanager
+    def inside(self, call: ComponentCall, paths: ModulePaths) -> Iterator[None]:
+        """The walk through a component's code."""
+        callee, seen = call.callee, self._result.callees[call.callee.name]
+        judge = Judge(_make_case(callee, seen.main, self._place, self._ambient))
+        walk = Walk(judge, seen.main, paths=paths)
+        for name, tensor in [*callee.owner.named_parameters(), *callee.owner.named_buffers()]:
+            set_origin(tensor, Origin("parameter", name, "", name))
+        for name, value in _name_arguments(call).items():
+            _mark_argument(name, value, call.fakes)
         try:
-            with following(walk, callee.owner), mode, walk:
-                output = call(*given[0], **given[1])
-        except Exception as error:
-            self.result.unseen.append((callee.name, _shorten(error)))
-            raise _CannotGoOn from error
+            with walk:
+                yield
         finally:
-            self.result.observations += judge.found
-            name = callee.component_name
-            self.result.widening |= {name_module_path(name, path) for path in judge.widening}
-            for key, path in judge.operations.items():
-                module_path = name_module_path(name, path)
-                self.result.operations.setdefault(key, module_path)
+            self._keep(callee, judge)
         seen.work = walk.work
-        return output
+
+    def _keep(self, callee: Callee, judge: Judge) -> None:
+        """What a judge found in one call."""
+        name = callee.component_name
+        self._result.observations += judge.found
+        self._result.widening |= {name_module_path(name, path) for path in judge.widening}
+        for key, path in judge.operations.items():
+            self._result.operations.setdefault(key, name_module_path(name, path))
+
+    def end(self, call: ComponentCall) -> None:
+        """The pipeline's code goes on, with tensors that know where they come from."""
+        for tensor in iterate_tensors(call.output):
+            set_origin(tensor, Origin("output", f"the output of {call.callee.name}", ""))
+        self._around.is_paused = False
+
+
+def _name_arguments(call: ComponentCall) -> dict[str, Any]:
+    return {**dict(zip(find_argument_names(call.callee), call.args, strict=False)), **call.kwargs}
 
 
 def _make_case(
@@ -238,26 +226,18 @@ def _asks_for_mps(kind: type) -> bool:
     return "mps" in source or "maybe_adjust_dtype_for_device" in source
 
 
-def _fake_argument(name: str, value: Any, mode: Any, fakes: dict[int, torch.Tensor]) -> None:
-    """Fake tensors for an argument, which know its name, and its values when they are few."""
+def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> None:
+    """Let fake tensors of an argument know its name, and its values when they are few."""
     if isinstance(value, torch.Tensor):
-        fake = mode.from_tensor(value.detach())
-        before = find_origin(value)
-        set_origin(fake, Origin("argument", name, "", before=str(before)))
-        set_known(fake, value.detach() if value.numel() <= LARGEST_KNOWN else None)
-        fakes[id(value)] = fake
+        fake = fakes[id(value)]
+        set_origin(fake, Origin("argument", name, "", before=str(find_origin(value))))
+        set_known(fake, value if value.numel() <= LARGEST_KNOWN else None)
     elif isinstance(value, dict):
         for key, item in value.items():
-            _fake_argument(f"{name}.{key}", item, mode, fakes)
+            _mark_argument(f"{name}.{key}", item, fakes)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _fake_argument(name, item, mode, fakes)
-
-
-def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """Real zeros like a fake tensor; large ones are one zero, looked at many times."""
-    zero = torch.zeros((), dtype=tensor.dtype).expand(tuple(tensor.shape))
-    return zero.clone() if tensor.numel() <= LARGEST_ZEROS else zero
+            _mark_argument(name, item, fakes)
 
 
 def _count_bytes(module: torch.nn.Module) -> int:

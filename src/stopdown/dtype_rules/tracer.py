@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,8 +32,8 @@ from torch.utils import _pytree as pytree
 from stopdown import numerics
 from stopdown.graph import operations
 from stopdown.graph.operations import list_kinds
+from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
@@ -151,7 +149,7 @@ class Work:
     peak_bytes: int = 0
 
 
-class Listener(Protocol):
+class StepJudge(Protocol):
     """Who is told of each step."""
 
     def __call__(self, step: Step) -> bool:
@@ -168,12 +166,18 @@ class Walk(TorchFunctionMode):
         judge: told of each step.
         main: dtype of most of the component's weights.
         device: what code that asks for a real tensor's device is told, though it is on the CPU.
+        paths: which module is running; None outside of components.
     """
 
-    def __init__(self, judge: Listener, main: torch.dtype | None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        judge: StepJudge,
+        main: torch.dtype | None,
+        device: str = "cpu",
+        paths: ModulePaths | None = None,
+    ) -> None:
         super().__init__()
-        self._judge, self._main = judge, main
-        self.paths: list[str] = [""]
+        self._judge, self._main, self._paths = judge, main, paths
         self.is_paused = False
         self._device = torch.device(device) if device != "cpu" else None
         self.work = Work()
@@ -225,7 +229,8 @@ class Walk(TorchFunctionMode):
                     known.setdefault(key, values)
                 if tensor.is_floating_point() or tensor.is_complex():
                     operands.append(Operand(key, tensor.dtype, find_origin(tensor)))
-        return Step(self.paths[-1], name, tuple(operands), known, arguments, list_autocast())
+        path = self._paths.current if self._paths is not None else ""
+        return Step(path, name, tuple(operands), known, arguments, list_autocast())
 
     def _unite(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         floats = [x for x in iterate_tensors((args, kwargs)) if x.is_floating_point()]
@@ -278,37 +283,6 @@ class Walk(TorchFunctionMode):
             self._alive = [entry for entry in self._alive if not entry[0].expired()]
             self._sizes = {reference.cdata: size for reference, size in self._alive}
             self.work.peak_bytes = max(self.work.peak_bytes, sum(self._sizes.values()))
-
-
-@contextmanager
-def following(walk: Walk, component: torch.nn.Module) -> Iterator[None]:
-    """Tell a walk which module is running, and which parameter is which, inside the block."""
-    with Patches() as patches:
-        for path, module in component.named_modules():
-            if not path:
-                continue
-            before = module.register_forward_pre_hook(_enter(walk, path), prepend=True)
-            patches.defer(before.remove)
-            after = module.register_forward_hook(_leave(walk), always_call=True)
-            patches.defer(after.remove)
-        for name, tensor in [*component.named_parameters(), *component.named_buffers()]:
-            set_origin(tensor, Origin("parameter", name, "", name))
-        yield
-
-
-def _enter(walk: Walk, path: str) -> Callable[..., None]:
-    def enter(*_: Any) -> None:
-        walk.paths.append(path)
-
-    return enter
-
-
-def _leave(walk: Walk) -> Callable[..., None]:
-    def leave(*_: Any) -> None:
-        if len(walk.paths) > 1:
-            walk.paths.pop()
-
-    return leave
 
 
 # ---------------------------------------------------------------------------------------------

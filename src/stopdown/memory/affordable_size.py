@@ -5,7 +5,7 @@ name a size that is far smaller (a small model, a test), that one is taken; then
 fake tensors, and where its peak is beyond the limit the largest smaller size that fits is.
 
 **Catches** a run that would end for want of memory.
-**Does not catch** what `dry_run` does not; a size that was asked for is left alone.
+**Does not catch** what a dry run does not; a size that was asked for is left alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.memory.dry_run import DryRunner
 from stopdown.memory.forecast import Fit
+from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.memory.strategies import Strategy, predict
 from stopdown.pipelines.components import find_components
@@ -108,9 +108,9 @@ def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple
     skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
     skeleton.set_progress_bar_config(disable=True)
     given = {**arguments, "num_inference_steps": 1}
-    dry_run = DryRunner(skeleton, on_cpu=on_cpu).dry_run(given)
-    fit = Fit((predict(dry_run, Strategy("resident"), steps=1),), (0.0,), {})
-    shapes = [x for call in dry_run.calls if call.stage == "decode" for x in call.shapes]
+    run = listen_to_run(skeleton, given, MemoryListener(on_cpu=on_cpu))
+    fit = Fit((predict(run, Strategy("resident"), steps=1),), (0.0,), {})
+    shapes = [x for call in run.calls if call.stage == "decode" for x in call.shapes]
     sides = next((x[-2:] for x in reversed(shapes) if len(x) >= 4), None)
     return fit, None if sides is None else Size(find_frames(pipe, dict(arguments)), *sides)
 

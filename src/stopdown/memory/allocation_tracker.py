@@ -35,6 +35,7 @@ class StorageTracker(TorchDispatchMode):
         peak_bytes: the most since the start or the last `restart`.
         flops: of matrix products, convolutions and attention, since the start.
         on_operation: told of each operation's positional arguments before it runs.
+        kind: of tensors that are counted; others stand for nothing that a device would hold.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, on_cpu: bool = True) -> None:
@@ -49,6 +50,7 @@ class StorageTracker(TorchDispatchMode):
         self.limit_bytes = limit_bytes
         self._on_cpu = on_cpu
         self.on_operation: Callable[[Any], None] | None = None
+        self.kind: type[torch.Tensor] = torch.Tensor
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -75,7 +77,10 @@ class StorageTracker(TorchDispatchMode):
         if self.on_operation is not None:
             self.on_operation(args)
         output = func(*args, **(kwargs or {}))
-        self.count(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+        made = [x for x in pytree.tree_leaves(output) if isinstance(x, self.kind)]
+        if not made:
+            return output
+        self.count(made)
         taken = count_workspace(func, args, output) if self._on_cpu else 0
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + taken)
         self.flops += _count_flops(func.overloadpacket, args, kwargs or {}, output)

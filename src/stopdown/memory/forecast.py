@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stopdown.errors import OptionError
-from stopdown.memory.dry_run import DryRun, DryRunner, Seen
 from stopdown.memory.placement import put_variant
+from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import (
     PACKED_PLACEMENTS,
@@ -27,6 +27,7 @@ from stopdown.memory.strategies import (
 )
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, is_autoencoder
+from stopdown.pipelines.dry_run import Answers
 from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.records import MemoryRow
 
@@ -46,7 +47,7 @@ class Fit:
     Attributes:
         predictions: those that cost the least time first.
         flops: of the whole run, by prediction.
-        strays: as in `DryRun`.
+        strays: as in `RunMemory`.
         sides: height and width of what was decoded; None where nothing was.
         times: estimated seconds, by prediction; empty where no speed is known.
     """
@@ -66,7 +67,7 @@ def predict_all(
     fused: bool = True,
     on_cpu: bool = True,
     storages: Sequence[Storage] = ("fp8", "int8"),
-    seen: Seen | None = None,
+    answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
     """A dry run of every variant, and predict every strategy.
@@ -80,7 +81,7 @@ def predict_all(
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
         storages: formats of 8 bits that the device knows.
-        seen: what other pipelines of this configuration run dry; what is new is added.
+        answers: of dry runs of other pipelines of this configuration; what is new is added.
 
     Raises:
         CaptureError: a component reads values of its inputs.
@@ -93,15 +94,16 @@ def predict_all(
         fused=fused,
         storages=storages if any(map(find_storable, modules)) else (),
     )
-    dry_runner = DryRunner(pipe, fused, on_cpu, Seen() if seen is None else seen)
-    found: dict[str, DryRun] = {}
+    answers = {} if answers is None else answers
+    found: dict[tuple[bool, bool, int, bool], RunMemory] = {}
     variants = {strategy.variant: strategy for strategy in strategies}
     for number, (variant, strategy) in enumerate(variants.items()):
         if progress is not None:
             progress(number, len(variants))
         with Patches() as patches:
             put_variant(pipe, strategy, patches)
-            found[variant] = dry_runner.dry_run(arguments, variant)
+            listener = MemoryListener(fused=fused, on_cpu=on_cpu, sign=strategy.sign)
+            found[variant] = listen_to_run(pipe, arguments, listener, answers)
     plain = next(iter(found.values()))
     fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
     predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
@@ -109,9 +111,9 @@ def predict_all(
     return Fit(predictions, flops, plain.strays, _find_sides(plain))
 
 
-def _find_sides(dry_run: DryRun) -> tuple[int, int] | None:
+def _find_sides(run: RunMemory) -> tuple[int, int] | None:
     """Height and width of what the last decoder gave: the last two dimensions."""
-    shapes = [x for call in dry_run.calls if call.stage == "decode" for x in call.shapes]
+    shapes = [x for call in run.calls if call.stage == "decode" for x in call.shapes]
     pictures = [shape for shape in shapes if len(shape) >= 4]
     return (pictures[-1][-2], pictures[-1][-1]) if pictures else None
 
@@ -261,10 +263,10 @@ def parse_bytes(text: str) -> int:
     return int(amount)
 
 
-def _list_shapes(dry_run: DryRun) -> list[tuple[tuple[int, ...], ...]]:
-    return [call.shapes for call in dry_run.calls]
+def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:
+    return [call.shapes for call in run.calls]
 
 
-def _count_flops(dry_run: DryRun, steps: int) -> float:
-    repeats = steps / max(1, dry_run.steps)
-    return sum(call.flops * (repeats if call.stage == "denoise" else 1.0) for call in dry_run.calls)
+def _count_flops(run: RunMemory, steps: int) -> float:
+    repeats = steps / max(1, run.steps)
+    return sum(call.flops * (repeats if call.stage == "denoise" else 1.0) for call in run.calls)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from stopdown.memory.dry_run import LISTS, weigh
 from stopdown.memory.eight_bits import choose_packed
+from stopdown.memory.run_memory import LISTS, weigh
 from stopdown.memory.strategies import Placement, Storage, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.patches import Patches

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from stopdown.call_names import name_component
-from stopdown.memory.dry_run import DryCall, DryRun, is_within
+from stopdown.memory.run_memory import CallMemory, RunMemory, is_within
+from stopdown.numerics import iterate_tensors
+from stopdown.pipelines.components import is_autoencoder
+from stopdown.pipelines.dry_run import ComponentCall
 
 Placement = Literal["resident", "component", "block", "leaf"]
 """What is loaded at a time: everything, a component, a block of a component, a single layer."""
@@ -58,11 +61,20 @@ class Strategy:
         return "+".join(parts)
 
     @property
-    def variant(self) -> str:
+    def variant(self) -> tuple[bool, bool, int, bool]:
         """What of it changes the calls themselves."""
-        return (
-            f"slicing={self.slicing} tiling={self.tiling} pieces={self.pieces} split={self.split}"
-        )
+        return self.slicing, self.tiling, self.pieces, self.split
+
+    def sign(self, call: ComponentCall) -> str:
+        """What of it changes this call; slicing has nothing to cut in a batch of one."""
+        split = f"split={self.split}"
+        if call.callee.stage == "denoise":
+            return f"pieces={self.pieces} {split}"
+        if not is_autoencoder(call.callee.owner):
+            return split
+        given = next(iterate_tensors((call.args, call.kwargs)), None)
+        slicing = self.slicing and (given is None or given.shape[:1] != (1,))
+        return f"slicing={slicing} tiling={self.tiling} {split}"
 
 
 @dataclass(frozen=True)
@@ -110,31 +122,31 @@ def list_strategies(
     )
 
 
-def predict(dry_run: DryRun, strategy: Strategy, *, steps: int) -> Prediction:
+def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
     """The peak of a strategy, and what it moves.
 
     Args:
-        dry run: of a run with the strategy's `variant` put on.
+        run: with the strategy's `variant` put on.
         steps: denoising steps of the real run.
     """
-    fixed = sum(buffers for _, buffers in dry_run.totals.values())
-    weights = {name: dry_run.weigh(name, strategy.storage) for name in dry_run.weights}
+    fixed = sum(buffers for _, buffers in run.totals.values())
+    weights = {name: run.weigh(name, strategy.storage) for name in run.weights}
     everything = sum(weights.values())
     if strategy.placement == "resident":
         fixed += everything
     largest = max(weights.values(), default=0)
     waiting = largest if strategy.placement == "component" else 0
-    peaks = [(dry_run.between_bytes + waiting, "")]
-    peaks += [(_find_peak(dry_run, call, strategy), call.component) for call in dry_run.calls]
+    peaks = [(run.between_bytes + waiting, "")]
+    peaks += [(_find_peak(run, call, strategy), call.component) for call in run.calls]
     peak, component = max(peaks)
     is_resident = strategy.placement == "resident"
     return Prediction(
         strategy,
         peak + fixed,
         component,
-        everything if is_resident else _count_moved(dry_run, strategy, steps),
+        everything if is_resident else _count_moved(run, strategy, steps),
         0 if is_resident else everything,
-        0 if strategy.storage == "native" else _count_widened(dry_run, strategy.storage, steps),
+        0 if strategy.storage == "native" else _count_widened(run, strategy.storage, steps),
     )
 
 
@@ -149,7 +161,7 @@ def group_weights(
     Args:
         weights: paths of the modules with parameters directly in them.
         blocks: paths of the blocks.
-        strays: as in `DryRun`; such weights are loaded for the whole call, under "".
+        strays: as in `RunMemory`; such weights are loaded for the whole call, under "".
     """
     if placement == "resident":
         return {}
@@ -170,13 +182,13 @@ def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
     return path
 
 
-def _find_peak(dry_run: DryRun, call: DryCall, strategy: Strategy) -> int:
+def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
     """Most bytes of values and loaded weights together during one call."""
     if strategy.storage != "native":
-        return _find_packed_peak(dry_run, call, strategy)
+        return _find_packed_peak(run, call, strategy)
     if strategy.placement == "resident":
         return call.peak_bytes
-    sizes = _weigh_units(dry_run, call.component, strategy.placement)
+    sizes = _weigh_units(run, call.component, strategy.placement)
     loaded = {
         path: sum(size for unit, size in sizes.items() if is_within(path, unit))
         for path in {segment.path for segment in call.segments}
@@ -184,50 +196,50 @@ def _find_peak(dry_run: DryRun, call: DryCall, strategy: Strategy) -> int:
     return max(segment.peak_bytes + loaded[segment.path] for segment in call.segments)
 
 
-def _find_packed_peak(dry_run: DryRun, call: DryCall, strategy: Strategy) -> int:
+def _find_packed_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
     """Most bytes of values, of a component's weights in 8 bits, and of the layer that is widened."""
-    widened = dry_run.find_packing(call.component, strategy.storage).parts
+    widened = run.find_packing(call.component, strategy.storage).parts
     stands = strategy.placement == "component"
-    weights = dry_run.weigh(call.component, strategy.storage) if stands else 0
+    weights = run.weigh(call.component, strategy.storage) if stands else 0
     return weights + max(one.peak_bytes + widened.get(one.path, 0) for one in call.segments)
 
 
-def _count_widened(dry_run: DryRun, storage: Storage, steps: int) -> int:
+def _count_widened(run: RunMemory, storage: Storage, steps: int) -> int:
     """Bytes of weights that are made from 8 bits in a run: those of a layer at each of its calls."""
     widened = 0.0
-    for call in dry_run.calls:
-        parts = dry_run.find_packing(call.component, storage).parts
+    for call in run.calls:
+        parts = run.find_packing(call.component, storage).parts
         once = sum(count * parts.get(path, 0) for path, count in call.entries.items())
-        widened += once * _count_repeats(dry_run, call, steps)
+        widened += once * _count_repeats(run, call, steps)
     return int(widened)
 
 
-def _count_repeats(dry_run: DryRun, call: DryCall, steps: int) -> float:
+def _count_repeats(run: RunMemory, call: CallMemory, steps: int) -> float:
     """How often a run dry call stands for one of the real run."""
-    return steps / max(1, dry_run.steps) if call.stage == "denoise" else 1.0
+    return steps / max(1, run.steps) if call.stage == "denoise" else 1.0
 
 
-def _weigh_units(dry_run: DryRun, component: str, placement: Placement) -> dict[str, int]:
+def _weigh_units(run: RunMemory, component: str, placement: Placement) -> dict[str, int]:
     """Path of what is loaded as one → its bytes."""
     name = name_component(component)
-    weights, blocks = dry_run.weights[name], dry_run.blocks[name]
+    weights, blocks = run.weights[name], run.blocks[name]
     if placement == "component":
-        return {"": dry_run.weigh(name)}
-    groups = group_weights(weights, blocks, dry_run.strays[name], placement)
+        return {"": run.weigh(name)}
+    groups = group_weights(weights, blocks, run.strays[name], placement)
     return {unit: sum(weights[path] for path in paths) for unit, paths in groups.items()}
 
 
-def _count_moved(dry_run: DryRun, strategy: Strategy, steps: int) -> int:
+def _count_moved(run: RunMemory, strategy: Strategy, steps: int) -> int:
     """Bytes brought to the device in a run: a component once while it is called in a row."""
     moved, current = 0, ""
-    for call in dry_run.calls:
+    for call in run.calls:
         name = name_component(call.component)
         if strategy.placement == "component":
-            moved += dry_run.weigh(name, strategy.storage) if name != current else 0
+            moved += run.weigh(name, strategy.storage) if name != current else 0
             current = name
             continue
-        repeats = _count_repeats(dry_run, call, steps)
-        for unit, size in _weigh_units(dry_run, name, strategy.placement).items():
+        repeats = _count_repeats(run, call, steps)
+        for unit, size in _weigh_units(run, name, strategy.placement).items():
             entries = 1 if unit == "" else call.entries.get(unit, 0)
             moved += int(entries * size * repeats)
     return moved

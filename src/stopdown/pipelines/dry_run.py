@@ -1,61 +1,270 @@
-"""A pipeline's own code run once without weights, to see what it hands to its components.
+"""The one dry run: a pipeline's own code run once without weights, and who listens to it.
 
 Everything outside of the components is real: tokenizer, scheduler, noise, the loop over the steps.
-Each component call goes to a function of the caller instead, which says what comes back; of that
-only shapes and dtypes count, and the pipeline gets zeros. It ends where the decoder was called.
+A component's code runs on fake tensors, and zeros of the shapes and dtypes that it returns go on
+into the pipeline. Calls that nothing tells apart (component, formats of its weights, shapes, dtypes and
+plain arguments) are run once; those that follow get the same answer at once.
+
+What a run is made for are listeners: the check of dtypes, the forecast of memory, the calls of a
+certificate. Several may listen to one run.
+
+**Catches** what one request meets, of the size that it has.
+**Does not catch** branches that another request would take. A component whose code cannot run without
+values ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
+from stopdown.graph.capture import find_mode
+from stopdown.module_paths import ModulePaths
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, put_layer
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    intercept,
+    map_tensors,
+    sign_arguments,
+)
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import list_needed
 
-OnCall = Callable[[Callee, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""Called at a component call: the component call, what it would call, positional and keyword arguments."""
-
 _PROMPT = "a red circle on a grey background"
 _SIDE = 256
+
+
+@dataclass(eq=False)
+class ComponentCall:
+    """One call that a pipeline makes of a component.
+
+    Attributes:
+        callee: of what.
+        args, kwargs: as the pipeline gives them.
+        fakes: `id` of a tensor among them → the fake one that the component's code gets; empty for a
+            call that is answered at once.
+        kept: what listeners noted while its code ran, by names of their own; all calls that are answered
+            alike share it.
+        returned: what its code returned, tensors on `meta`; None where it raised.
+        output: what goes back into the pipeline: the same as zeros; None where the run ends here.
+    """
+
+    callee: Callee
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fakes: dict[int, torch.Tensor] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    returned: Any = None
+    output: Any = None
+
+
+class Listener:
+    """What is told of a dry run; a method that is not overridden does nothing.
+
+    Attributes:
+        ends_at_decoder: it needs nothing of what follows the first call of the decoder.
+        most_steps: how many denoising steps it needs; None for all.
+    """
+
+    ends_at_decoder: bool = True
+    most_steps: int | None = None
+
+    def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
+        """Entered around the whole run, whose arguments these are."""
+        return contextlib.nullcontext()
+
+    def sign(self, call: ComponentCall) -> str:
+        """What else tells calls apart, as far as this listener goes."""
+        return ""
+
+    def begin(self, call: ComponentCall) -> None:
+        """The pipeline calls a component."""
+
+    def inside(
+        self, call: ComponentCall, paths: ModulePaths
+    ) -> contextlib.AbstractContextManager[object]:
+        """Entered around a component's code, on fake tensors: the place for a mode of torch that
+        sees its operations. `paths` knows which module is running."""
+        return contextlib.nullcontext()
+
+    def enter(self, path: str) -> None:
+        """A module of the component whose code runs is entered."""
+
+    def leave(self, path: str) -> None:
+        """It is left."""
+
+    def end(self, call: ComponentCall) -> None:
+        """What was begun is over, also where the component's code raised."""
+
+
+class ComponentFailed(Exception):
+    """A component's code did not run without values; its error is the cause.
+
+    Attributes:
+        callee: whose code.
+        error: what it raised.
+    """
+
+    def __init__(self, callee: Callee, error: Exception) -> None:
+        super().__init__(f"{callee.name}: {error}")
+        self.callee, self.error = callee, error
 
 
 class _DecoderReached(Exception):
     """Everything that there is to see was seen."""
 
 
-def dry_run(skeleton: Any, on_call: OnCall, arguments: Mapping[str, Any] | None = None) -> None:
-    """Run a skeleton's `__call__`, every call of a component led to `on_call`.
+@dataclass(frozen=True)
+class Answer:
+    """What a component's code gave: its output, tensors on `meta`, and what listeners noted."""
+
+    output: Any
+    kept: dict[str, Any]
+
+
+Answers = dict[str, Answer]
+"""Signature of a call → its answer. Runs of the same listeners may share one."""
+
+
+def dry_run(
+    skeleton: Any,
+    arguments: Mapping[str, Any],
+    listeners: Sequence[Listener] = (),
+    answers: Answers | None = None,
+) -> None:
+    """Run a skeleton's `__call__`, with everybody who listens told of it.
 
     Args:
-        skeleton: from `build_skeleton` or `copy_skeleton`.
-        on_call: its result goes on into the pipeline; tensors in it become zeros of their shapes
-            and dtypes.
-        arguments: of the pipeline's call, beside or instead of those of `make_arguments`.
+        skeleton: from `build_skeleton` or `copy_skeleton`. What is put on its components is run too.
+        arguments: of its call. A generator among them stays where it is.
+        listeners: the outermost first.
+        answers: of earlier runs; those of this run are added.
 
     Raises:
-        Exception: whatever the pipeline's code raises.
+        ComponentFailed: a component's code did not run.
+        Exception: whatever the pipeline's own code raises.
     """
+    run = _DryRun(listeners, {} if answers is None else answers)
     callees = find_callees(skeleton)
-    last = next((callee for callee in callees if callee.stage == "decode"), None)
-    with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
+    last = next((x for x in callees if x.stage == "decode" and x.method == "decode"), None)
+    given = _prepare(arguments, listeners)
+    with (
+        Patches() as patches,
+        quiet_libraries(),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+        contextlib.ExitStack() as stack,
+        contextlib.suppress(_DecoderReached),
+    ):
+        warnings.simplefilter("ignore")  # of a run without values they say nothing
+        if listeners and all(listener.ends_at_decoder for listener in listeners):
+            run.last = last
         for callee in callees:
-            _put_stop(callee, on_call, callee is last, patches)
-        try:
-            warnings.simplefilter("ignore")  # of a run without values they say nothing
-            skeleton(**{**make_arguments(skeleton), **(arguments or {})})
-        except _DecoderReached:
-            return
+            intercept(callee, run.make_layer(callee), patches, Rank.RECORD)
+        for listener in listeners:
+            stack.enter_context(listener.around(given))
+        skeleton(**given)
+
+
+def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dict[str, Any]:
+    """No more steps than are needed, and a generator of its own."""
+    prepared, name = dict(arguments), "num_inference_steps"
+    most = [listener.most_steps for listener in listeners]
+    if most and None not in most:
+        steps = max(x for x in most if x is not None)
+        prepared[name] = min(steps, arguments.get(name) or steps)
+    if isinstance(prepared.get("generator"), torch.Generator):
+        prepared["generator"] = torch.Generator().manual_seed(0)
+    return prepared
+
+
+class _DryRun:
+    """One run while it goes on."""
+
+    def __init__(self, listeners: Sequence[Listener], answers: Answers) -> None:
+        self.listeners, self.answers = listeners, answers
+        self.last: Callee | None = None
+
+    def make_layer(self, callee: Callee) -> Any:
+        """What stands around a component call."""
+
+        def layer(code: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = ComponentCall(callee, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                for listener in self.listeners:
+                    listener.begin(call)
+                    stack.callback(listener.end, call)
+                answer = self._find_answer(call, code)
+                call.kept, call.returned = answer.kept, answer.output
+                if callee is self.last:
+                    raise _DecoderReached
+                call.output = map_tensors(answer.output, _make_zeros)
+            return call.output
+
+        return layer
+
+    def _find_answer(self, call: ComponentCall, code: Call) -> Answer:
+        own = (x.sign(call) for x in self.listeners)
+        formats = _sign_formats(call.callee.owner)
+        given = sign_arguments(call.args, call.kwargs)
+        signature = "|".join((call.callee.name, formats, *own, given))
+        if signature not in self.answers:
+            output = self._run(call, code)
+            self.answers[signature] = Answer(map_tensors(output, _make_meta), call.kept)
+        return self.answers[signature]
+
+    def _run(self, call: ComponentCall, code: Call) -> Any:
+        """One call of a component's code on fake tensors."""
+        owner = call.callee.owner
+        mode = find_mode(owner)
+
+        def make_fake(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in call.fakes:
+                call.fakes[id(tensor)] = mode.from_tensor(tensor.detach())
+            return call.fakes[id(tensor)]
+
+        args, kwargs = map_tensors((call.args, call.kwargs), make_fake)
+        with Patches() as patches, mode, contextlib.ExitStack() as stack:
+            paths = ModulePaths(owner, patches, self._enter, self._leave)
+            for listener in self.listeners:
+                stack.enter_context(listener.inside(call, paths))
+            try:
+                return code(*args, **kwargs)
+            except Exception as error:
+                raise ComponentFailed(call.callee, error) from error
+            finally:
+                call.fakes.clear()
+
+    def _enter(self, path: str) -> None:
+        for listener in self.listeners:
+            listener.enter(path)
+
+    def _leave(self, path: str, output: Any) -> None:
+        for listener in self.listeners:
+            listener.leave(path)
+
+
+def _sign_formats(module: torch.nn.Module) -> str:
+    return str(hash(tuple(str(x.dtype) for x in module.parameters())))
+
+
+def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:
@@ -86,13 +295,3 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
 
 def _read_config(pipe: Any, name: str) -> Any:
     return getattr(getattr(pipe, name, None), "config", None) or {}
-
-
-def _put_stop(callee: Callee, on_call: OnCall, is_last: bool, patches: Patches) -> None:
-    def stop(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = on_call(callee, call, args, kwargs)
-        if is_last and callee.method == "decode":
-            raise _DecoderReached
-        return output
-
-    put_layer(callee.owner, callee.method, stop, patches, Rank.RECORD)

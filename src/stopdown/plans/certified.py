@@ -11,6 +11,7 @@ and components that the pipeline does not call.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -21,14 +22,23 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.utils import _pytree as pytree
 
+from stopdown.call_names import name_call
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError, take_first_line
-from stopdown.graph.capture import Capture, capture_call, find_mode, name_parameters
-from stopdown.pipelines.call_interception import Call, map_tensors
-from stopdown.pipelines.components import Callee
-from stopdown.pipelines.dry_run import dry_run
+from stopdown.graph.capture import Capture, capture_call, name_parameters
+from stopdown.module_paths import ModulePaths
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.components import find_callees
+from stopdown.pipelines.dry_run import (
+    ComponentCall,
+    ComponentFailed,
+    Listener,
+    dry_run,
+    make_arguments,
+)
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
 from stopdown.pipelines.skeletons import build_skeleton
@@ -42,22 +52,14 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.calibrated import describe_scaling, sample_tensors
-from stopdown.plans.call_recorder import Progress
+from stopdown.plans.call_recorder import MOST_FRAMES, Progress, RecordedCall
+from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling.search import scale_unmeasured
 
 _UNTRIED = Trial(note="A certificate has weights and no inputs: its calls were not tried.")
-
-
-@dataclass
-class _Seen:
-    """One call that a pipeline makes of a component."""
-
-    callee: Callee
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass
@@ -126,14 +128,14 @@ def certify_plan(
     source = _choose(source, request or Request())
     dtypes = dict.fromkeys(source.components, torch.float16)
     skeleton = build_skeleton(source, dtypes, keep_fp32=False)
-    seen, unseen = _dry_run(skeleton)
+    calls, unseen = list_calls_dry(skeleton)
     modules = {  # built anew: what was run dry may have kept tensors of its calls
         name: build_empty_component(source, name, torch.float16, keep_fp32=False)
         for name, (_, class_name) in source.components.items()
         if has_weights(class_name) and (source.path / name).is_dir()
     }
     components = tuple(
-        _plan_component(source, name, module, seen.get(name, []), unseen, progress)
+        _plan_component(source, name, module, calls.get(name, []), unseen, progress)
         for name, module in modules.items()
     )
     return seal_plan(
@@ -163,68 +165,62 @@ def _choose(source: Source, request: Request) -> Source:
     return dataclasses.replace(source, pipeline_class=chosen)
 
 
-def _dry_run(skeleton: Any) -> tuple[dict[str, list[_Seen]], str]:
-    """The first call of each kind that a pipeline makes, and what ended the run early, if anything."""
-    seen: dict[str, list[_Seen]] = {}
-    answers: dict[str, Any] = {}
+def list_calls_dry(skeleton: Any) -> tuple[dict[str, list[RecordedCall]], str]:
+    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
 
-    def answer(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = f"{callee.name}{_sign((args, kwargs))}"
-        if key not in answers:
-            name = callee.component_name
-            seen.setdefault(name, []).append(_Seen(callee, args, dict(kwargs)))
-            mode = find_mode(callee.owner)
-            given = pytree.tree_map_only(
-                torch.Tensor, functools.partial(_fake, mode, callee.owner), (args, kwargs)
-            )
-            with mode:
-                answers[key] = call(*given[0], **given[1])
-            _make_up_encode(callee, answers[key], seen[name])
-        return map_tensors(answers[key], _zero)
-
+    Args:
+        skeleton: in fp16; it is used up.
+    """
+    listener = CallListener()
+    for callee in find_callees(skeleton):
+        put_cast(callee, torch.float16, Patches())  # never undone: the skeleton is thrown away
     try:
-        dry_run(skeleton, answer)
-    except Exception as error:  # whatever a pipeline's own code raises: what was seen before counts
-        why = take_first_line(error)[:200]
-        return seen, f"The pipeline could not be run dry to its end: {why}"
-    return seen, ""
+        dry_run(skeleton, make_arguments(skeleton), [listener])
+    except Exception as error:  # whatever code raises without values: what was seen before counts
+        why = take_first_line(error.error if isinstance(error, ComponentFailed) else error)[:200]
+        return listener.calls, f"The pipeline could not be run dry to its end: {why}"
+    return listener.calls, ""
 
 
-def _sign(tree: Any) -> str:
-    leaves, spec = pytree.tree_flatten(tree)
-    shapes = [f"{x.dtype}{tuple(x.shape)}" for x in leaves if isinstance(x, torch.Tensor)]
-    return f"{spec}{shapes}"
+class CallListener(Listener):
+    """Keeps the first call of each kind, by component."""
 
+    def __init__(self) -> None:
+        self.calls: dict[str, list[RecordedCall]] = {}
 
-def _fake(mode: Any, owner: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake tensor of the dtype in which a fp16 pipeline gives it."""
-    dtype = torch.float16 if tensor.dtype == torch.float32 and tensor.dim() > 2 else tensor.dtype
-    with mode:
-        return torch.empty(tuple(tensor.shape), dtype=dtype)
+    def inside(
+        self, call: ComponentCall, paths: ModulePaths
+    ) -> contextlib.AbstractContextManager[object]:
+        """A call whose code runs is the first of its kind."""
+        name = call.callee.component_name
+        kept = RecordedCall(call.callee, call.args, dict(call.kwargs))
+        self.calls.setdefault(name, []).append(kept)
+        return contextlib.nullcontext()
 
-
-def _zero(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
-
-
-def _make_up_encode(callee: Callee, output: Any, seen: list[_Seen]) -> None:
-    """An encode of a few frames of what a decoder gives: the plan holds for both directions."""
-    if callee.method != "decode" or any(x.callee.method == "encode" for x in seen):
-        return
-    picture = next(x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
-    shape = list(picture.shape)
-    if len(shape) == 5:
-        shape[2] = min(shape[2], 9)
-    if len(shape) == 5 or "num_frames" not in seen[-1].kwargs:
-        encode = dataclasses.replace(callee, method="encode")
-        seen.append(_Seen(encode, (torch.zeros(shape, dtype=torch.float16),), {}))
+    def end(self, call: ComponentCall) -> None:
+        """Make up an encode of a few frames of what a decoder gives: a plan holds for both directions."""
+        made = self.calls.get(call.callee.component_name, [])
+        if call.callee.method != "decode" or any(x.callee.method == "encode" for x in made):
+            return
+        picture = next(iterate_tensors(call.returned), None)
+        if picture is None:
+            return
+        shape = list(picture.shape)
+        if len(shape) == 5:
+            shape[2] = min(shape[2], MOST_FRAMES)
+        if len(shape) == 5 or "num_frames" not in made[-1].kwargs:
+            encode = dataclasses.replace(
+                call.callee, name=name_call(call.callee.component_name, "encode"), method="encode"
+            )
+            picture = torch.zeros(shape, dtype=torch.float16)
+            made.append(RecordedCall(encode, (picture,), {}, made_up=True))
 
 
 def _plan_component(
     source: Source,
     name: str,
     module: torch.nn.Module,
-    seen: list[_Seen],
+    made: list[RecordedCall],
     unseen: str,
     progress: Progress | None,
 ) -> ComponentPlan:
@@ -232,11 +228,11 @@ def _plan_component(
     named = ((key, checkpoint.load(key)) for key in sorted(module.state_dict()))
     digest = sample_tensors(named)
     bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
-    if not seen:
+    if not made:
         return _fall_back(source, bare, unseen or "The pipeline does not call it.")
     checkpoint.tell = _count(name, module, progress)
     try:
-        calls = [_capture(module, x) for x in seen]
+        calls = [_capture(module, x) for x in made]
         scaling = scale_unmeasured(module, calls, checkpoint.load)
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
@@ -283,12 +279,10 @@ def _count(name: str, module: torch.nn.Module, progress: Progress | None) -> Cal
 
 
 def _capture(
-    module: torch.nn.Module, seen: _Seen
+    module: torch.nn.Module, made: RecordedCall
 ) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
-    method = seen.callee.method
-    call = module if method == "forward" else getattr(module, method)
-    capture = capture_call(call, seen.args, seen.kwargs, dtype=torch.float16)
-    return capture, seen.args, seen.kwargs
+    capture = capture_call(find_call(module, made), made.args, made.kwargs, dtype=torch.float16)
+    return capture, made.args, made.kwargs
 
 
 def _fall_back(source: Source, bare: ComponentPlan, why: str) -> ComponentPlan:

@@ -13,7 +13,6 @@ code (the module is named), and faults that do not come again: the replay says t
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from stopdown.call_names import name_module_path
 from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
+from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
@@ -122,35 +122,21 @@ def find_culprit(
 
     Cost: the call once, with one pass and one host read for each operation.
     """
-    tracer = _Tracer(module, arguments)
-    with Patches() as patches, tracer:
-        _track_modules(module, tracer, patches)
-        output = call()
+    with Patches() as patches:
+        tracer = _Tracer(module, arguments, patches)
+        with tracer:
+            output = call()
     return tracer.conclude(output), output
-
-
-def _track_modules(module: torch.nn.Module, tracer: _Tracer, patches: Patches) -> None:
-    def enter(path: str, *_: Any) -> None:
-        tracer.stack.append(path)
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        tracer.note_returned(tracer.stack.pop(), output)
-
-    for path, child in module.named_modules():
-        if not path:
-            continue
-        before = child.register_forward_pre_hook(functools.partial(enter, path))
-        after = child.register_forward_hook(leave, always_call=True)
-        patches.defer(before.remove)
-        patches.defer(after.remove)
 
 
 class _Tracer(TorchDispatchMode):
     """Looks at what every operation gives, and remembers who made what is not finite."""
 
-    def __init__(self, module: torch.nn.Module, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, module: torch.nn.Module, arguments: Mapping[str, Any], patches: Patches
+    ) -> None:
         super().__init__()
-        self.stack = [""]
+        self.paths = ModulePaths(module, patches, on_leave=self.note_returned)
         self.count = 0
         self.hidden: list[_Event] = []
         self._made: Any = WeakIdKeyDictionary()
@@ -234,10 +220,10 @@ class _Tracer(TorchDispatchMode):
             and (bool(causes) or _has_sentinel(args, kwargs, inputs))
         )
         real = [cause for cause in causes if not cause.is_mask]
-        event = _Event(self.count, self.stack[-1], name, bad.dtype, real, is_mask)
+        event = _Event(self.count, self.paths.current, name, bad.dtype, real, is_mask)
         if not real and not is_mask:
             event.operands = tuple(_describe_operands(inputs))
-            event.around = tuple(path for path in reversed(self.stack) if path)
+            event.around = tuple(path for path in reversed(self.paths.stack) if path)
             event.is_exchange = "c10d" in getattr(func, "namespace", "")
             if not event.is_exchange:  # which all ranks would have to join once more
                 event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
