@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.number_formats import find_format
 
-CACHED_VALUES = 1 << 16
-"""How many values are widened to float64 at a time on a CPU: 0.5 MiB."""
+CACHED_VALUES = 1 << 15
+"""How many values are widened to float64 at a time on a CPU: 256 KiB; PyTorch gives more to several
+threads, which wait for each other."""
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -88,11 +88,14 @@ def _bound_length(
     op: Operands, weight: torch.Tensor, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
-    longest = (measure_sigma(weight) + _bound_rounding(weight)) * norm
+    sigma, rounded = measure_sigma(weight), _bound_rounding(weight)
+    longest = (sigma + rounded) * norm
     found = op.known.affine_rows(op.given["input"])
     if found and count_work(weight) <= DECOMPOSED:
         wide = weight.double()
-        longest = longest.clamp(max=max(_bound_affine_length(wide, x) for x in found))
+        longest = longest.clamp(
+            max=max(_bound_affine_length(wide, x, sigma, rounded) for x in found)
+        )
     bias = _bias(op)
     moved = bias.square().sum() * (weight.shape[0] if bias.numel() == 1 else 1)
     return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * error
@@ -104,9 +107,10 @@ def _bound_rounding(weight: torch.Tensor) -> float:
     return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) * (1 + 1e-9) + slack
 
 
-def _bound_affine_length(weight: torch.Tensor, row: AffineRow) -> float:
+def _bound_affine_length(
+    weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
+) -> float:
     """The same behind a norm: of gain and shift together, not of the largest of either."""
-    sigma, rounded = measure_sigma(weight), _bound_rounding(weight)
     gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
     shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())

@@ -72,18 +72,20 @@ def measure_ranges(
     kwargs: Mapping[str, Any],
     blocks: Mapping[Node, Blocks],
     kept_clamps: frozenset[Node] = frozenset(),
+    known: Ranges | None = None,
 ) -> dict[str, tuple[Range, ...]]:
     """The range of every float value and parameter of a captured call, run in fp32.
 
     Args:
         kept_clamps: clamps at the end of fp16's range that are part of what the model computes.
+        known: of an earlier call; the weights are not measured again.
 
     Raises:
         ScalingError: a weight or a value is NaN or Inf in fp32 already.
 
     Cost: one forward in fp32, one pass and one host read for each value.
     """
-    return run_capture(capture, module, args, kwargs, blocks, kept_clamps)[0]
+    return run_capture(capture, module, args, kwargs, blocks, kept_clamps, known)[0]
 
 
 def run_capture(
@@ -93,6 +95,7 @@ def run_capture(
     kwargs: Mapping[str, Any],
     blocks: Mapping[Node, Blocks],
     kept_clamps: frozenset[Node] = frozenset(),
+    known: Ranges | None = None,
 ) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
     """As `measure_ranges`, and what the graph returns: in fp32 what is computed in 16 bits to be.
 
@@ -107,7 +110,7 @@ def run_capture(
             remedy="Capture each kind of call by itself.",
         )
     runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
-    runner.blocks, runner.kept_clamps = blocks, kept_clamps
+    runner.blocks, runner.kept_clamps, runner.known = blocks, kept_clamps, known or {}
     with torch.no_grad():
         outputs = runner.run()
     return runner.ranges, outputs
@@ -165,6 +168,7 @@ class _Runner(torch.fx.Interpreter):
 
     blocks: Mapping[Node, Blocks]
     kept_clamps: frozenset[Node]
+    known: Ranges
 
     def __init__(
         self, capture: Capture, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
@@ -179,7 +183,8 @@ class _Runner(torch.fx.Interpreter):
     def run_node(self, n: Node) -> Any:
         result = self._load(n) if n.op == "placeholder" else self._compute(n)
         if is_float(n) and isinstance(result, torch.Tensor):
-            self.ranges[n.name] = self._measure(n, result)
+            is_known = n.op == "placeholder" and n.name not in self.tensors and n.name in self.known
+            self.ranges[n.name] = self.known[n.name] if is_known else self._measure(n, result)
         return result
 
     def _load(self, node: Node) -> Any:

@@ -121,5 +121,5 @@ def measure_again(
     Cost: one forward in fp32.
     """
     clamps = find_kept_clamps(known.capture)
-    ranges = measure_ranges(known.capture, module, args, kwargs, known.blocks, clamps)
+    ranges = measure_ranges(known.capture, module, args, kwargs, known.blocks, clamps, known.ranges)
     return replace(known, ranges=merge_ranges(known.ranges, ranges))

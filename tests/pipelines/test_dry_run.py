@@ -1,0 +1,165 @@
+"""The one dry run: who listens hears the same alone and together, and each call's code runs once."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from stopdown.device_profiles import find_target
+from stopdown.dtype_rules.check import make_place
+from stopdown.dtype_rules.inspection import DtypeListener
+from stopdown.memory.run_memory import MemoryListener
+from stopdown.module_paths import ModulePaths
+from stopdown.patches import Patches
+from stopdown.pipelines.dry_run import (
+    Answers,
+    ComponentCall,
+    ComponentFailed,
+    Listener,
+    dry_run,
+    make_arguments,
+)
+from stopdown.pipelines.skeletons import copy_skeleton
+from stopdown.plans.certified import CallListener
+from stopdown.testing import make_pipeline
+
+SIZES = {"height": 64, "width": 64, "num_inference_steps": 3, "output_type": "np"}
+
+
+class Told(Listener):
+    """Keeps what it is told, as words."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self, call: ComponentCall) -> None:
+        self.told.append(f"begin {call.callee.component}")
+
+    @contextlib.contextmanager
+    def inside(self, call: ComponentCall, paths: ModulePaths) -> Any:
+        self.told.append("inside")
+        assert paths.stack == [""]
+        yield
+        assert paths.stack == [""]
+
+    def enter(self, path: str) -> None:
+        self.told.append(f"enter {path}")
+
+    def leave(self, path: str) -> None:
+        self.told.append(f"leave {path}")
+
+    def end(self, call: ComponentCall) -> None:
+        self.told.append(f"end {call.callee.component}")
+
+
+def listen(*listeners: Listener, answers: Answers | None = None, name: str = "sd") -> Any:
+    skeleton = copy_skeleton(make_pipeline(name))
+    dry_run(skeleton, {**make_arguments(skeleton), **SIZES}, listeners, answers)
+    return skeleton
+
+
+def make_check() -> DtypeListener:
+    return DtypeListener(make_place(find_target("v100")[1]))
+
+
+def list_kept(answers: Answers) -> list[Any]:
+    """What was noted of each call's memory, in the order of the run."""
+    return [answer.kept["memory"] for answer in answers.values()]
+
+
+def test_listeners_hear_together_what_each_hears_alone() -> None:
+    """One pass for memory, dtypes and a certificate gives what three give, each call's peak to a byte."""
+    alone = MemoryListener(), make_check(), CallListener()
+    together = MemoryListener(), make_check(), CallListener()
+    for_memory: Answers = {}
+    for_all: Answers = {}
+    listen(alone[0], answers=for_memory)
+    skeletons = [listen(one) for one in alone[1:]]
+    skeleton = listen(*together, answers=for_all)
+    assert list_kept(for_all) == list_kept(for_memory)
+    seen, seen_alone = together[1].conclude(skeleton), alone[1].conclude(skeletons[0])
+    assert seen.operations == seen_alone.operations
+    assert seen.observations == seen_alone.observations
+    assert list(seen.callees) == list(seen_alone.callees)
+    found, wanted = (
+        {name: [x.callee.method for x in calls] for name, calls in one.calls.items()}
+        for one in (together[2], alone[2])
+    )
+    assert found == wanted
+    assert found["vae"] == ["decode", "encode"]
+
+
+def test_code_of_a_call_runs_once_for_each_signature() -> None:
+    """Three steps are three calls of the denoiser, and its modules are entered in the first alone."""
+    told = Told()
+    listen(told)
+    assert told.told.count("begin unet") == told.told.count("end unet") == 3
+    assert told.told.count("enter conv_in") == told.told.count("leave conv_in") == 1
+
+
+def test_answers_are_kept_for_the_next_run() -> None:
+    """A second run with the answers of the first runs no component's code, and is as long."""
+    answers: Answers = {}
+    first, second = Told(), Told()
+    listen(first, answers=answers)
+    listen(second, answers=answers)
+    assert "inside" in first.told
+    assert "inside" not in second.told
+    assert first.told.count("begin unet") == second.told.count("begin unet")
+
+
+def test_formats_of_weights_tell_calls_apart() -> None:
+    """The same arguments for weights in another format are another call."""
+    answers: Answers = {}
+    listen(answers=answers)
+    before = len(answers)
+    skeleton = copy_skeleton(make_pipeline("sd"))
+    skeleton.vae.to(torch.bfloat16)
+    with contextlib.suppress(ComponentFailed):
+        dry_run(skeleton, {**make_arguments(skeleton), **SIZES}, answers=answers)
+    assert len(answers) >= before
+    found = MemoryListener()
+    with pytest.raises(ComponentFailed) as failed:
+        dry_run(skeleton, {**make_arguments(skeleton), **SIZES}, [found], answers)
+    assert failed.value.callee.component == "vae.decode"
+
+
+def test_a_run_ends_at_the_decoder_when_nobody_needs_more() -> None:
+    """The forecast of memory hears what follows the decoder; without it the run ends there."""
+    told = Told()
+    listen(told)
+    assert told.told[-1] == "end vae.decode"
+
+
+def test_an_error_ends_what_was_begun() -> None:
+    """A component that raises is named, listeners are told of its end, and every hook is off."""
+    told, memory = Told(), MemoryListener()
+    skeleton = copy_skeleton(make_pipeline("sd"))
+    broken = skeleton.unet.conv_in
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no such channel")
+
+    with Patches() as patches:
+        patches.defer(broken.register_forward_pre_hook(fail).remove)
+        with pytest.raises(ComponentFailed, match="unet: no such channel") as failed:
+            dry_run(skeleton, {**make_arguments(skeleton), **SIZES}, [memory, told])
+    assert isinstance(failed.value.error, ValueError)
+    assert told.told[-2:] == ["leave conv_in", "end unet"]
+    assert not broken._forward_hooks
+    assert not broken._forward_pre_hooks
+    listen(MemoryListener())  # the mode that counts is off again
+
+
+def test_steps_are_as_many_as_somebody_needs() -> None:
+    """The forecast alone needs three steps; one that hears all of them makes it hear them too."""
+    given = {"num_inference_steps": 5}
+    for others, steps in (((), 3), ((Told(),), 5)):
+        skeleton, memory = copy_skeleton(make_pipeline("sd")), MemoryListener()
+        dry_run(skeleton, {**make_arguments(skeleton), **SIZES, **given}, [memory, *others])
+        run = memory.conclude(skeleton)
+        assert run.steps == steps
+        assert sum(call.component == "unet" for call in run.calls) == steps
