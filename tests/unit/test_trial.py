@@ -240,3 +240,18 @@ def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: to
         assert found.bf16_rel_err is None
     rescaling.undo()
     assert compare_snapshot(before, module) == []
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d])
+def test_convolutions_in_fp16_are_summed_in_fp32(kind: type[nn.Module]) -> None:
+    """Of a cast call a convolution is fp32's, rounded once; operands of two dtypes are refused."""
+    rank = 3 if kind is nn.Conv3d else 2
+    layer, given = kind(8, 8, 3), torch.randn(1, 8, *[6] * rank).half()  # type: ignore[call-arg]
+    with torch.no_grad():
+        wanted = layer.half().float()(given.float()).half()
+        found = trial._run_cast(layer.half(), (layer, (given,), {}), torch.float16)
+        assert torch.equal(found, wanted)
+        assert found.dtype == torch.float16
+        layer.bias.data = layer.bias.data.float()  # type: ignore[union-attr, operator]
+        with pytest.raises(RuntimeError):
+            trial._run_cast(layer, (layer, (given,), {}), torch.float16)

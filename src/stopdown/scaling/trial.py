@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, TrialError, take_first_line
@@ -33,6 +34,12 @@ from stopdown.scaling.folds import cast_, fold_scaling
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
+
+_CONVOLUTIONS = frozenset(
+    getattr(torch, f"conv{transposed}{rank}d")
+    for transposed in ("", "_transpose")
+    for rank in (1, 2, 3)
+)
 
 LARGEST_ERROR = 0.05
 """Relative 2-norm error against fp32 that is not believed, unless bf16 makes more."""
@@ -191,11 +198,32 @@ def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
     """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
-    try:
-        return run_call(module, function, *given)[0]
-    except RuntimeError:
-        given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=0)
-        return run_call(module, function, *given)[0]
+    with _WideConvolutions():
+        try:
+            return run_call(module, function, *given)[0]
+        except RuntimeError:
+            given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=0)
+            return run_call(module, function, *given)[0]
+
+
+class _WideConvolutions(TorchFunctionMode):
+    """Convolutions of fp16 on a processor summed in fp32 and rounded once, as devices' kernels do.
+
+    A processor without instructions for fp16 takes ten times as long for its own. Operands of several
+    dtypes are left to the kernel, which refuses them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _CONVOLUTIONS:
+            return func(*args, **kwargs)
+        tensors = list(iterate_tensors((args, kwargs)))
+        if any(x.dtype != torch.float16 or x.device.type != "cpu" for x in tensors):
+            return func(*args, **kwargs)
+        wide = pytree.tree_map_only(torch.Tensor, torch.Tensor.float, (args, kwargs))
+        return func(*wide[0], **wide[1]).half()
 
 
 def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
