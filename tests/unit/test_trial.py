@@ -252,6 +252,6 @@ def test_convolutions_in_fp16_are_summed_in_fp32(kind: type[nn.Module]) -> None:
         found = trial._run_cast(layer.half(), (layer, (given,), {}), torch.float16)
         assert torch.equal(found, wanted)
         assert found.dtype == torch.float16
-        layer.bias.data = layer.bias.data.float()  # type: ignore[union-attr, operator]
+        layer.weight.data = layer.weight.data.float()  # type: ignore[union-attr, operator]
         with pytest.raises(RuntimeError):
             trial._run_cast(layer, (layer, (given,), {}), torch.float16)
