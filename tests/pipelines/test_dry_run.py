@@ -36,7 +36,7 @@ class Told(Listener):
         self.told: list[str] = []
 
     def begin(self, call: ComponentCall) -> None:
-        self.told.append(f"begin {call.callee.component}")
+        self.told.append(f"begin {call.callee.name}")
 
     @contextlib.contextmanager
     def inside(self, call: ComponentCall, paths: ModulePaths) -> Any:
@@ -52,7 +52,7 @@ class Told(Listener):
         self.told.append(f"leave {path}")
 
     def end(self, call: ComponentCall) -> None:
-        self.told.append(f"end {call.callee.component}")
+        self.told.append(f"end {call.callee.name}")
 
 
 def listen(*listeners: Listener, answers: Answers | None = None, name: str = "sd") -> Any:
@@ -124,7 +124,7 @@ def test_formats_of_weights_tell_calls_apart() -> None:
     found = MemoryListener()
     with pytest.raises(ComponentFailed) as failed:
         dry_run(skeleton, {**make_arguments(skeleton), **SIZES}, [found], answers)
-    assert failed.value.callee.component == "vae.decode"
+    assert failed.value.callee.name == "vae.decode"
 
 
 def test_a_run_ends_at_the_decoder_when_nobody_needs_more() -> None:

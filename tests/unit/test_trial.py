@@ -191,7 +191,7 @@ def test_a_plan_falls_back_and_says_why() -> None:
         call = RecordedCall(Callee("transformer", module, "forward", "denoise"), (x,), {})
         opened: Any = type("Opened", (), {"stored": {"transformer": {"fp32": 8}}, "device": None})
         return calibrated._plan_component(
-            opened, "transformer", module, [call], "fp16", "native", "measured"
+            opened, "transformer", module, [call], "native", "measured"
         )
 
     bad, good = plan(fail), plan(lambda x: x)
