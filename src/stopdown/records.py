@@ -573,7 +573,8 @@ class ComponentPlan(Displayed):
         weights: sha256 over names, shapes and samples of its values, equal in fp32 and as stored.
         precision: `fp16`, `bf16`, `fp32`, or `as loaded` for what is left alone.
         scaling: its exponents, what stays in fp32, and what they rest on; in force in fp16.
-        calls, prompts: how many calls and prompts were measured.
+        calls: how many calls were measured.
+        prompts: how many prompts they came from.
         accumulation: switches of torch during its calls; None leaves them as they are.
         reasons: whole sentences.
     """

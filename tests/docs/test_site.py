@@ -58,6 +58,14 @@ def test_every_public_name_has_its_place(site: Path) -> None:
     assert [name for name in stopdown.__all__ if f"stopdown.{name}" not in known] == []
 
 
+def test_every_attribute_has_its_own_line(site: Path) -> None:
+    """No docstring names two parameters or attributes before one colon: that reads as a name and a type."""
+    page = (site / "api.html").read_text(encoding="utf-8")
+    names = re.findall(r"<code>(\*{0,2}\w+,?)</code>", page)
+    assert len(names) > 200
+    assert [name for name in names if name.endswith(",")] == []
+
+
 def test_every_command_and_flag_has_its_place(site: Path) -> None:
     """The reference of the command line is made of the commands: each of them, each option."""
     import typer

@@ -255,7 +255,8 @@ class Comparison(Displayed):
         pipeline: class of the pipeline.
         request: options of the runs.
         command: what repeats this.
-        device, device_reason: where it ran, and why there.
+        device: where it ran.
+        device_reason: why there.
         machine: versions and hardware.
         thresholds: what counts as the same picture.
         reference: the precision that the others are measured against; a row may have another one.

@@ -72,13 +72,16 @@ class Request:
     """What a user asks of a pipeline; None leaves the pipeline's own default.
 
     Attributes:
-        prompt, negative: texts.
+        prompt: what the output shows.
+        negative: what it does not show.
         image: `[H, W, 3]` uint8.
         video: `[T, H, W, 3]` uint8.
         mask: `[H, W]` or `[H, W, 3]` uint8, white where something new is to be made.
         control_image: `[H, W, 3]` uint8, what a ControlNet follows.
         strength: how much of the picture to start from is made anew, above 0 and up to 1.
-        frames, height, width: size of the output, in frames and pixels.
+        frames: of the output.
+        height: of the output, in pixels.
+        width: of the output, in pixels.
         steps: denoising steps.
         guidance: guidance scale.
         seed: of the noise, drawn on the CPU so that it is the same on every device.
