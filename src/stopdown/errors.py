@@ -37,6 +37,7 @@ class StopdownError(Exception):
     """
 
     exit_code = 1
+    is_told_elsewhere = False  # another process of the same run says it
 
     def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
         parts = [make_printable(part) for part in (what, expected, remedy)]
@@ -88,17 +89,13 @@ class NonFiniteError(StopdownError):
 
 
 class RankError(StopdownError):
-    """Another rank of the same run is gone or failed.
-
-    Attributes:
-        is_first: this rank found it; the others say the same and need not be heard.
-    """
+    """Another rank of the same run is gone or failed; the rank that finds it says it for all."""
 
     def __init__(self, what: str, *, is_first: bool) -> None:
         super().__init__(
             what, remedy="Start the run again; with --journal it goes on where it was."
         )
-        self.is_first = is_first
+        self.is_told_elsewhere = not is_first
 
 
 class CaptureError(StopdownError):

@@ -422,6 +422,7 @@ class RunRecord(Displayed):
         item: hash of what determines an item of a batch; "" outside of one.
         plan: seal of the plan that an item of a batch was made by; "" without one.
         preview: a few small frames of an item of a batch, WebP in base64; "" outside of one.
+        parallel: how calls were spread over several processes; "" for one alone.
     """
 
     source: str
@@ -452,6 +453,7 @@ class RunRecord(Displayed):
     item: str = ""
     plan: str = ""
     preview: str = ""
+    parallel: str = ""
     kind: str = "run"
     schema: int = field(default=SCHEMA)
 

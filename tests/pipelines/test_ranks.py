@@ -118,7 +118,7 @@ def lose(rank: int, how: str) -> tuple[str, bool]:
                             os.kill(os.getpid(), signal.SIGKILL)
                         raise ValueError("the prompt is too long")
         except RankError as error:
-            return str(error), error.is_first
+            return str(error), not error.is_told_elsewhere
     return "", False
 
 

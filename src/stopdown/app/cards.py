@@ -65,9 +65,10 @@ def _make_reasons(record: RunRecord) -> list[RenderableType]:
 def _make_costs(record: RunRecord) -> Text:
     shown = [name for name in _STAGES if name in record.stages_s]
     times = ", ".join(f"{name} {record.stages_s[name]:.1f}" for name in shown)
+    spread = f"\nspread  {record.parallel}" if record.parallel else ""
     return Text(
         f"time    {record.elapsed_s:.1f} s ({times}; of these Stopdown's own {record.own_s:.3f})\n"
-        f"memory  {format_bytes(record.peak_bytes)} ({record.peak_source})"
+        f"memory  {format_bytes(record.peak_bytes)} ({record.peak_source}){spread}"
     )
 
 

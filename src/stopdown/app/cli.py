@@ -103,7 +103,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except StopdownError as error:
         code = error.exit_code
         parts = [error.what, error.expected, error.remedy]
-        _report_error(type(error).__name__, parts, wants_json)
+        if not error.is_told_elsewhere:
+            _report_error(type(error).__name__, parts, wants_json)
     except signals.Stopped as stopped:
         code = int(stopped.code or 0)
         _report_error(stopped.name, describe_interrupt(words, stopped.name), wants_json)

@@ -44,16 +44,18 @@ from stopdown.app.request_options import (
     read_allowed,
     read_request,
 )
+from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.errors import OptionError, OutputError
 from stopdown.outputs import find_record_path
 from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
 
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
+    from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import Source
     from stopdown.plans.loader import Loaded
-    from stopdown.runtime.journal import Journal
+    from stopdown.runtime.journal import Follower, Journal
     from stopdown.runtime.runs import Made
 
 
@@ -132,6 +134,13 @@ class GenerateOptions(RequestOptions):
         ),
     ] = None
     allow: AllowOption = ()
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="Under torchrun, how a step is spread over its processes: context (by tokens), "
+            "guidance (with and without the prompt), or auto."
+        ),
+    ] = "auto"
     json: Annotated[
         bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
     ] = False
@@ -142,8 +151,13 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.cards import print_card
     from stopdown.app.progress import Bars, open_console
 
-    with Bars(open_console(stderr=True)) as display:
-        record = generate(options, display)
+    with joined_ranks(options.device, options.memory, options.parallel) as (device, ranks):
+        options = dataclasses.replace(options, device=device)
+        if ranks is not None and ranks.number > 0:
+            generate(options, ranks=ranks)
+            return 0
+        with Bars(open_console(stderr=True)) as display:
+            record = generate(options, display, ranks)
     if options.json:
         sys.stdout.write(to_json(record))
     else:
@@ -151,8 +165,13 @@ def main(options: GenerateOptions) -> int:
     return int(bool(record.findings) and options.strict)
 
 
-def generate(options: GenerateOptions, display: Display | None = None) -> RunRecord:
+def generate(
+    options: GenerateOptions, display: Display | None = None, ranks: Ranks | None = None
+) -> RunRecord:
     """Make a video or picture from a prompt, and write it with its record beside it.
+
+    Args:
+        ranks: that make it together; the first of them plans and writes.
 
     Returns:
         What the run really did; findings in the frames are in it, and the file is written.
@@ -166,24 +185,30 @@ def generate(options: GenerateOptions, display: Display | None = None) -> RunRec
     check_quantiser(read_allowed(options.allow, options.memory))
     numbered = options.output is None
     options = dataclasses.replace(options, output=options.output or str(_find_default()))
-    _check_output_early(options)
+    lead(ranks, lambda: _check_output_early(options))
     from stopdown.environment import choose_device
     from stopdown.pipelines.sources import resolve_source, verify_source
 
     device = choose_device(options.device)
-    source = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
+    source = follow(
+        ranks,
+        lambda: resolve_source(
+            options.source,
+            revision=options.revision,
+            config=options.config,
+            progress=lambda what, done, total: display.progress("download", what, done, total),
+        ),
     )
     verify_source(source)
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.runtime.runs import write_record
 
-    with quiet_libraries(), _open_journal(options, source, display) as journal:
-        record = _generate(options, request, device, source, display, started, journal, numbered)
-        write_record(record, record.output or DEFAULT_OUTPUT)
+    with quiet_libraries(), _open_journal(options, source, display, ranks) as journal:
+        record = _generate(
+            options, request, device, source, display, started, journal, numbered, ranks
+        )
+        if record.output is not None:
+            write_record(record, record.output)
         if journal is not None:
             journal.clear()
     return record
@@ -196,8 +221,9 @@ def _generate(
     source: Source,
     display: Display,
     started: float,
-    journal: Journal | None,
+    journal: Journal | Follower | None,
     numbered: bool,
+    ranks: Ranks | None = None,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.environment import probe_formats
@@ -211,24 +237,31 @@ def _generate(
         request,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
-    loader = choose_loader(
-        chosen.source,
-        options.precision,
-        gather_facts(chosen.source, chosen.configs),
-        probe_formats(device),
-        device,
-        request=request,
-        progress=display.progress,
+    loader = follow(
+        ranks,
+        lambda: choose_loader(
+            chosen.source,
+            options.precision,
+            gather_facts(chosen.source, chosen.configs),
+            probe_formats(device),
+            device,
+            request=request,
+            progress=display.progress,
+        ),
     )
     stages = {"prepare": time.perf_counter() - started}
     with _measured(device) as memory:
         loaded = _load(loader, options, display, stages)
         fitted = fit_run(loaded, request, device, options, display, stages, chosen.configs)
         offloader, request = fitted.offloader, fitted.request
-        with offloader or contextlib.nullcontext():
+        with offloader or contextlib.nullcontext(), _spread(loaded, options, display, ranks) as how:
             made = _run(loaded, request, options, display, journal)
     stages |= made.stages_s
-    output, findings = _write(options, made.frames, stages, numbered)
+    is_writer = ranks is None or ranks.number == 0
+    output: str | None = None
+    findings: tuple[Finding, ...] = ()
+    if is_writer:
+        output, findings = _write(options, made.frames, stages, numbered)
     record = describe_run(
         chosen.source,
         loaded,
@@ -247,29 +280,48 @@ def _generate(
         steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
         updated_plan=_keep_updated(
-            fitted.add_out_of_memory(made.updated),
+            fitted.add_out_of_memory(made.updated) if is_writer else None,
             _REPAIR if made.updated else _OUT_OF_MEMORY,
             options,
             display,
         ),
+        parallel=how,
     )
 
 
 @contextlib.contextmanager
+def _spread(
+    loaded: Loaded, options: GenerateOptions, display: Display, ranks: Ranks | None
+) -> Iterator[str]:
+    """Each step spread over the ranks, in words; nothing for a process alone."""
+    if ranks is None:
+        yield ""
+        return
+    from stopdown.parallel.launch import put_parallel
+    from stopdown.patches import Patches
+
+    with Patches() as patches:
+        way = put_parallel(loaded.pipe, options.parallel, patches, display.announce)
+        yield f"{way} parallel over {ranks.count} processes"
+
+
+@contextlib.contextmanager
 def _open_journal(
-    options: GenerateOptions, source: Source, display: Display
-) -> Iterator[Journal | None]:
+    options: GenerateOptions, source: Source, display: Display, ranks: Ranks | None
+) -> Iterator[Journal | Follower | None]:
     """The journal that was asked for, refused before anything is loaded when it is another run's."""
     if options.journal is None:
         yield None
         return
     from stopdown.pipelines.sources import fingerprint
-    from stopdown.runtime.journal import Journal
+    from stopdown.runtime.journal import Follower, Journal
 
     run = {name: getattr(options, name) for name in _TOLD_APART_BY}
     run["checkpoint"] = fingerprint(source)
     limit = int(options.journal_limit * 2**30)
-    with Journal(options.journal, run, limit_bytes=limit, announce=display.announce) as journal:
+    folder, announce = options.journal, display.announce
+    opened = lead(ranks, lambda: Journal(folder, run, limit_bytes=limit, announce=announce))
+    with opened if ranks is None or opened is not None else Follower(ranks) as journal:
         yield journal
 
 
@@ -356,7 +408,7 @@ def _run(
     request: Request,
     options: GenerateOptions,
     display: Display,
-    journal: Journal | None,
+    journal: Journal | Follower | None,
 ) -> Made:
     """Call the pipeline under the guard."""
     from stopdown.runtime.runs import make_frames

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,6 @@ from stopdown.parallel.ranks import Ranks
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.context_parallel import find_plan, put_context_parallel
-
-Way = Literal["auto", "context", "guidance"]
-"""How a call is spread: by its tokens, by its rows, or by tokens where the model has a plan for that."""
 
 
 def name_device(asked: str, settings: RankSettings) -> str:
@@ -69,19 +66,16 @@ def joined(device: Device, limit_s: float) -> Iterator[Ranks]:
 
 
 def put_parallel(
-    pipe: Any, way: Way, patches: Patches, announce: Callable[[str], None]
+    pipe: Any, way: str, patches: Patches, announce: Callable[[str], None]
 ) -> Literal["context", "guidance"]:
     """Spread each denoiser call of a pipeline over all ranks; how it was done comes back.
 
+    Args:
+        way: `context`, `guidance`, or `auto`: context where the model has a plan for it.
+
     Raises:
-        OptionError: the way is unknown, or the model cannot be spread so.
+        OptionError: the model cannot be spread so.
     """
-    if way not in get_args(Way):
-        raise OptionError(
-            f"--parallel {way} is unknown.",
-            expected=f"Known are {', '.join(get_args(Way))}.",
-            remedy="Use --parallel auto.",
-        )
     denoisers = [callee.owner for callee in find_callees(pipe) if callee.stage == "denoise"]
     if way == "guidance" or (way == "auto" and not all(map(_has_plan, denoisers))):
         put_guidance_parallel(pipe, patches, announce=announce)

@@ -91,8 +91,18 @@ class Ranks:
                 told = (type(error), error.what, error.expected, error.remedy)
         if (told := self.share(told)) is not None:
             kind, what, expected, remedy = told
-            raise kind(what, expected=expected, remedy=remedy)
+            raise self.told_by_first(kind(what, expected=expected, remedy=remedy))
         return result
+
+    def follow(self, action: Callable[[], Any]) -> Any:
+        """What doing something gives, which rank 0 does first and the others then find done."""
+        result = self.lead(action)
+        return result if self.number == 0 else action()
+
+    def told_by_first(self, error: StopdownError) -> StopdownError:
+        """An error that every rank raises, and that only rank 0 says."""
+        error.is_told_elsewhere = self.number > 0
+        return error
 
     def refuse_differences(self, what: str, described: Mapping[str, Any], remedy: str) -> None:
         """Refuse, on every rank alike, ranks that were not started alike.
@@ -113,10 +123,13 @@ class Ranks:
             if first.get(name) != other.get(name)
         ]
         if differences:
-            raise InputError(
-                f"The ranks differ in their {what}: {'; '.join(differences)}.",
-                expected="Ranks that make one output together run the same model on the same values.",
-                remedy=remedy,
+            raise self.told_by_first(
+                InputError(
+                    f"The ranks differ in their {what}: {'; '.join(differences)}.",
+                    expected="Ranks that make one output together run the same model on the same "
+                    "values.",
+                    remedy=remedy,
+                )
             )
 
     def watch(self, patches: Patches) -> None:
@@ -149,10 +162,10 @@ class Ranks:
         """
         try:
             yield
-        except StopdownError:  # raised on every rank alike
+        except RankError:
             raise
         except Exception as error:
-            if not is_lost(error):
+            if isinstance(error, StopdownError) or not is_lost(error):
                 with contextlib.suppress(Exception):
                     self._store.set(f"failed/{self.number}", _describe(error))
                 raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -34,6 +35,9 @@ _NOISE = re.compile(
 _EMPTY = re.compile(r"should be kept in float32: \[\]")
 """Diffusers says so of every module that is cast, and here it names none."""
 
+_OLD_GATHERING = r".*all_gather_tensor` is deprecated"
+"""PyTorch 2.13 says so of what Diffusers 0.42 gathers with, once for each rank."""
+
 _TRUNCATION = re.compile(
     r"part of your input was truncated|sequence length is longer than the specified maximum"
 )
@@ -56,7 +60,8 @@ def quiet_libraries() -> Iterator[None]:
 
     Blocks may be nested.
     """
-    with Patches() as patches:
+    with Patches() as patches, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _OLD_GATHERING, FutureWarning)
         _hide_bars(patches)
         _drop(_NOISE, patches)
         yield

@@ -111,9 +111,10 @@ def refuse_other_noise(ranks: Ranks, args: tuple[Any, ...], kwargs: dict[str, An
         if other.shape != first.shape or float((other - first).abs().max()) > reach
     ]
     if differing:
-        raise InputError(
+        error = InputError(
             f"Rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))} of {ranks.count} began "
             "from other noise than rank 0.",
             expected="Ranks that make one output together begin from the same values.",
             remedy="Give each rank a generator of the same seed: torch.Generator().manual_seed(0).",
         )
+        raise ranks.told_by_first(error)

@@ -390,6 +390,15 @@ class Follower(_Layers):
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def clear(self) -> None:
+        """Nothing: the first rank does it."""
+
     def put_on(self, pipe: Any, patches: Patches) -> None:
         """Intercept the component calls of a pipeline as the journal does."""
         self._put_layers(pipe, patches, lambda: 0)

@@ -27,7 +27,7 @@ from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
 from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
-from stopdown.runtime.journal import Journal
+from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.repair_order import OnFault
 
 
@@ -56,7 +56,7 @@ def make_frames(
     on_fault: OnFault = "repair",
     observer: Observer | None = None,
     announce: Announce | None = None,
-    journal: Journal | None = None,
+    journal: Journal | Follower | None = None,
     maxima: bool = False,
 ) -> Made:
     """Call a pipeline under the guard, which is gone when this returns.
