@@ -92,6 +92,41 @@ def switch_off_trial() -> None:
     trial._measure_error = lambda output, reference: 0.0
 
 
+def switch_off_rank_check() -> None:
+    """Each rank decides by its own output."""
+    from stopdown.runtime import guard
+
+    guard.agree_on_check = lambda ranks, check: check
+
+
+def switch_off_rank_culprit() -> None:
+    """Each rank believes what it found itself."""
+    from stopdown.runtime import fault_handler
+
+    fault_handler.agree_on_culprit = lambda ranks, culprit: culprit
+
+
+def switch_off_noise_check() -> None:
+    """Ranks may begin from other noise."""
+    from stopdown.runtime import guard
+
+    guard.refuse_other_noise = lambda ranks, args, kwargs: None
+
+
+def switch_off_run_check() -> None:
+    """Ranks may have other weights and precisions."""
+    from stopdown.runtime import guard
+
+    guard.refuse_other_runs = lambda ranks, pipe, plan: None
+
+
+def switch_off_roll() -> None:
+    """Nobody asks who is gone."""
+    from stopdown.parallel import ranks
+
+    ranks.is_lost = lambda error: False
+
+
 DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "call check": (
         switch_off_check,
@@ -130,6 +165,32 @@ DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[nan]",
             "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[shape]",
             "unit/test_trial.py::test_what_does_not_run_in_fp16_is_not_solved[values]",
+        ),
+    ),
+    "rank check": (
+        switch_off_rank_check,
+        (
+            "pipelines/test_guard_ranks.py::"
+            "test_a_fault_of_one_rank_is_repaired_on_all[cogvideox-context-2-1]",
+        ),
+    ),
+    "rank culprit": (
+        switch_off_rank_culprit,
+        ("pipelines/test_guard_ranks.py::test_the_culprit_is_that_of_the_rank_that_has_it[2]",),
+    ),
+    "noise check": (
+        switch_off_noise_check,
+        ("pipelines/test_guard_ranks.py::test_ranks_that_were_not_started_alike_are_refused",),
+    ),
+    "run check": (
+        switch_off_run_check,
+        ("pipelines/test_guard_ranks.py::test_ranks_that_were_not_started_alike_are_refused",),
+    ),
+    "roll": (
+        switch_off_roll,
+        (
+            "pipelines/test_ranks.py::test_a_rank_that_is_gone_is_named[killed]",
+            "pipelines/test_guard_ranks.py::test_a_rank_dies_and_the_journal_goes_on[1]",
         ),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,61 @@ def test_a_transformer_without_a_plan_is_refused() -> None:
         find_plan(make_pipeline("svd").unet)
     assert "CogView3PlusTransformer2DModel" in str(told.value)
     assert "--parallel guidance" in str(told.value)
+
+
+def plan_and_spread(rank: int, source: str, plan_path: str) -> dict[str, float]:
+    """How far fp16 by a plan lies from fp32 with one rank and with all, and whether fp16 needs the plan."""
+    import stopdown
+
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 16}
+    given: dict[str, Any] = {
+        "prompt": "a red circle",
+        "num_inference_steps": 3,
+        "output_type": "pt",
+    }
+
+    def call(pipe: Any) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        with torch.no_grad():
+            return pipe(**given, **size, generator=torch.Generator().manual_seed(0))[0].float()
+
+    wide = stopdown.load(source, precision="fp32", device="cpu")
+    reference = call(wide)
+    with Patches() as patches:
+        put_context_parallel(wide.transformer, patches)
+        spread_wide = call(wide)
+    raw = call(stopdown.load(source, precision="fp16", device="cpu"))
+    pipe = stopdown.load(source, precision=plan_path, device="cpu")
+    alone = call(pipe)
+    with Patches() as patches:
+        put_context_parallel(pipe.transformer, patches)
+        with stopdown.guard(pipe, announce=lambda text: None) as guarding:
+            spread = call(pipe)
+    return {
+        "fp32": float((spread_wide - reference).abs().max()),
+        "alone": float((alone - reference).square().mean().sqrt()),
+        "spread": float((spread - reference).square().mean().sqrt()),
+        "raw is finite": bool(raw.isfinite().all()),
+        "repairs": len(guarding.repairs),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_shapes_in_fp16_by_a_plan_is_as_near_to_fp32_as_on_one_rank(
+    count: int, tmp_path: Path
+) -> None:
+    """The bundled model: fp32 within rounding, fp16 by its plan without a fault and no farther away."""
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import resolve_source
+    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.plan_files import write_plan
+
+    request = Request(prompt="a red circle", steps=3, frames=9, height=64, width=64)
+    plan = make_plan(resolve_source("shapes"), request=request)
+    path = write_plan(plan, tmp_path / "plan.json")
+    for found in gather_results(run_ranks(plan_and_spread, count, "shapes", str(path))):
+        assert found["fp32"] < 1e-4
+        assert not found["raw is finite"]
+        assert found["repairs"] == 0
+        assert 0 < found["spread"] <= 1.5 * found["alone"], found
