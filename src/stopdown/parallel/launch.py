@@ -59,10 +59,8 @@ def joined(device: Device, limit_s: float) -> Iterator[Ranks]:
         torch.cuda.set_device(device.torch_name)
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=limit_s))
-    try:
-        yield Ranks()
-    finally:
-        dist.destroy_process_group()
+    yield Ranks()
+    dist.destroy_process_group()  # not after an error: ranks that are gone would be waited for
 
 
 def put_parallel(

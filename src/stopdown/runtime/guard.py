@@ -167,7 +167,9 @@ class Guard:
         self.pipe, self.options = pipe, options or GuardOptions()
         self.adapter = find_adapter(pipe)
         self.host_reads, self.own_s = 0, 0.0
-        self._announce = self.options.announce or _warn
+        self._ranks = find_ranks(pipe)
+        is_silent = self._ranks is not None and self._ranks.number > 0  # the first one says it
+        self._announce = self.options.announce or (_say_nothing if is_silent else _warn)
         log = self.options.log
         self._log = RepairLog(self._announce) if log is None else log
         self._patches = Patches()
@@ -182,7 +184,6 @@ class Guard:
         self._findings: list[Finding] = []
         self._running: set[int] = set()  # threads inside of the pipeline's call
         self._given: dict[str, Any] = {}  # what that was called with
-        self._ranks = find_ranks(pipe)
         self._has_noise = False  # of this run, on every rank alike
         scheduled = pipe if self.adapter.is_pipeline else None
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self._renew)
@@ -742,6 +743,10 @@ def guard(
         frames=frames,
     )
     return Guard(pipe, options).put_on()
+
+
+def _say_nothing(text: str) -> None:
+    pass
 
 
 def _warn(text: str) -> None:
