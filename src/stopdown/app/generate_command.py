@@ -204,14 +204,35 @@ def generate(
     from stopdown.runtime.runs import write_record
 
     with quiet_libraries(), _open_journal(options, source, display, ranks) as journal:
-        record = _generate(
-            options, request, device, source, display, started, journal, numbered, ranks
-        )
+        run = _Run(started, numbered, journal, ranks)
+        record = _generate(options, request, device, source, display, run)
         if record.output is not None:
             write_record(record, record.output)
         if journal is not None:
             journal.clear()
     return record
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What a run knows of itself before anything is loaded.
+
+    Attributes:
+        started: by the clock of `time.perf_counter`.
+        numbered: nobody named the output, so it gets a free number.
+        journal: what keeps its calls.
+        ranks: that make it together; None for a process alone.
+    """
+
+    started: float
+    numbered: bool
+    journal: Journal | Follower | None
+    ranks: Ranks | None
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process writes the output."""
+        return self.ranks is None or self.ranks.number == 0
 
 
 def _generate(
@@ -220,10 +241,7 @@ def _generate(
     device: Device,
     source: Source,
     display: Display,
-    started: float,
-    journal: Journal | Follower | None,
-    numbered: bool,
-    ranks: Ranks | None = None,
+    run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.environment import probe_formats
@@ -238,7 +256,7 @@ def _generate(
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
     loader = follow(
-        ranks,
+        run.ranks,
         lambda: choose_loader(
             chosen.source,
             options.precision,
@@ -249,19 +267,21 @@ def _generate(
             progress=display.progress,
         ),
     )
-    stages = {"prepare": time.perf_counter() - started}
+    stages = {"prepare": time.perf_counter() - run.started}
     with _measured(device) as memory:
         loaded = _load(loader, options, display, stages)
         fitted = fit_run(loaded, request, device, options, display, stages, chosen.configs)
         offloader, request = fitted.offloader, fitted.request
-        with offloader or contextlib.nullcontext(), _spread(loaded, options, display, ranks) as how:
-            made = _run(loaded, request, options, display, journal)
+        with (
+            offloader or contextlib.nullcontext(),
+            _spread(loaded, options, display, run.ranks) as parallel,
+        ):
+            made = _run(loaded, request, options, display, run.journal)
     stages |= made.stages_s
-    is_writer = ranks is None or ranks.number == 0
     output: str | None = None
     findings: tuple[Finding, ...] = ()
-    if is_writer:
-        output, findings = _write(options, made.frames, stages, numbered)
+    if run.writes:
+        output, findings = _write(options, made.frames, stages, run.numbered)
     record = describe_run(
         chosen.source,
         loaded,
@@ -272,7 +292,7 @@ def _generate(
         stages_s=stages,
         findings=findings,
         output=output,
-        elapsed_s=time.perf_counter() - started,
+        elapsed_s=time.perf_counter() - run.started,
     )
     return dataclasses.replace(
         record,
@@ -280,12 +300,12 @@ def _generate(
         steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
         updated_plan=_keep_updated(
-            fitted.add_out_of_memory(made.updated) if is_writer else None,
+            fitted.add_out_of_memory(made.updated) if run.writes else None,
             _REPAIR if made.updated else _OUT_OF_MEMORY,
             options,
             display,
         ),
-        parallel=how,
+        parallel=parallel,
     )
 
 
