@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
 import stopdown
+from comparisons import make_comparison
 from stopdown import records
 from stopdown.comparison import records as comparison_records
 from stopdown.record_display import Displayed
@@ -82,3 +84,18 @@ def test_a_run_is_named_first() -> None:
     fields = {entry.name: entry for entry in dataclasses.fields(RunRecord)}
     assert fields["kind"].default == "run"
     assert stopdown.RunRecord._repr_html_ is Displayed._repr_html_
+
+
+def test_a_comparison_saves_its_page(tmp_path: Path) -> None:
+    """One file, whole in itself; one in a folder that is not there is refused in a sentence."""
+    page = make_comparison().save(tmp_path / "report.html")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    with pytest.raises(stopdown.OutputError, match=r"to save\(\)"):
+        make_comparison().save(tmp_path / "missing" / "report.html")
+
+
+def test_a_comparison_fits_a_notebook() -> None:
+    """Its pictures, which are long texts, are cut in both."""
+    made = make_comparison()
+    assert len(repr(made).splitlines()) <= 22
+    assert len(made._repr_html_()) < 200_000
