@@ -18,7 +18,7 @@ from rescaling_models import EXAMPLES
 from stopdown.bounds import intervals, product_rules, singular_values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
-from stopdown.bounds.intervals import Interval, evaluate
+from stopdown.bounds.intervals import Interval, evaluate, make_interval
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import (
     Bound,
@@ -549,6 +549,14 @@ def apply_linear(weight: torch.Tensor, value: Interval) -> Interval:
     made = evaluate(node, {x: value}.get, lambda n: weight if n is w else None)
     assert isinstance(made, Interval)
     return made
+
+
+def test_a_value_beyond_fp32_is_not_computed() -> None:
+    """What fp32 has no number for is bounded like any other value, not known as Inf."""
+    value = make_interval(torch.full((3, 1, 8), 1e20), batched=True)
+    assert bool(apply_linear(torch.ones(4, 8), value).center.isfinite().all())
+    with pytest.raises(AssertionError):
+        apply_linear(torch.full((4, 8), 1e30), value)
 
 
 def aim_error(linears: list[torch.Tensor]) -> tuple[Interval, torch.Tensor]:

@@ -8,6 +8,7 @@ What has no rule here is bounded like everything else.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -346,6 +347,8 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     wide = torch.promote_types(weight.dtype, torch.float32)
     center = torch.nn.functional.linear(flat.to(wide), weight.to(wide)).double()
+    if not math.isfinite(float(center.sum())):
+        return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias)).reshape(*few.shape[:-1], -1)
     made = _bound_errors(node, value, weight, bias)
     center = center.expand(*value.center.shape[:-1], -1)

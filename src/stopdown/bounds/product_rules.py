@@ -104,7 +104,7 @@ def _bound_length(
 def _bound_rounding(weight: torch.Tensor) -> float:
     """How much rounding a weight to fp16 adds to any of its singular values."""
     slack = WEIGHT_FLOOR * float(weight.abs().max()) * math.sqrt(weight.numel())
-    return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) * (1 + 1e-9) + slack
+    return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) + slack
 
 
 def _bound_affine_length(

@@ -23,7 +23,7 @@ GRAM_ROWS = 512
 MOST_COLUMNS = 1024
 """Larger matrices are taken apart: three parts of 3072 columns take a third of the time, for 0.6 bits."""
 
-GRAM_COLUMNS = 512
+GRAM_COLUMNS = 256
 """A Gram matrix is symmetric: it is made in blocks of so many rows, each from the diagonal on."""
 
 MARGIN = 1 + 1e-9
@@ -56,8 +56,8 @@ def measure_sigma(weight: torch.Tensor) -> float:
 
 
 def sum_squares(weight: torch.Tensor) -> float:
-    """The squared Frobenius norm, in float64 and in parts."""
-    return sum(float(part.double().square().sum()) for part in weight.split(GRAM_ROWS))
+    """The squared Frobenius norm, no smaller than it is."""
+    return float(torch.linalg.vector_norm(weight, dtype=torch.float64)) ** 2 * (1 + 1e-7)
 
 
 def _bound_gram(weight: torch.Tensor) -> float:
