@@ -181,14 +181,13 @@ def find_scaling(
     ))  # fmt: skip
 
     @cache
-    def find_wide(bits: float) -> Scaling:
-        wider = state(multiplies=True)
-        return _describe(wider, solve_problem(wider, hard_top_bits=bits, fp32_modules=True))
+    def solve(bits: float) -> Solution | None:
+        return solve_problem(state(multiplies=True), hard_top_bits=bits, fp32_modules=True)
 
     def find(relaxation: Relaxation) -> Scaling:
         if not relaxation.fp32_flops:
             return _find_cheaply(module, state, relaxation.headroom_bits)
-        scaling = find_wide(relaxation.headroom_bits)
+        scaling = _describe(state(multiplies=True), solve(relaxation.headroom_bits))
         if scaling.fp32_flops > relaxation.fp32_flops:
             raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
         return scaling
@@ -256,9 +255,8 @@ def scale_by_bounds(
     bounded, plain = bound_kinds(module, kinds), [kind.measured for kind in kinds]
     best = find_visible(find, module, plain)
     judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
-    found = take_first(
-        [Strategy(lambda: best, lambda found: False), *_list_bounds(module, bounded, find, judge)]
-    )
+    measured = Strategy(lambda: best, lambda found: False)
+    found = take_first(itertools.chain([measured], _list_bounds(module, bounded, find, judge)))
     if found is best:
         return replace(best, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
     return bounded.describe(found)
