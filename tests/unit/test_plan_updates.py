@@ -113,6 +113,7 @@ def test_a_repaired_entry_is_certified_no_more_and_keeps_its_limits() -> None:
         assert getattr(updated, name) == getattr(entry, name), name
     assert "Its bounds did not hold in a run: it is not certified any more." in updated.reasons
     assert not any("100 %" in reason for reason in updated.reasons)
+    assert updated.reasons.count("A run repaired it.") == 1
 
 
 def test_a_cast_entry_keeps_its_switches() -> None:

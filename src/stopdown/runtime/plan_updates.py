@@ -50,7 +50,8 @@ def update_entry(
         else:
             fp32_modules = tuple(dict.fromkeys((*found.scaling.fp32_modules, one.path)))
             scaling = dataclasses.replace(found.scaling, fp32_modules=fp32_modules)
-            found = dataclasses.replace(found, scaling=scaling, reasons=(*found.reasons, *notes))
+            said = tuple(dict.fromkeys((*found.reasons, *notes)))
+            found = dataclasses.replace(found, scaling=scaling, reasons=said)
     return found
 
 
