@@ -375,7 +375,7 @@ def test_a_pipeline_in_memory_is_described_by_its_class() -> None:
     """No fingerprint of files, the formats of its weights counted in bytes."""
     module = nn.Linear(4, 4).bfloat16()
     pipe = SimpleNamespace(components={"transformer": module}, device=torch.device("cpu"))
-    opened = calibrated._open(pipe, None, calibrated.Request(), None, None)
+    opened = calibrated._open(pipe, None, calibrated.Request(), None)
     assert (opened.name, opened.fingerprint) == ("SimpleNamespace", "")
     assert opened.stored == {"transformer": {"bf16": 40}}
 
@@ -385,9 +385,7 @@ def _plan_linear(module: nn.Module) -> ComponentPlan:
     callee = Callee("transformer", module, "forward", "denoise")
     call = RecordedCall(callee, (torch.ones(1, 2),), {})
     opened: Any = SimpleNamespace(stored={"transformer": {"fp32": 8}}, device=None)
-    return calibrated._plan_component(
-        opened, "transformer", module, [call], "fp16", "native", "measured"
-    )
+    return calibrated._plan_component(opened, "transformer", module, [call], "native", "measured")
 
 
 def test_a_quantised_component_is_left_alone_and_named() -> None:
@@ -446,7 +444,7 @@ def test_a_made_up_encode_that_fails_is_left_out() -> None:
     ]
     assert exponents.leave_out_failing(module, calls) == calls[1:]
     opened: Any = SimpleNamespace(stored={"vae": {"fp32": 8}}, device=None)
-    entry = calibrated._plan_component(opened, "vae", module, calls, "fp16", "native", "measured")
+    entry = calibrated._plan_component(opened, "vae", module, calls, "native", "measured")
     assert entry.precision == "fp16"
     assert any("Encoding was not measured: " in x and "without tiling" in x for x in entry.reasons)
 

@@ -31,7 +31,7 @@ from stopdown.app.flags import (
     WidthOption,
 )
 from stopdown.app.registration import describe_command
-from stopdown.app.request_options import RequestOptions, read_request
+from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import (
@@ -153,11 +153,10 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     numbered, bad = _read_prompts(options)
     from stopdown.comparison.matrix import compare as run_matrix
     from stopdown.comparison.subjects import parse_precisions
-    from stopdown.pipelines.sources import resolve_source
     from stopdown.report.pages import render_comparison
 
     parse_precisions(options.precisions)  # refused before a model is downloaded
-    source = resolve_source(options.source, revision=options.revision, config=options.config)
+    source = find_source(options, display)
     with _held(folder):
         try:
             made = run_matrix(

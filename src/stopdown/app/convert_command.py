@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
-from stopdown.app.request_options import RequestOptions, read_request
+from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
 
@@ -82,14 +82,8 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     """
     request = read_request(options)
     from stopdown.checkpoints import convert as convert_module
-    from stopdown.pipelines.sources import resolve_source
 
-    source = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
+    source = find_source(options, display)
     allowed: dict[Literal["eps", "overwrite"], bool] = {
         "eps": options.allow_eps,
         "overwrite": options.force,

@@ -41,6 +41,7 @@ from stopdown.app.request_options import (
     RequestOptions,
     check_number,
     check_quantiser,
+    find_source,
     read_allowed,
     read_request,
 )
@@ -187,18 +188,10 @@ def generate(
     options = dataclasses.replace(options, output=options.output or str(_find_default()))
     lead(ranks, lambda: _check_output_early(options))
     from stopdown.environment import choose_device
-    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.pipelines.sources import verify_source
 
     device = choose_device(options.device)
-    source = follow(
-        ranks,
-        lambda: resolve_source(
-            options.source,
-            revision=options.revision,
-            config=options.config,
-            progress=lambda what, done, total: display.progress("download", what, done, total),
-        ),
-    )
+    source = follow(ranks, lambda: find_source(options, display))
     verify_source(source)
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.runtime.runs import write_record

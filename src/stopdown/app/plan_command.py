@@ -25,7 +25,7 @@ from stopdown.app.flags import (
     VideoOption,
     WidthOption,
 )
-from stopdown.app.request_options import RequestOptions, read_request
+from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.records import ComponentPlan, Plan, to_json
 
@@ -170,15 +170,10 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     request = read_request(options)
     check_target(output, replaces=describe_no_plan)
     from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.pipelines.sources import verify_source
     from stopdown.plans.calibrated import make_plan
 
-    source = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
+    source = find_source(options, display)
     verify_source(source)
     if options.certify:
         made = _certify(source, options, request, display)

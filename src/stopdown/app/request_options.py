@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from stopdown.errors import OptionError
 
 if TYPE_CHECKING:
+    from stopdown.app.display import Display
     from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source
 
 LARGEST_SEED = 2**63 - 1
 
@@ -102,6 +104,18 @@ ALLOWABLE = {
     "smaller": "fewer frames or a smaller picture",
 }
 """What `--allow` lets change the picture."""
+
+
+def find_source(options: RequestOptions, display: Display) -> Source:
+    """The model that a command names; its download is shown."""
+    from stopdown.pipelines.sources import resolve_source
+
+    return resolve_source(
+        options.source,
+        revision=options.revision,
+        config=options.config,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
 
 
 def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
