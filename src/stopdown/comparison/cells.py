@@ -27,7 +27,7 @@ from stopdown.outputs import written_beside
 from stopdown.pipelines.folders import told_as_oserror
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.records import CallSummary
+from stopdown.records import CallSummary, convert_record
 from stopdown.runtime.guard import Guard, GuardOptions, Observer
 
 
@@ -191,7 +191,7 @@ def _read_outcome(path: Path) -> Outcome:
         order={name: tuple(paths) for name, paths in plain["order"].items()},
     )
     frames = tensors["frames"].numpy() if "frames" in tensors else None
-    return Outcome(msgspec.convert(plain["cell"], Cell), frames, trace, plain["peak_source"])
+    return Outcome(convert_record(plain["cell"], Cell), frames, trace, plain["peak_source"])
 
 
 def fail_cell(name: str, error: str) -> Outcome:

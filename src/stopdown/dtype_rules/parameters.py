@@ -86,9 +86,7 @@ def _check_kept(
             f"{len(lost)} parameters that {type(module).__name__} keeps in fp32 are "
             f"{name_dtype(main)}: {list_some(lost)}."
         )
-        owner = lost[0].rpartition(".")[0]
-        module_path = name_module_path(name, owner)
-        yield make_finding("fp32-module-lost", module_path, evidence, dtype=str(main))
+        yield _find_at_owner("fp32-module-lost", name, lost[0], evidence, main)
 
 
 def _check_others(
@@ -110,9 +108,13 @@ def _check_others(
             f"{list_some(paths)}: {name_dtype(found[0][1])}, where most of the component is "
             f"{name_dtype(main)}."
         )
-        owner = paths[0].rpartition(".")[0]
-        module_path = name_module_path(name, owner)
-        yield make_finding("several-dtypes", module_path, evidence, dtype=str(main))
+        yield _find_at_owner("several-dtypes", name, paths[0], evidence, main)
+
+
+def _find_at_owner(kind: str, name: str, path: str, evidence: str, main: torch.dtype) -> Finding:
+    """A finding at the module that has a parameter."""
+    module_path = name_module_path(name, path.rpartition(".")[0])
+    return make_finding(kind, module_path, evidence, dtype=str(main))
 
 
 # ---------------------------------------------------------------------------------------------
