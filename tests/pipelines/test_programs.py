@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from programs import KINDS, Program, UNet, decode, make_program, overflow_
-from stopdown import testing
-from stopdown.errors import InputError, NonFiniteError, StopdownWarning
+from stopdown import apply_plan, make_plan, testing
+from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
 from stopdown.pipelines import components
+from stopdown.records import Plan, from_json, to_json
 from stopdown.runtime.guard import guard
 
 PLAIN_CALL = vars(nn.Module)["__call__"]
@@ -298,3 +299,44 @@ def test_decoding_outside_of_the_named_method_is_not_found() -> None:
         with torch.no_grad():
             vae.encode(torch.randn(1, 4, 8))
     assert [call.component for call in handle.record.calls] == ["vae.decode"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_is_made_and_applied(kind: str) -> None:
+    """What a run calls is planned by name; applied in fp16 it is finite, near fp32, and comes off."""
+    wide, program = make_faulty(kind, torch.float32), make_faulty(kind, torch.float32)
+    expected = wide.run()
+    with testing.assert_untouched(program.given):
+        plan = make_plan(program.given, run=program.run)
+        named = {entry.component: entry.precision for entry in plan.components}
+        assert named[program.component] == "fp16"
+        assert len(named) == 1 + (kind in ("dict", "engine"))
+        with apply_plan(program.given, from_json(to_json(plan), Plan)):
+            assert program.unet.out.weight.dtype == torch.float16
+            found = program.run()
+        torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.02)
+        with guard(program.given, plan) as handle:
+            assert torch.equal(program.run(), found)
+    assert handle.repairs == ()
+    assert {call.precisions for call in handle.record.calls} == {("fp16",)}
+
+
+def test_a_plan_needs_a_run() -> None:
+    """One message for a program that nobody can run, and for a run that calls nothing."""
+    program = make_program("module")
+    with pytest.raises(InputError, match="A UNet is no pipeline, so nobody knows how it is run"):
+        make_plan(program.given)
+    with pytest.raises(InputError, match=r"The run called no module of the UNet\."):
+        make_plan(program.given, run=lambda: None)
+
+
+def test_a_plan_of_another_program_is_refused() -> None:
+    """Other weights, or a component that is not there, are named; nothing is changed."""
+    program, other = make_program("module"), make_program("patcher")
+    plan = make_plan(program.given, run=program.run)
+    with torch.no_grad():
+        program.unet.out.weight.add_(1)
+    with pytest.raises(PlanError, match="UNet has other weights"):
+        apply_plan(program.given, plan)
+    with pytest.raises(PlanError, match="it has a UNet, and the pipeline has none"):
+        guard(other.given, plan)

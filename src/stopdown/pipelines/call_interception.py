@@ -28,7 +28,13 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import put_back, replace_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import DIFFUSERS_KEEPS, Callee
+from stopdown.pipelines.components import (
+    DIFFUSERS_KEEPS,
+    GENERAL_KEEPS,
+    Callee,
+    find_adapter,
+)
+from stopdown.pipelines.outermost_calls import entered, listen
 
 Call = Callable[..., Any]
 Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
@@ -124,6 +130,39 @@ def _find_stack(found: object) -> _Stack | None:
 def intercept(callee: Callee, layer: Layer, patches: Patches, rank: Rank) -> None:
     """Lead one component call through `layer`, until `patches` is undone."""
     put_layer(callee.owner, find_slot(callee), layer, patches, rank)
+
+
+def intercept_components(
+    program: Any, put: Callable[[Callee, Patches], object], patches: Patches
+) -> None:
+    """Put something around every component call of a program, until `patches` is undone.
+
+    Args:
+        put: given a call, and the patches that take off what it puts there. Around calls that are found as
+            they happen it is there during the call alone.
+    """
+    adapter = find_adapter(program)
+    for callee in adapter.find_callees(program):
+        put(callee, patches)
+        if not adapter.is_pipeline:
+            intercept(callee, functools.partial(_enter_call, callee), patches, Rank.JOURNAL)
+    names = {id(module): name for name, module in adapter.name_modules(program).items()}
+
+    @contextlib.contextmanager
+    def meet(module: torch.nn.Module, method: str) -> Iterator[None]:
+        with Patches() as layers:
+            if method == "forward" and id(module) in names:
+                put(Callee(names[id(module)], module, method, "call", GENERAL_KEEPS), layers)
+            yield
+
+    if names:
+        listen(meet, patches)
+
+
+def _enter_call(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A method that a program calls is the outermost call, and what it calls is inside."""
+    with entered(callee.owner, callee.method):
+        return call(*args, **kwargs)
 
 
 def find_slot(callee: Callee) -> str:

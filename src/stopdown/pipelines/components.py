@@ -107,6 +107,13 @@ def find_components(program: Any) -> dict[str, torch.nn.Module]:
     return find_adapter(program).find_components(program)
 
 
+def find_component(program: Any, name: str) -> torch.nn.Module | None:
+    """The component of this name; None when there is none."""
+    adapter = find_adapter(program)
+    found = adapter.find_components(program).get(name)
+    return adapter.name_modules(program).get(name) if found is None else found
+
+
 def find_callees(program: Any) -> tuple[Callee, ...]:
     """Every call of a program that is known before it runs, in the order of its components."""
     return find_adapter(program).find_callees(program)

@@ -28,7 +28,7 @@ Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
 
 
 class _Thread(threading.local):
-    outermost: torch.nn.Module | None = None
+    outermost: tuple[torch.nn.Module, str] | None = None
 
 
 _thread = _Thread()
@@ -39,14 +39,20 @@ _CHANGING = threading.RLock()
 
 def find_outermost() -> torch.nn.Module | None:
     """The module whose call encloses everything that this thread does now; None outside of calls."""
-    return _thread.outermost
+    return None if _thread.outermost is None else _thread.outermost[0]
+
+
+def is_enclosed(module: torch.nn.Module, method: str) -> bool:
+    """Whether another call than this one is this thread's outermost one."""
+    found = _thread.outermost
+    return found is not None and (found[0] is not module or found[1] != method)
 
 
 @contextlib.contextmanager
-def entered(module: torch.nn.Module) -> Iterator[None]:
-    """The module is the outermost one that is called, unless another one is."""
+def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
+    """This call is the outermost one of its thread, unless another one is."""
     before = _thread.outermost
-    _thread.outermost = before if before is not None else module
+    _thread.outermost = before if before is not None else (module, method)
     try:
         yield
     finally:
@@ -87,7 +93,7 @@ def _put_on() -> None:
 @contextlib.contextmanager
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Around an outermost call, with every listener."""
-    with entered(module), contextlib.ExitStack() as stack:
+    with entered(module, method), contextlib.ExitStack() as stack:
         for listener in _listeners if is_plain() else ():
             stack.enter_context(listener(module, method))
         yield
@@ -141,7 +147,7 @@ _MARK = "stopdown_intercepted"
 @contextlib.contextmanager
 def silenced() -> Iterator[None]:
     """No call of this thread is an outermost one: somebody else guards them."""
-    with entered(_NOBODY):
+    with entered(_NOBODY, ""):
         yield
 
 

@@ -22,8 +22,8 @@ import torch
 
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept
-from stopdown.pipelines.components import find_callees
+from stopdown.pipelines.call_interception import Call, Rank, intercept, intercept_components
+from stopdown.pipelines.components import Callee, find_component
 from stopdown.records import ComponentPlan, Plan
 
 _REMEDY = (
@@ -130,10 +130,13 @@ def watch_adapters(pipe: Any, plan: Plan, patches: Patches) -> None:
     Cost: one walk over the modules for each call; no device is asked.
     """
     entries = {x.component: x for x in plan.components if x.precision == "fp16"}
-    for callee in find_callees(pipe):
-        entry = entries.get(callee.component_name)
-        if entry is not None:
-            intercept(callee, _Post(pipe, entry), patches, Rank.PLAN)
+    posts = {name: _Post(pipe, entry) for name, entry in entries.items()}
+
+    def put(callee: Callee, layers: Patches) -> None:
+        if callee.component_name in posts:
+            intercept(callee, posts[callee.component_name], layers, Rank.PLAN)
+
+    intercept_components(pipe, put, patches)
 
 
 class _Post:
@@ -141,11 +144,12 @@ class _Post:
 
     def __init__(self, pipe: Any, entry: ComponentPlan) -> None:
         self.pipe, self.entry = pipe, entry
-        self.known = read_structure(getattr(pipe, entry.component), pipe)
+        found = find_component(pipe, entry.component)
+        self.known = read_structure(torch.nn.Module() if found is None else found, pipe)
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = getattr(self.pipe, self.entry.component, None)
-        if isinstance(module, torch.nn.Module):
+        module = find_component(self.pipe, self.entry.component)
+        if module is not None:
             self._compare(read_structure(module, self.pipe))
         return call(*args, **kwargs)
 

@@ -20,8 +20,20 @@ from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, intercept, put_cast
-from stopdown.pipelines.components import cast_component_, find_callees, find_components
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    intercept,
+    intercept_components,
+    put_cast,
+)
+from stopdown.pipelines.components import (
+    Callee,
+    cast_component_,
+    find_adapter,
+    find_component,
+    find_components,
+)
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
@@ -62,7 +74,8 @@ def apply_plan(
     What the authors of a class keep in fp32 (T5's `wo`) is cast as well: the exponents make it fit.
 
     Args:
-        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device.
+        pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or the
+            program of another kind that the plan was made for, as `guard` takes it.
         plan: from `make_plan` or `read_plan`.
         patches: where the changes are put besides; None makes a stack of its own.
         cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
@@ -79,7 +92,7 @@ def apply_plan(
     own = Patches()
     try:
         for entry in plan.components:
-            apply_entry(getattr(pipe, entry.component), entry, own, cast=cast)
+            apply_entry(_find(pipe, entry.component), entry, own, cast=cast)
         if cast:
             put_boundaries(pipe, plan, own)
         watch_adapters(pipe, plan, own)
@@ -205,23 +218,28 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
         if entry.precision in FORMATS
     }
     upcast = {name for name, dtype in dtypes.items() if _drop_upcast(pipe, name, dtype, patches)}
-    is_mixed = len(set(dtypes.values())) > 1
-    for callee in find_callees(pipe):
+    is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).is_pipeline
+
+    def put(callee: Callee, layers: Patches) -> None:
         name = callee.component_name
         if name in dtypes and (is_mixed or name in upcast):
-            put_cast(callee, dtypes[name], patches)
+            put_cast(callee, dtypes[name], layers)
+
+    intercept_components(pipe, put, patches)
     _put_accumulations(pipe, plan, patches)
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Torch's switches as the plan wants them, during each component's calls and no longer."""
-    wanted = {entry.component: entry.accumulation for entry in plan.components}
-    for callee in find_callees(pipe):
-        accumulation = wanted.get(callee.component_name)
-        if accumulation is not None:
-            intercept(
-                callee, functools.partial(_call_accumulating, accumulation), patches, Rank.PLAN
-            )
+    wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
+
+    def put(callee: Callee, layers: Patches) -> None:
+        if callee.component_name in wanted:
+            layer = functools.partial(_call_accumulating, wanted[callee.component_name])
+            intercept(callee, layer, layers, Rank.PLAN)
+
+    if wanted:
+        intercept_components(pipe, put, patches)
 
 
 def _call_accumulating(
@@ -231,9 +249,17 @@ def _call_accumulating(
         return call(*args, **kwargs)
 
 
+def _find(program: Any, name: str) -> torch.nn.Module:
+    """A component that the plan was compared with."""
+    found = find_component(program, name)
+    if found is None:
+        raise ScalingError(f"There is no {name} any more.")
+    return found
+
+
 def _drop_upcast(pipe: Any, name: str, dtype: torch.dtype, patches: Patches) -> bool:
     """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
-    module = getattr(pipe, name)
+    module = _find(pipe, name)
     config: Any = getattr(module, "config", None)
     if dtype != torch.float16 or not getattr(config, "force_upcast", False):
         return False
@@ -250,9 +276,11 @@ def _compare_versions(plan: Plan) -> Iterator[str]:
 
 
 def _compare_components(pipe: Any, plan: Plan) -> Iterator[str]:
-    modules = find_components(pipe)
     planned = {entry.component: entry for entry in plan.components}
-    for name in modules.keys() - planned.keys():
+    found_here = {name: find_component(pipe, name) for name in planned}
+    modules = {name: module for name, module in found_here.items() if module is not None}
+    is_pipeline = find_adapter(pipe).is_pipeline  # of other programs, what was called is planned
+    for name in find_components(pipe).keys() - planned.keys() if is_pipeline else ():
         yield f"it has no {name}, and the pipeline has one"
     for name, entry in planned.items():
         if name not in modules:

@@ -25,11 +25,16 @@ import numpy as np
 import torch
 
 from stopdown.environment import Device, choose_device, probe_formats
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.components import find_components, read_precisions
+from stopdown.pipelines.components import (
+    find_adapter,
+    find_component,
+    find_components,
+    read_precisions,
+)
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import (
     Request,
@@ -44,7 +49,13 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.plans.call_recorder import PROMPTS, Progress, RecordedCall, record_calls
+from stopdown.plans.call_recorder import (
+    PROMPTS,
+    Progress,
+    RecordedCall,
+    record_calls,
+    record_run,
+)
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
@@ -81,12 +92,14 @@ def make_plan(
     request: Request | None = None,
     device: str | None = None,
     progress: Progress | None = None,
+    run: Callable[[], Any] | None = None,
 ) -> Plan:
     """How each component of a checkpoint is to run in fp16, with the reasons.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, which is measured where it is and left as it was; or a
-            Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
+        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, which is measured
+            where it is and left as it was; or a Hub id, Diffusers folder, single safetensors file,
+            bundled model, or `Source`.
         prompts: what to measure, one run each: texts, or arguments of the pipeline's call by its own
             names (a `mask_image`, `prompt_embeds`); `PROMPTS` where there are none.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
@@ -102,8 +115,10 @@ def make_plan(
         device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds
             the pipeline in fp32.
         progress: told of stage, what, done and total.
+        run: runs a program that is no pipeline once, as it is to be run later; what it calls is planned.
 
     Raises:
+        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
         OptionError: an option is unknown, or does not fit the pipeline.
         SourceError: the model is missing, damaged or refused.
 
@@ -122,13 +137,12 @@ def make_plan(
         raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
     given = dataclasses.replace(given, steps=steps)
     opened = _open(pipe_or_source, device, given, progress)
-    requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, given))
-    with Patches() as patches:
-        _widen(opened.pipe, patches)
-        recorded = record_calls(opened.pipe, requests, progress)
-        components = _plan_components(opened, recorded, len(requests), options, progress)
-    if resized:
-        components = tuple(_add_reason(entry, recorded, resized) for entry in components)
+    requests: list[Request] = []
+    if find_adapter(opened.pipe).is_pipeline:
+        requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, given))
+        components = _plan_pipeline(opened, requests, resized, options, progress)
+    else:
+        components = _plan_program(opened, run, options, progress)
     return seal_plan(
         Plan(
             source=opened.name,
@@ -145,6 +159,52 @@ def make_plan(
     )
 
 
+def _plan_pipeline(
+    opened: _Opened,
+    requests: Sequence[Request],
+    resized: str,
+    options: tuple[str, str],
+    progress: Progress | None,
+) -> tuple[ComponentPlan, ...]:
+    with Patches() as patches:
+        _widen(opened.pipe, patches)
+        recorded = record_calls(opened.pipe, requests, progress)
+        modules = find_components(opened.pipe)
+        planned = _plan_components(opened, modules, recorded, options, progress)
+    runs = len(requests)
+    components = [dataclasses.replace(x, prompts=runs if x.calls else 0) for x in planned]
+    if resized:
+        components = [_add_reason(entry, recorded, resized) for entry in components]
+    return tuple(components)
+
+
+def _plan_program(
+    opened: _Opened,
+    run: Callable[[], Any] | None,
+    options: tuple[str, str],
+    progress: Progress | None,
+) -> tuple[ComponentPlan, ...]:
+    """Of a program that is no pipeline: the components that a run of it calls."""
+    if run is None:
+        raise _explain_run(f"A {opened.name} is no pipeline, so nobody knows how it is run.")
+    with Patches() as patches:
+        _widen(opened.pipe, patches)
+        recorded = {name: calls for name, calls in record_run(opened.pipe, run).items() if calls}
+        found = {name: find_component(opened.pipe, name) for name in recorded}
+        modules = {name: module for name, module in found.items() if module is not None}
+        if not modules:
+            raise _explain_run(f"The run called no module of the {opened.name}.")
+        return _plan_components(opened, modules, recorded, options, progress)
+
+
+def _explain_run(what: str) -> InputError:
+    return InputError(
+        what,
+        expected="A plan rests on calls that a run makes.",
+        remedy="Give a function that runs it: make_plan(program, run=lambda: ...).",
+    )
+
+
 def _open(
     given: Any,
     device: str | None,
@@ -153,7 +213,7 @@ def _open(
 ) -> _Opened:
     if not isinstance(given, (str, Path, Source)):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
-        where = choose_device(str(given.device))
+        where = choose_device(_find_device(given))
         return _Opened(given, type(given).__name__, "", stored, where)
     source = given
     if not isinstance(source, Source):
@@ -173,6 +233,13 @@ def _open(
     if where.type != "cpu":
         pipe.to(where.torch_name)
     return _Opened(pipe, source.name, fingerprint(source), stored, where)
+
+
+def _find_device(program: Any) -> str:
+    if find_adapter(program).is_pipeline:
+        return str(program.device)
+    weights = (x for module in find_components(program).values() for x in module.parameters())
+    return str(next((x.device for x in weights), "cpu"))
 
 
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:
@@ -270,8 +337,9 @@ _DRAWN: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
 
 def _widen(pipe: Any, patches: Patches) -> None:
     """Bring what is not quantised to fp32, in evaluation mode and without a progress bar."""
-    bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
-    patches.set_attribute(pipe, "_progress_bar_config", bar)
+    if find_adapter(pipe).is_pipeline:
+        bar = {**getattr(pipe, "_progress_bar_config", {}), "disable": True}
+        patches.set_attribute(pipe, "_progress_bar_config", bar)
     for module in find_components(pipe).values():
         if not find_quantised(module) and set(read_precisions(module)) - {torch.float32}:
             patches.defer(cast_(module, torch.float32).undo)
@@ -279,19 +347,17 @@ def _widen(pipe: Any, patches: Patches) -> None:
 
 def _plan_components(
     opened: _Opened,
+    modules: Mapping[str, torch.nn.Module],
     recorded: Mapping[str, Sequence[RecordedCall]],
-    prompts: int,
     wanted: tuple[str, str],
     progress: Progress | None,
 ) -> tuple[ComponentPlan, ...]:
-    modules = find_components(opened.pipe)
     planned = []
     for number, (name, module) in enumerate(modules.items()):
         if progress is not None:
             progress("measure", name, number, len(modules))
         calls = recorded.get(name, ())
-        entry = _plan_component(opened, name, module, calls, *wanted)
-        planned.append(dataclasses.replace(entry, prompts=prompts if entry.calls else 0))
+        planned.append(_plan_component(opened, name, module, calls, *wanted))
     return tuple(planned)
 
 

@@ -26,9 +26,11 @@ from stopdown.pipelines.call_interception import (
     Call,
     Rank,
     intercept,
+    intercept_components,
+    put_cast,
     sign_arguments,
 )
-from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.components import Callee, find_adapter
 from stopdown.pipelines.library_messages import quiet_truncation
 from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
 from stopdown.pipelines.step_counter import StepCounter
@@ -73,17 +75,23 @@ class _Recorder:
 
     pipe: Any
     calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
+    callees: dict[str, Callee] = field(default_factory=dict)
     decoded: dict[str, torch.Tensor] = field(default_factory=dict)
     has_denoised: bool = False
 
     def __post_init__(self) -> None:
-        self.steps = StepCounter(self.pipe, Rank.RECORD)
+        scheduled = self.pipe if find_adapter(self.pipe).is_pipeline else None
+        self.steps = StepCounter(scheduled, Rank.RECORD)
 
     def put_on(self, patches: Patches) -> None:
-        for callee in find_callees(self.pipe):
-            intercept(callee, functools.partial(self._record, callee), patches, Rank.RECORD)
+        intercept_components(self.pipe, self._put_layer, patches)
         self.steps.follow()
         patches.defer(self.steps.stop)
+
+    def _put_layer(self, callee: Callee, patches: Patches) -> None:
+        layer = functools.partial(self._record, callee)
+        intercept(callee, layer, patches, Rank.COMPONENT)  # beneath casts: in the weights' dtype
+        self.callees.setdefault(callee.name, callee)
 
     def _record(
         self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,8 +138,27 @@ def record_calls(
                     "observe", f"prompt {number + 1} of {len(requests)}", number, len(requests)
                 )
             _run(pipe, build_arguments(pipe, request), recorder)
+    return _collect(recorder)
+
+
+def record_run(program: Any, run: Callable[[], Any]) -> dict[str, list[RecordedCall]]:
+    """Component to the calls that a run of a program makes of it, with arguments cast to fp32.
+
+    Args:
+        program: no pipeline, its modules in fp32.
+        run: runs it once.
+    """
+    recorder = _Recorder(program)
+    with Patches() as patches, torch.no_grad():
+        intercept_components(program, lambda x, layers: put_cast(x, torch.float32, layers), patches)
+        recorder.put_on(patches)
+        run()
+    return _collect(recorder)
+
+
+def _collect(recorder: _Recorder) -> dict[str, list[RecordedCall]]:
     found: dict[str, list[RecordedCall]] = {}
-    for callee in find_callees(pipe):
+    for callee in recorder.callees.values():
         calls = recorder.calls.get(callee.name, []) or _make_up_encode(callee, recorder.decoded)
         found.setdefault(callee.component_name, []).extend(_thin_out(calls))
     return found

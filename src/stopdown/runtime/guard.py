@@ -55,9 +55,16 @@ from stopdown.pipelines.components import (
     Callee,
     find_adapter,
     find_callees,
+    find_component,
     find_components,
 )
-from stopdown.pipelines.outermost_calls import entered, find_outermost, is_in_training, listen
+from stopdown.pipelines.outermost_calls import (
+    entered,
+    find_outermost,
+    is_enclosed,
+    is_in_training,
+    listen,
+)
 from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
@@ -326,7 +333,8 @@ class Guard:
             other = next((x for x in self._components.values() if x.overlaps(inside)), None)
             component.is_admitted = other is None
             if other is not None:
-                said = f"{name}: it shares modules with {other.calls[0].name}, which is guarded; "
+                names = [call.name for call in other.calls] or [type(other.state.module).__name__]
+                said = f"{name}: it shares modules with {names[0]}, which is guarded; "
                 self._missed.append(f"{said}its own calls were not watched.")
         return component.is_admitted
 
@@ -346,7 +354,9 @@ class Guard:
             intercept(callee, functools.partial(layer, guarded), guarded.patches, rank)
 
     def _find_component(self, callee: Callee) -> GuardedComponent:
-        module = find_module(callee)
+        return self._find_module(find_module(callee))
+
+    def _find_module(self, module: torch.nn.Module) -> GuardedComponent:
         component = self._components.get(id(module))
         if component is None:
             component = self._components[id(module)] = GuardedComponent(ComponentState(module))
@@ -404,7 +414,12 @@ class Guard:
         self._plan = loaded_plan.plan
 
     def _find_state(self, entry: ComponentPlan) -> ComponentState:
-        return self._components[id(find_components(self.pipe)[entry.component])].state
+        module = find_component(self.pipe, entry.component)
+        if module is None:
+            raise ScalingError(f"There is no {entry.component} any more.")
+        component = self._find_module(module)
+        component.is_admitted = True  # another call of a part of it is no component
+        return component.state
 
     def _reuse(self) -> None:
         """Put on what an earlier guard of the same components found."""
@@ -464,13 +479,12 @@ class Guard:
         """Check what came out, and have a fault answered; a call inside of another one is left alone."""
         if not self._has_free_methods:
             return self._check_call(guarded, call, args, kwargs)
-        expected = guarded.callee.owner if guarded.callee.method == "forward" else None
-        is_enclosed = find_outermost() is not expected
-        if is_enclosed or is_in_training(guarded.module):
+        owner, method = guarded.callee.owner, guarded.callee.method
+        if is_enclosed(owner, method) or is_in_training(guarded.module):
             return call(*args, **kwargs)
         if not self._admit(guarded.component, guarded.name):
             return call(*args, **kwargs)
-        with entered(guarded.callee.owner):
+        with entered(owner, method):
             return self._check_call(guarded, call, args, kwargs)
 
     def _check_call(
@@ -666,7 +680,7 @@ class Guard:
         return seal_plan(dataclasses.replace(self._plan, components=entries))
 
     def _update(self, entry: ComponentPlan) -> ComponentPlan:
-        component = self._components.get(id(find_components(self.pipe).get(entry.component)))
+        component = self._components.get(id(find_component(self.pipe, entry.component)))
         if component is None or not component.state.is_repaired:  # None: it was replaced
             return entry
         why = [
