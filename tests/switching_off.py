@@ -135,7 +135,7 @@ DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "unit/test_guard.py::test_warn_goes_on",
         ),
     ),
-    "culprit": (switch_off_culprit, ("unit/test_guard.py::test_raise_stops_with_the_site",)),
+    "culprit": (switch_off_culprit, ("unit/test_guard.py::test_raise_stops_with_the_module_path",)),
     "checksum": (
         switch_off_checksum,
         ("pipelines/test_journal.py::test_what_is_damaged_is_made_anew[flip]",),
