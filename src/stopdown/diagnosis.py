@@ -164,6 +164,12 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
         return explain_file(subject)
     if isinstance(subject, BaseException):
         return explain_text("".join(traceback.format_exception(subject)))
+    if not isinstance(subject, str):
+        raise InputError(
+            f"explain was given a {type(subject).__name__}.",
+            expected="It takes the text of a message or a log, an exception, or a pathlib.Path.",
+            remedy="Give str(...) of it, or Path('clip.mp4') for a file.",
+        )
     return explain_text(subject)
 
 

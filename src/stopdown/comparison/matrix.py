@@ -224,7 +224,7 @@ class _Matrix:
 
 def compare(
     pipe_or_source: Any,
-    prompts: Sequence[str | Prompt],
+    prompts: str | Sequence[str | Prompt],
     precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
     *,
     request: Request | None = None,
@@ -238,8 +238,8 @@ def compare(
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
             Diffusers folder, single safetensors file, bundled model, or `Source`.
-        prompts: texts, or pairs of a line number and a text; one empty text for a pipeline that
-            takes none.
+        prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
+            that takes none.
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
             `plan`, a plan's file, `auto`, or by component: `transformer=bf16,vae=fp32`, in a text with
@@ -280,7 +280,8 @@ def compare(
         return _conclude(matrix, kept, needs_clamp)
 
 
-def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
+def _number_prompts(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     return [(i, x) if isinstance(x, str) else x for i, x in enumerate(prompts, 1)]
 
 

@@ -37,7 +37,7 @@ from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import PrecisionRequest, parse_request, resolve_request
+from stopdown.plans.precision import PrecisionRequest, parse_request, resolve_request, write_request
 from stopdown.records import Finding, Plan
 
 
@@ -64,7 +64,7 @@ class Checked:
 def check(
     pipe_or_source: Any,
     *,
-    precision: str | None = None,
+    precision: str | Path | torch.dtype | Mapping[str, Any] | None = None,
     device: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     sums: bool = False,
@@ -76,8 +76,8 @@ def check(
             enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
             folder, or a bundled model.
         precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`: as if it were loaded so;
-            `plan.json`, as if that plan were on it. None and `auto` for a live pipeline as it stands,
-            and for a source as it is stored.
+            `plan.json`, as if that plan were on it; dtypes as in `load`. None and `auto` for a live
+            pipeline as it stands, and for a source as it is stored.
         device: of this machine (`cuda`, `mps`, `cpu`) or a profile (`v100`); None for where a live
             pipeline is, and for what `auto` finds here.
         arguments: of the pipeline's call; without them its defaults.
@@ -89,8 +89,9 @@ def check(
         OptionError: the precision or the device is unknown, or sums are asked of a plan.
         PlanError: the plan is damaged or belongs to another model.
     """
+    asked = None if precision is None else write_request(precision)
     return inspect_pipeline(
-        pipe_or_source, precision=precision, device=device, arguments=arguments, sums=sums
+        pipe_or_source, precision=asked, device=device, arguments=arguments, sums=sums
     ).findings
 
 

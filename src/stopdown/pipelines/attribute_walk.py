@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
     """Every module below a value; each object once, by its shortest path."""
     outermost = find_modules(value)
     if not outermost:
+        if isinstance(value, (str, Path)):
+            raise _make_error(f"There is no module in a name, {str(value)[:60]!r}: load it first.")
         what = f"`{name}`, which is" if name else "what was given,"
         raise _make_error(f"There is no module in {what} a {type(value).__name__}.")
     named: dict[str, torch.nn.Module] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
+from stopdown.pipelines.attribute_walk import find_parts
 from stopdown.pipelines.call_interception import (
     Call,
     Rank,
@@ -39,7 +41,7 @@ from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
 from stopdown.plans.calibrated import count_folds, sample_weights
 from stopdown.plans.loader import Loaded, LoadedPlan
-from stopdown.plans.plan_files import read_class_versions
+from stopdown.plans.plan_files import read_class_versions, read_plan
 from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
@@ -67,7 +69,7 @@ class AppliedPlan:
 
 
 def apply_plan(
-    pipe: Any, plan: Plan, *, patches: Patches | None = None, cast: bool = True
+    pipe: Any, plan: Plan | str | Path, *, patches: Patches | None = None, cast: bool = True
 ) -> AppliedPlan:
     """Put a plan on a pipeline in place: exponents are folded in, components cast.
 
@@ -76,7 +78,7 @@ def apply_plan(
     Args:
         pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or the
             program of another kind that the plan was made for, as `guard` takes it.
-        plan: from `make_plan` or `read_plan`.
+        plan: from `make_plan` or `read_plan`, or the path of its file.
         patches: where the changes are put besides; None makes a stack of its own.
         cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
 
@@ -87,7 +89,10 @@ def apply_plan(
     Raises:
         PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
             changed.
+        InputError: the file holds no plan, or what was given holds no module.
     """
+    find_parts(pipe)
+    plan = plan if isinstance(plan, Plan) else read_plan(plan)
     check_plan(pipe, plan)
     own = Patches()
     try:

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
-from stopdown.errors import ScalingError
+from stopdown.errors import InputError, ScalingError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
@@ -212,6 +212,21 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         yield f"{len(kept)} fp32 buffer{'s' * (len(kept) != 1)}"
 
 
+def require_module(given: object, function: str) -> None:
+    """Refuse what is no module, and say what takes a whole pipeline.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(given, torch.nn.Module):
+        raise InputError(
+            f"{function} was given a {type(given).__name__}, which is no module.",
+            expected=f"{function} takes one torch.nn.Module: pipe.transformer, pipe.unet, pipe.vae.",
+            remedy="Give one component, or run a whole pipeline by a plan: "
+            "stopdown.apply_plan(pipe, stopdown.make_plan(pipe)).",
+        )
+
+
 def cast_(
     module: torch.nn.Module,
     dtype: torch.dtype,
@@ -237,6 +252,7 @@ def cast_(
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
         rescaling. They hold the old values: drop both to free them.
     """
+    require_module(module, "cast_")
     plan = rescaling_or_plan
     given = plan.scaling if isinstance(plan, Rescaling) else plan
     check = vars(module).get(CHECK) if given is not None else None

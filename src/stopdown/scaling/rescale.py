@@ -14,7 +14,7 @@ import torch
 
 from stopdown.errors import OptionError
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import Rescaling, cast_, check_casts, fold_scaling
+from stopdown.scaling.folds import Rescaling, cast_, check_casts, fold_scaling, require_module
 from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import Call
 from stopdown.scaling.weights import check_weights, refuse_quantised
@@ -73,6 +73,7 @@ def rescale_(
     Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
     in bf16 and one in fp16; both casts hold a second copy of the weights.
     """
+    require_module(module, "rescale_")
     refuse_quantised(module)
     check_weights(module)
     given = list(calls)

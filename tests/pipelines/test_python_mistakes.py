@@ -1,0 +1,55 @@
+"""What is easily given to the Python functions by mistake: one sentence that says what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stopdown
+from stopdown.comparison.matrix import _number_prompts
+from stopdown.testing import make_pipeline
+
+CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "guard of a name": (lambda pipe: stopdown.guard("shapes"), "load it first"),
+    "guard of a path": (lambda pipe: stopdown.guard(Path("shapes")), "load it first"),
+    "guard of a number": (lambda pipe: stopdown.guard(3), "no module in what was given, a int"),
+    "plan for a name": (lambda pipe: stopdown.apply_plan("shapes", "p.json"), "load it first"),
+    "plan that is no file": (lambda pipe: stopdown.apply_plan(pipe, "p.json"), "p.json"),
+    "rescaling of a pipeline": (lambda pipe: stopdown.rescale_(pipe), "apply_plan"),
+    "rescaling of a name": (lambda pipe: stopdown.rescale_("shapes"), "which is no module"),
+    "rescaling without a call": (lambda pipe: stopdown.rescale_(pipe.unet), "no call of it"),
+    "cast of a pipeline": (lambda pipe: stopdown.cast_(pipe, torch.float16), "pipe.transformer"),
+    "check in integers": (
+        lambda pipe: stopdown.check(pipe, precision=torch.int8),
+        "floating-point",
+    ),
+    "explanation of a number": (lambda pipe: stopdown.explain(3), "an exception"),
+}
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return make_pipeline("sd")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_clear_error(pipe: Any, name: str) -> None:
+    """It is one of ours, so that no traceback of torch has to be read, and names the way."""
+    call, said = CASES[name]
+    with pytest.raises(stopdown.StopdownError, match=said):
+        call(pipe)
+
+
+def test_a_dtype_is_a_precision_for_check(pipe: Any) -> None:
+    """As in `load`: a dtype says the same as its name."""
+    asked = stopdown.check(pipe, precision=torch.float16, device="v100")
+    assert asked == stopdown.check(pipe, precision="fp16", device="v100")
+
+
+def test_one_prompt_is_one_prompt() -> None:
+    """A text is not taken for a list of its letters."""
+    assert _number_prompts("a red circle") == [(1, "a red circle")]
