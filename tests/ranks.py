@@ -67,13 +67,15 @@ def run_ranks(
         for process in ranks:
             process.start()
         ends_at = time.monotonic() + limit_s
-        for process in ranks:
-            process.join(max(0.0, ends_at - time.monotonic()))
-        codes = [process.exitcode for process in ranks]
-        for process in ranks:
-            if process.exitcode is None:
-                process.kill()
-                process.join()
+        try:
+            for process in ranks:
+                process.join(max(0.0, ends_at - time.monotonic()))
+            codes = [process.exitcode for process in ranks]
+        finally:
+            for process in ranks:
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
         return [_read(Path(folder), rank, code) for rank, code in enumerate(codes)]
 
 

@@ -80,7 +80,10 @@ def test_a_fault_of_one_rank_is_repaired_on_all(
     inner = [{"component": "transformer", "step": 1, "module_path": "transformer_blocks.0.attn1"}]
     if name == "wan":
         inner[0]["module_path"] = "blocks.0.attn1"
-    cases = (*({"component": part, "step": step} for part, step in CALLS), *inner)
+    calls = [
+        one for one in CALLS if name != "cogview3plus" or one != ("text_encoder", 1)
+    ]  # one text
+    cases = (*({"component": part, "step": step} for part, step in calls), *inner)
     results = gather_results(run_ranks(plant, count, name, how, faulty, cases, False))
     for result in results:
         assert result["silent"]
