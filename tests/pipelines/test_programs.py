@@ -340,3 +340,14 @@ def test_a_plan_of_another_program_is_refused() -> None:
         apply_plan(program.given, plan)
     with pytest.raises(PlanError, match="it has a UNet, and the pipeline has none"):
         guard(other.given, plan)
+
+
+def test_an_input_beyond_its_limit_is_found() -> None:
+    """Limits of a plan's certificate hold for calls that are found as they happen, too."""
+    program, said = make_program("patcher"), list[str]()
+    with guard(program.given, announce=said.append) as handle:
+        handle.limit_inputs(program.component, {"forward.x": 1e-6, "encode.x": 1e-6})
+        program.run()
+    (sentence,) = handle.record.uncertified
+    assert sentence.startswith("3 calls of `model.diffusion_model` not certified: `x` reached ")
+    assert len(said) == 1

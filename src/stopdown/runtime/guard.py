@@ -186,6 +186,7 @@ class Guard:
         self._plan: Plan | None = None
         self._journal: Journal | None = None
         self._repair_cache = self.options.repair_cache
+        self._limits: dict[str, Mapping[str, float]] = {}  # of the plan's certificate
         self._missed: list[str] = []
         self._reused: list[str] = []
         self._findings: list[Finding] = []
@@ -344,6 +345,7 @@ class Guard:
         guarded = self._calls.get(callee.name)
         if guarded is None:
             guarded = self._calls[callee.name] = GuardedCall(callee, component, slot)
+            guarded.limits = self._find_limits(callee)
             self._patches.defer(guarded.patches.undo)
         guarded.move_to(callee, component, slot)
         component.state.is_compiled |= guarded.is_compiled
@@ -437,11 +439,15 @@ class Guard:
         Args:
             limits: `forward.hidden_states` to the magnitude up to which it holds.
         """
-        parts = [(key.partition("."), size) for key, size in limits.items()]
+        self._limits[component] = limits
         for call in self._calls.values():
-            if call.callee.component_name == component:
-                method = call.callee.method
-                call.limits = {name: size for (of, _, name), size in parts if of == method}
+            call.limits = self._find_limits(call.callee)
+
+    def _find_limits(self, callee: Callee) -> dict[str, float]:
+        """Argument to the magnitude up to which a plan's certificate holds for it."""
+        limits = self._limits.get(callee.component_name, {})
+        parts = [(key.partition("."), size) for key, size in limits.items()]
+        return {name: size for (method, _, name), size in parts if method == callee.method}
 
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
