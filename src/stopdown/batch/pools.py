@@ -93,13 +93,37 @@ class InProcess:
         return [(0, self._worker.make(*given))]
 
 
+_MOST_DEATHS = 5
+"""Deaths in a row of workers that have not begun, which end a batch."""
+
+
+def refuse_deaths(deaths: int, reason: str) -> None:
+    """End a batch whose workers die before they begin.
+
+    Raises:
+        StopdownError: too many did, one after the other.
+    """
+    if deaths >= _MOST_DEATHS:
+        raise StopdownError(
+            f"{deaths} workers died one after the other before they had begun. {reason}",
+            expected="What was finished before is kept; the same command goes on there.",
+            remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
+        )
+
+
 @dataclass
 class _Child:
-    """A process with a worker in it."""
+    """A process with a worker in it, and what it is doing: `opening`, `free` or `busy`.
+
+    Attributes:
+        deaths: of those before it in its place, in a row, that had not begun.
+        known: seals of the plans that it has.
+    """
 
     process: Any
     pipe: Any
-    is_busy: bool = False
+    deaths: int = 0
+    state: str = "opening"
     known: set[str] = field(default_factory=set)
 
 
@@ -121,8 +145,8 @@ class Processes:
     def __enter__(self) -> Processes:
         try:
             self._children = [self._begin(number) for number in range(len(self._wanted))]
-            for number in range(len(self._wanted)):
-                self._greet(number)
+            while any(child.state == "opening" for child in self._children):
+                self.wait()
         except BaseException:
             self.__exit__()
             raise
@@ -132,11 +156,11 @@ class Processes:
         for child in self._children:
             child.pipe.close()  # one that is idle ends by itself
         for child in self._children:
-            child.process.join(0 if child.is_busy else 5)
+            child.process.join(5 if child.state == "free" else 0)
             child.process.kill()
             child.process.join(10)
 
-    def _begin(self, number: int) -> _Child:
+    def _begin(self, number: int, deaths: int = 0) -> _Child:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_serve,
@@ -145,28 +169,11 @@ class Processes:
         )
         process.start()
         theirs.close()
-        return _Child(process, ours)
-
-    def _greet(self, number: int) -> None:
-        """Hear that a process has begun, or why it cannot."""
-        child = self._children[number]
-        try:
-            said = child.pipe.recv()
-        except EOFError:
-            child.process.join(10)
-            raise StopdownError(
-                f"Worker {number} ended before its first item, with code {child.process.exitcode}.",
-                remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
-            ) from None
-        if isinstance(said, StopdownError):
-            raise said
-        self.devices[str(number)], probe = said
-        check_probe(self._store, probe, f"Worker {number}")
+        return _Child(process, ours, deaths)
 
     def find_free(self) -> int | None:
-        """The first process without a task."""
-        free = (number for number, child in enumerate(self._children) if not child.is_busy)
-        return next(free, None)
+        """The first process that has begun and has no task."""
+        return next((n for n, child in enumerate(self._children) if child.state == "free"), None)
 
     def give(self, worker: int, task: Task, plan: Plan | None) -> None:
         """Send a task; a plan is sent once, and named by its seal from then on."""
@@ -174,41 +181,44 @@ class Processes:
         seal = plan.seal if plan else ""
         is_new = bool(seal) and seal not in child.known
         child.known.add(seal)
-        child.is_busy = True
+        child.state = "busy"
         with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
             child.pipe.send((task.complete(), seal, plan if is_new else None))
 
     def wait(self) -> list[Event]:
-        """Answers, and the deaths of busy processes, each replaced by a new one."""
-        busy = {x.pipe: n for n, x in enumerate(self._children) if x.is_busy}
-        events: list[Event] = []
-        for pipe in multiprocessing.connection.wait(list(busy), timeout=1.0):
-            number = busy[pipe]
-            try:
-                said = self._children[number].pipe.recv()
-            except (EOFError, OSError):
-                events.append((number, self._replace(number)))
-                continue
-            if isinstance(said, StopdownError):
-                raise said
-            self._children[number].is_busy = False
-            events.append((number, said))
-        return events
+        """Answers, and the deaths of busy processes; new ones begin in the places of the dead."""
+        waited = {x.pipe: n for n, x in enumerate(self._children) if x.state != "free"}
+        ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
+        events = [self._hear(waited[pipe]) for pipe in ready]
+        return [event for event in events if event is not None]
 
-    def _replace(self, number: int) -> Died:
+    def _hear(self, number: int) -> Event | None:
+        child = self._children[number]
+        try:
+            said = child.pipe.recv()
+        except (EOFError, OSError):
+            return self._replace(number)
+        if isinstance(said, StopdownError):
+            raise said
+        child.state = "free"
+        if isinstance(said, Answer):
+            return number, said
+        self.devices[str(number)], probe = said
+        check_probe(self._store, probe, f"Worker {number}")
+        return None
+
+    def _replace(self, number: int) -> Event | None:
         child = self._children[number]
         child.process.join(10)
         code = child.process.exitcode
         child.pipe.close()
-        self._children[number] = self._begin(number)
-        self._greet(number)
         how = signal.Signals(-code).name if code and code < 0 else f"code {code}"
-        return Died(f"Worker {number} ended with {how}.")
-
-    @property
-    def process_ids(self) -> list[int]:
-        """Of the processes, for whoever wants to look at them."""
-        return [child.process.pid for child in self._children]
+        reason = f"Worker {number} ended with {how}."
+        was_busy = child.state == "busy"
+        deaths = 0 if was_busy else child.deaths + 1
+        refuse_deaths(deaths, reason)
+        self._children[number] = self._begin(number, deaths)
+        return (number, Died(reason)) if was_busy else None
 
 
 def _serve(pipe: Any, job: Job, device: str, count: int) -> None:

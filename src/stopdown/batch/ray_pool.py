@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from stopdown.batch.jobs import Job, Prepared, Task, prepare
-from stopdown.batch.pools import Died, Event
+from stopdown.batch.pools import Died, Event, refuse_deaths
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.environment import list_devices, read_version
@@ -31,11 +32,8 @@ from stopdown.records import Plan
 _STORE_BYTES = 2**28
 """Of the object store of a cluster of our own: tasks, plans and answers, no frames."""
 
-_NODE_S, _OPEN_S = 120.0, 600.0
-"""Seconds for a machine to say its versions, and for the first workers to begin."""
-
-_MOST_DEATHS = 5
-"""Deaths in a row of workers that have not begun, which end a batch."""
+_KNOCK_S, _NODE_S, _OPEN_S = 10.0, 120.0, 600.0
+"""Seconds for an address to answer, a machine to say its versions, the first workers to begin."""
 
 
 @contextmanager
@@ -58,6 +56,7 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
             "--ray was given, and Ray is not installed.",
             remedy="Install it: pip install 'stopdown[ray]', or leave --ray away.",
         ) from error
+    _knock(address)
     own: dict[str, Any] = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     try:
         ray.init(
@@ -68,16 +67,34 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
             **(own if address == "local" else {}),
         )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise InputError(
-            f"There is no Ray cluster at {address}: {take_first_line(error)[:200].rstrip('.')}.",
-            expected="An address is that of a cluster that runs: `ray status --address ADDRESS`.",
-            remedy="Start one with ray start --head, or use --ray local.",
-        ) from error
+        raise _describe_absence(address, error) from error
     try:
         _check_nodes(ray)
         yield _measure(ray, address, workers, cpus_per_worker)
     finally:
         ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Refuse an address where nobody listens: Ray itself would try for minutes.
+
+    Raises:
+        InputError: nobody does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
+        except OSError as error:
+            raise _describe_absence(address, error) from error
+
+
+def _describe_absence(address: str, error: Exception) -> InputError:
+    return InputError(
+        f"There is no Ray cluster at {address}: {take_first_line(error)[:200].rstrip('.')}.",
+        expected="An address is that of a cluster that runs: `ray status --address ADDRESS`.",
+        remedy="Start one with ray start --head, or use --ray local.",
+    )
 
 
 def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int | None) -> Cluster:
@@ -288,12 +305,7 @@ class RayActors:
         slot = self._slots[number]
         was_busy, deaths = slot.state == "busy", 0 if slot.state == "busy" else slot.deaths + 1
         reason = f"Worker {number} died: {_describe_death(error)}."
-        if deaths >= _MOST_DEATHS:
-            raise StopdownError(
-                f"{deaths} workers died one after the other before their first item. {reason}",
-                expected="What was finished before is kept; the same command goes on there.",
-                remedy="Look at the machines: ray status",
-            )
+        refuse_deaths(deaths, reason)
         self._slots[number] = dataclasses.replace(self._begin(), deaths=deaths)
         return (number, Died(reason)) if was_busy else None
 

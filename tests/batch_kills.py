@@ -1,0 +1,127 @@
+"""A batch under fire: its workers, its machines and whoever gives out its items are killed at random.
+
+What may be seen in its folder at any moment is compared with what an undisturbed batch made: an output that
+is there has its bytes, and a record that is there stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LIMIT_S = 300.0
+"""Of one start of the command; nothing waits longer."""
+
+
+def start(log: Path, *words: object) -> subprocess.Popen[bytes]:
+    """`stopdown batch` in a process group of its own, on one thread a worker."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "stopdown.app.cli", "batch", *map(str, words)]
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, env=environment, stdout=file, stderr=file, start_new_session=True
+        )
+
+
+class Watched:
+    """A batch's folder as it is seen from outside.
+
+    Args:
+        folder: of the outputs.
+        expected: name of each output to its bytes.
+    """
+
+    def __init__(self, folder: Path, expected: dict[str, bytes]) -> None:
+        self._folder, self._expected = folder, expected
+        self._records: dict[str, int] = {}
+
+    def look(self) -> int:
+        """How many items are finished; fails when one is half-written, other, or made twice."""
+        for path in self._folder.glob("*.mp4"):
+            assert path.read_bytes() == self._expected[path.name], path
+        for path in self._folder.glob("*.mp4.json"):
+            stamp = path.stat().st_mtime_ns
+            assert self._records.setdefault(path.name, stamp) == stamp, f"{path.name} made twice"
+        return len(self._records)
+
+
+def find_workers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """Processes that make items for a driver: its own children, or Ray's actors."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "ppid"]):
+        line = " ".join(process.info["cmdline"] or [])
+        is_child = process.info["ppid"] == driver.pid and "spawn_main" in line
+        if is_child or line.startswith("ray::_Actor"):
+            found.append(process)
+    return found
+
+
+class Kills:
+    """Kills at random moments, counted by kind.
+
+    Args:
+        count: how many there are to be.
+        seed: of the moments and kinds.
+        nodes: replaces a machine of the cluster by a new one; None where there is none.
+    """
+
+    def __init__(self, count: int, seed: int, nodes: Callable[[], None] | None = None) -> None:
+        self.left, self.done = count, Counter[str]()
+        self._random, self._nodes = random.Random(seed), nodes
+
+    def run(self, begin: Callable[[], subprocess.Popen[bytes]], watched: Watched) -> int:
+        """One batch to its end, started again whenever its driver was killed; its last exit code."""
+        while True:
+            driver = begin()
+            with ended(driver):
+                if self._disturb(driver, watched):
+                    return int(driver.wait(LIMIT_S))
+
+    def _disturb(self, driver: subprocess.Popen[bytes], watched: Watched) -> bool:
+        """Kill until the driver is gone; whether it came to its end by itself."""
+        until = time.monotonic() + LIMIT_S
+        pause_until = time.monotonic() + self._random.uniform(1, 4)
+        while driver.poll() is None:
+            assert time.monotonic() < until, "the batch did not end"
+            watched.look()
+            time.sleep(0.05)
+            workers = find_workers(driver) if self.left else []
+            if not workers or time.monotonic() < pause_until:
+                continue
+            pause_until = time.monotonic() + self._random.uniform(0.5, 5)
+            kind = self._random.choice(["worker"] * 3 + ["driver"] + ["node"] * bool(self._nodes))
+            self.left -= 1
+            self.done[kind] += 1
+            if kind == "driver":
+                driver.send_signal(signal.SIGKILL)
+                driver.wait(30)
+                return False
+            if kind == "node" and self._nodes is not None:
+                self._nodes()
+            else:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._random.choice(workers).kill()
+        watched.look()
+        return True
+
+
+@contextlib.contextmanager
+def ended(driver: subprocess.Popen[Any]) -> Iterator[None]:
+    """Whatever happens, the process is gone afterwards."""
+    try:
+        yield
+    finally:
+        if driver.poll() is None:
+            driver.kill()
+            driver.wait(30)
