@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,8 +149,6 @@ def test_ray_is_named_where_it_is_missing(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--ray without Ray says what to install."""
-    import sys
-
     monkeypatch.setitem(sys.modules, "ray", None)
     options = BatchOptions(tiny, str(write_prompts(tmp_path, 1)), str(tmp_path / "o"), ray="local")
     with pytest.raises(OptionError, match=r"Install it: pip install 'stopdown\[ray\]'"):
@@ -238,6 +239,23 @@ def test_a_machine_with_another_version_is_refused(cluster: Any, tiny: str, tmp_
         text = (tmp_path / folder / "log").read_text()
         assert said in text
         assert "Traceback" not in text
+
+
+@pytest.mark.slow
+def test_the_page_s_example_runs(tmp_path: Path) -> None:
+    """The Python blocks of docs/batch.md, those for Ray Data and actors too, run as they stand."""
+    pytest.importorskip("pyarrow", reason="Ray Data is not installed: pip install 'stopdown[ray]'")
+    page = (Path(__file__).parents[2] / "docs" / "batch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    for block in blocks:
+        command = [sys.executable, "-c", block]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "made" in done.stdout
+    assert len(list((tmp_path / "made").glob("*.mp4"))) == 3
 
 
 @pytest.mark.slow
