@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
 	$(BIN)/stopdown generate shapes "a red circle moving left on a grey background" \
-		--steps 20 -o $(OUT)/demo.mp4
+		--steps 20 --force -o $(OUT)/demo.mp4
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

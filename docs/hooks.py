@@ -114,6 +114,7 @@ def describe_commands() -> str:
             text = typer.cli.get_docs_for_click(
                 obj=command, ctx=context, name=name, call_prefix="stopdown"
             )
+        text = re.sub(r"\x08\nExamples:\n((?: +\S.*\n)+)", r"```text\n\1```\n", text)
         parts.append(re.sub(r"^# `", "## `", text, flags=re.MULTILINE))
     return "\n".join(parts)
 

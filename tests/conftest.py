@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -107,9 +108,13 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return save
 
 
+PROGRESS = re.compile(r"^\w.*: elapsed [\d:]+(, left [\d:]+)?\n", re.MULTILINE)
+"""A line by which a command shows where no terminal is how far it has come."""
+
+
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """A command in this process: its exit code, and what it wrote to stdout and stderr."""
+    """A command in this process: its exit code, its stdout, and its stderr without progress."""
     from stopdown.app import cli
 
     def model_cli(*arguments: object) -> tuple[int, str, str]:
@@ -117,6 +122,6 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]
         with pytest.raises(SystemExit) as left:
             cli.main([str(argument) for argument in arguments])
         captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out, captured.err
+        return int(left.value.code or 0), captured.out, PROGRESS.sub("", captured.err)
 
     return model_cli

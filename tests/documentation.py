@@ -16,6 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+import typer
+
+from stopdown.app import cli
+
 Run = Callable[..., tuple[int, str, str]]
 
 _BLOCK = re.compile(
@@ -112,3 +117,20 @@ def check_command(command: str, expected: int, run: Run) -> None:
     assert "Traceback" not in errors
     if "-o" in words:
         assert Path(words[words.index("-o") + 1]).exists() == (expected == 0)
+
+
+def parse_command(command: str) -> str:
+    """What the command line has against a command, without running it; "" when it takes it."""
+    root = typer.main.get_command(cli.app)
+    _, name, *words = shlex.split(command)
+    context = click.Context(root, info_name="stopdown")
+    found = root.get_command(context, name)  # type: ignore[attr-defined]
+    if found is None:
+        return f"there is no command {name}"
+    if not words:
+        return ""  # the command's name, as prose has it
+    try:
+        found.make_context(name, words, parent=context).close()
+    except Exception as refused:  # Typer brings its own copy of click's exceptions
+        return str(getattr(refused, "message", "")) or type(refused).__name__
+    return ""

@@ -290,9 +290,9 @@ def _unknown_profile(name: str) -> OptionError:
     near = difflib.get_close_matches(name.strip().lower(), known, n=1)
     return OptionError(
         f"The device {name!r} is unknown.",
-        expected="It is auto, cuda, cuda:1, mps or cpu for a device of this machine, or a profile: "
-        f"{', '.join(known)}, or a profile of your own in a .toml file.",
-        remedy=f"Use --device {near[0] if near else 'auto'}.",
+        expected="A device of this machine is auto, cuda, cuda:1, mps or cpu. Profiles are "
+        f"{', '.join(known)}, and one of your own is a .toml file.",
+        remedy=f'Use device="{near[0] if near else "auto"}".',
     )
 
 

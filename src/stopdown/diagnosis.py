@@ -18,9 +18,11 @@ Nothing here imports torch; a picture or video needs only the libraries that rea
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import functools
 import re
+import shlex
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from stopdown.errors import InputError, make_printable
-from stopdown.records import Alternative, Clue, Diagnosis
+from stopdown.records import Alternative, Clue, Diagnosis, RunRecord, read_kind, read_record
 from stopdown.toml_files import read_folder
 
 UNKNOWN = "unknown"
@@ -195,7 +197,17 @@ def _decode(head: bytes, tail: bytes) -> list[str]:
     """The two ends of a text; one where nothing lies between them that was not read."""
     is_whole = len(tail) < MOST_BYTES // 2
     parts = [head + tail] if is_whole else [head, tail]
-    return [part.decode("utf-8", errors="replace") for part in parts]
+    coding = _find_coding(head)
+    return [part.decode(coding, errors="replace") for part in parts]
+
+
+def _find_coding(head: bytes) -> str:
+    """UTF-8, or the two bytes a character that PowerShell writes logs in."""
+    if b"\0" not in head:
+        return "utf-8"
+    return {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}.get(
+        head[:2], "utf-8"
+    )
 
 
 def _explain_ends(ends: Iterable[str], known: Knowledge) -> Diagnosis:
@@ -397,16 +409,21 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 VIDEOS = (".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi")
+_EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 def explain_file(path: Path) -> Diagnosis:
-    """As `explain`, for a picture, a video, a folder of frames, or a log.
+    """As `explain`, for a picture, a video, a folder of frames, a log, or a record of Stopdown.
 
     Raises:
         InputError: the file cannot be read.
     """
     from stopdown import media
 
+    if path.is_dir() and not any(path.glob("*.png")):
+        raise _refuse_folder(path)
+    if path.suffix == ".json" and (kind := read_kind(path)):
+        return _explain_record(path, kind)
     if path.is_dir() or path.suffix.lower() in VIDEOS:
         return _explain_clip(path, media.iterate_frames(path, MOST_FRAMES + 1))
     if path.suffix.lower() in PICTURES:
@@ -441,10 +458,59 @@ def _read_log(path: Path) -> list[str]:
             raise _refuse_log(path, "it is no file" if path.exists() else "No such file")
         with path.open("rb") as file:
             head = file.read(half)
+            if b"\0" in head and _find_coding(head) == "utf-8":
+                raise _refuse_log(path, "it is not text")
             file.seek(max(half, path.stat().st_size - half))
             return _decode(head, file.read(half))
     except OSError as error:
         raise _refuse_log(path, error.strerror or str(error)) from error
+
+
+def _refuse_folder(path: Path) -> InputError:
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _EXPLAINED)
+    example = f"stopdown explain {shlex.quote(str(path / names[0]))}" if names else ""
+    return InputError(
+        f"The folder {path} holds no frames.",
+        expected="A folder of frames holds frame_0000.png, frame_0001.png and so on.",
+        remedy=f"Name one file in it: {example}" if names else "Name a log, a picture or a video.",
+    )
+
+
+def _explain_record(path: Path, kind: str) -> Diagnosis:
+    """What a record of our own says: of a run its findings and repairs; of others what shows them."""
+    if kind != "run":
+        raise InputError(
+            f"{path} is a record of the kind {kind}.",
+            expected="A message, a log, a picture, a video or the record of a run is explained.",
+            remedy=_SHOWN_BY.get(kind, "Open it as text: it is JSON."),
+        )
+    run = read_record(path, RunRecord)
+    repaired = [Clue(0, x.evidence, f"repaired, {x.action}, {x.module_path}") for x in run.repairs]
+    found = [Clue(0, x.evidence, x.kind) for x in run.findings]
+    kinds = [x.kind for x in run.findings] or ["repaired"] * bool(run.repairs)
+    state = "found nothing wrong" if not kinds else f"found {', '.join(dict.fromkeys(kinds))}"
+    reasons: dict[str, list[str]] = {}
+    for x in run.decisions:
+        reasons.setdefault(f"ran in {x.precision}. {x.reason}", []).append(x.component)
+    return Diagnosis(
+        fault=kinds[0] if kinds else NONE,
+        meaning="what the run itself recorded",
+        cause="",
+        title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
+        why=" ".join(f"{', '.join(names)} {reason}" for reason, names in reasons.items()),
+        evidence=(*found, *repaired),
+        frame="",
+        remedy=tuple(x.remedy for x in run.findings) or ("Nothing has to be done.",),
+        run_next=(f"stopdown report {shlex.quote(str(path))}",),
+        reports=(),
+        alternatives=(),
+    )
+
+
+_SHOWN_BY = {
+    "plan": "Use it: stopdown generate SOURCE PROMPT --precision plan.json",
+    "comparison": "Make its page: stopdown report report.html.json",
+}
 
 
 def _refuse_log(path: Path, cause: str) -> InputError:

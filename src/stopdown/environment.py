@@ -171,6 +171,20 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def token_in_use(token: str | None) -> Iterator[None]:
+    """Within the block the Hub's client has this token; None leaves what is set."""
+    before = os.environ.get("HF_TOKEN")
+    if token is not None:
+        os.environ["HF_TOKEN"] = token
+    try:
+        yield
+    finally:
+        if token is not None:
+            del os.environ["HF_TOKEN"]
+            os.environ |= {"HF_TOKEN": before} if before is not None else {}
+
+
 def read_version(package: str) -> str | None:
     """The installed version of a package, None when it is not installed."""
     try:
@@ -304,7 +318,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
         raise OptionError(
             f"There is no device {name} here." if is_known else f"The device {name!r} is unknown.",
             expected=f"This machine, with this build of PyTorch, has: {here}.",
-            remedy=f"Use --device {devices[0].torch_name}, or --device auto.",
+            remedy=f'Use device="{devices[0].torch_name}", or device="auto".',
         )
     chosen = matches[0]
     reason = f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices)

@@ -42,7 +42,10 @@ class StopdownError(Exception):
     def __init__(self, what: str, *, expected: str = "", remedy: str = "") -> None:
         parts = [make_printable(part) for part in (what, expected, remedy)]
         self.what, self.expected, self.remedy = parts
-        super().__init__(" ".join(part for part in parts if part))
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.what, self.expected, self.remedy) if part)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """All parts and the exit code reach another process."""

@@ -1,16 +1,17 @@
 """Pictures and clips, read and written as files.
 
 A clip is a uint8 array `[T, H, W, 3]` of red, green and blue; a picture is `[H, W, 3]`. Clips are
-written as H.264 in mp4 (yuv420p, BT.709), as gif, as one png, or as a folder of png files. A file
-is written beside its place under a temporary name and renamed when it is whole, so that a full disk
-or Ctrl-C leaves nothing half-written.
+written as H.264 in mp4 or VP9 in webm (yuv420p, BT.709), as gif, as one png, or as a folder of png
+files. A file is written beside its place under a temporary name and renamed when it is whole, so that
+a full disk or Ctrl-C leaves nothing half-written.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ FOLDER = "folder"
 
 
 def choose_format(path: str | os.PathLike[str], frames: int) -> str:
-    """The format that an output path asks for: `mp4`, `gif`, `png` or `folder`.
+    """The format that an output path asks for: `mp4`, `webm`, `gif`, `png` or `folder`.
 
     A path that ends in a slash, has no suffix, or is a folder already, is a folder of png files.
 
@@ -45,7 +46,9 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
     Raises:
         OptionError: the suffix is unknown, or is .png for several frames.
     """
-    text, stem = os.fspath(path), str(Path(path).with_suffix(""))
+    text, stem = os.fspath(path), Path(path).with_suffix("")
+    while stem.suffix.lower() in _WRITERS:  # circle.mp4.json is the record of circle.mp4
+        stem = stem.with_suffix("")
     suffix = Path(path).suffix.lower()
     if not suffix or text.endswith(("/", os.sep)):
         return FOLDER
@@ -54,7 +57,7 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
             return FOLDER
         raise OptionError(
             f"The output {text} ends in {suffix}, which is not a format that Stopdown writes.",
-            expected="It writes .mp4, .gif, .png for a single frame, and folders of png files.",
+            expected=f"The formats are {', '.join(_WRITERS)} (a single frame), and a folder of png files.",
             remedy=f"Use -o {stem}.mp4, or -o {stem}/ for a folder of frames.",
         )
     if suffix == ".png" and frames > 1:
@@ -67,7 +70,11 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
 
 
 def check_output(
-    path: str | os.PathLike[str], frames: int, *, inputs: Iterable[str | Path | None] = ()
+    path: str | os.PathLike[str],
+    frames: int,
+    *,
+    force: bool = True,
+    inputs: Iterable[str | Path | None] = (),
 ) -> str:
     """The format of an output path, once it is certain that a file can be made there now.
 
@@ -76,6 +83,7 @@ def check_output(
     Args:
         path: the output path as it was typed.
         frames: how many frames will be written.
+        force: whether a file that is there is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace.
 
     Raises:
@@ -83,7 +91,7 @@ def check_output(
         OutputError: the place does not exist, is taken, or cannot be written.
     """
     chosen = choose_format(path, frames)
-    check_target(path, folder=chosen == FOLDER, inputs=inputs)
+    check_target(path, folder=chosen == FOLDER, force=force, inputs=inputs)
     return chosen
 
 
@@ -99,7 +107,7 @@ def write_media(
     A file that stands there is replaced; a folder has to be new or empty.
 
     Args:
-        path: a .mp4, .gif or .png file, or a folder (see `choose_format`).
+        path: a .mp4, .webm, .gif or .png file, or a folder (see `choose_format`).
         frames: `[T, H, W, 3]` uint8.
         fps: frames per second, above 0; png files and folders do not keep it. A gif counts in
             hundredths of a second and shows at most 50 frames per second.
@@ -124,37 +132,62 @@ def write_media(
 
 
 def _write_mp4(part: Path, frames: Frames, fps: float) -> None:
-    """H.264 at a quality (crf 16) where the codec's loss stays below what half precision changes.
+    """H.264 at a quality (crf 16) where the codec's loss stays below what half precision changes."""
+    _write_video(part, frames, fps, _MP4)
 
-    yuv420p wants even sizes: an odd height or width is padded by its last row or column.
-    """
+
+def _write_webm(part: Path, frames: Frames, fps: float) -> None:
+    """VP9 at a quality (crf 12) where its loss is about that of the mp4."""
+    _write_video(part, frames, fps, _WEBM)
+
+
+@dataclass(frozen=True)
+class _Container:
+    """A kind of video file: container, codec, and the options of both."""
+
+    format: str
+    codec: str
+    container_options: Mapping[str, str]
+    codec_options: Mapping[str, str]
+
+
+_MP4 = _Container("mp4", "libx264", {"movflags": "+faststart"}, {"crf": "16"})
+_WEBM = _Container("webm", "libvpx-vp9", {}, {"crf": "12", "b": "0", "row-mt": "1"})
+
+
+def _write_video(part: Path, frames: Frames, fps: float, kind: _Container) -> None:
+    """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
     import av
     import numpy as np
 
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     try:
-        _encode_h264(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001))
+        _encode(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001), kind)
     except av.FFmpegError as error:
         if isinstance(error, OSError):  # explained by `written_beside`
             raise
         raise OutputError(
-            f"H.264 cannot encode {len(frames)} frames of height {height} and width {width}: "
+            f"{kind.codec} cannot encode {len(frames)} frames of height {height} and width {width}: "
             f"{_first_line(error)}.",
             expected="The encoder takes sizes up to 16384.",
             remedy="Write a folder of frames with -o frames/, or a smaller --height and --width.",
         ) from error
 
 
-def _encode_h264(part: Path, frames: Frames, rate: Fraction) -> None:
+def _encode(part: Path, frames: Frames, rate: Fraction, kind: _Container) -> None:
     import av
     from av.video.reformatter import Colorspace
 
-    with av.open(str(part), "w", format="mp4", options={"movflags": "+faststart"}) as container:
+    codec_options = dict(kind.codec_options)
+    if kind.codec == "libx264" and has_avx512():
         # x264's code for AVX-512 reads memory that nobody wrote (MALLOC_PERTURB_ shows it), so that
         # the same frames gave other bytes now and then; that for AVX2 gives the bytes of plain C.
-        options = {"crf": "16"} | ({"x264-params": "asm=AVX2"} if has_avx512() else {})
-        stream = container.add_stream("libx264", rate=rate, options=options)
+        codec_options["x264-params"] = "asm=AVX2"
+    with av.open(
+        str(part), "w", format=kind.format, options=dict(kind.container_options)
+    ) as container:
+        stream: Any = container.add_stream(kind.codec, rate=rate, options=codec_options)
         stream.height, stream.width = frames.shape[1], frames.shape[2]
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context
@@ -224,6 +257,7 @@ def _write_folder(part: Path, frames: Frames, fps: float) -> None:
 
 _WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
     ".mp4": _write_mp4,
+    ".webm": _write_webm,
     ".gif": _write_gif,
     ".png": _write_png,
 }
@@ -251,7 +285,7 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
             f"The decoded frames hold {nan} NaN and {int(broken.sum()) - nan} Inf among "
             f"{frames.size} values, in {name_frames(where, len(frames))}.",
             expected="Every value must be finite: a NaN that is cast to a pixel turns black.",
-            remedy="Use --precision vae=fp32, or --precision fp32 for the whole pipeline.",
+            remedy='Use precision="vae=fp32", or precision="fp32" for the whole pipeline.',
         )
     scaled = np.clip(frames.astype(np.float32), 0.0, 1.0) * np.float32(255.0)
     return np.asarray(np.rint(scaled).astype(np.uint8))

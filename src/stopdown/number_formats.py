@@ -6,6 +6,7 @@ Figures follow IEEE 754-2019 for fp16, fp32 and fp64, and the OCP 8-bit specific
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -89,11 +90,17 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
         OptionError: the precision is unknown.
     """
     name = _ALIASES.get(text.strip().lower(), text.strip().lower())
+    if name not in PRECISIONS and "." in name:
+        raise OptionError(
+            f"{text} is no precision, and a plan ends in .json.",
+            expected=f"Known are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file.",
+            remedy='Write for example precision="plan.json".',
+        )
     if name not in PRECISIONS:
         raise OptionError(
             f"The precision {text!r} is unknown.",
             expected=f"Known are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file, plan.json.",
-            remedy="Write for example --precision fp16, or --precision transformer=bf16,vae=fp32.",
+            remedy='Write for example precision="fp16", or precision="transformer=bf16,vae=fp32".',
         )
     return name
 
@@ -126,3 +133,24 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + rest
+
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from `8GiB`, `500 MiB` or `8GB`, which is taken as GiB, as makers of cards mean it.
+
+    Raises:
+        OptionError: it is not an amount of memory.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)\s*", text.lower())
+    amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2) or ""] if found else 0.0
+    if amount < 1:
+        number = re.fullmatch(r"\s*0*[1-9]\d*(?:\.\d+)?\s*", text)
+        raise OptionError(
+            f'memory="{text}" ' + ("has no unit." if number else "is not an amount of memory."),
+            expected="An amount is a number and a unit: 8GiB, 500MiB.",
+            remedy=f'Use memory="{text.strip()}GiB".' if number else 'Use memory="8GiB".',
+        )
+    return int(amount)

@@ -44,6 +44,7 @@ def check_target(
     noun: str = "output",
     option: str = "with -o",
     replaces: Replaces | None = None,
+    force: bool = True,
     inputs: Iterable[str | os.PathLike[str] | None] = (),
 ) -> None:
     """Refuse a place that could not be written, before hours are spent on what belongs there.
@@ -56,6 +57,7 @@ def check_target(
         noun: what is written there, for the message.
         option: how another place is given, for the message.
         replaces: which file may be replaced; None for any. Of a folder: which one that is not empty.
+        force: whether such a file is replaced, and not refused.
         inputs: files that the run reads, which the output must not replace; None is passed over.
 
     Raises:
@@ -64,6 +66,11 @@ def check_target(
     shown, target = Path(path), _resolve(path)
     try:
         found = _find_kind(target)
+        if target.parent.exists() and not target.parent.is_dir():
+            raise OutputError(
+                f"The {noun} {shown} cannot be written: {target.parent} is a file and no folder.",
+                remedy=f"Choose another name {option}.",
+            )
         if not target.parent.is_dir():
             raise OutputError(
                 f"The {noun} {shown} cannot be written: there is no folder {target.parent}.",
@@ -73,6 +80,8 @@ def check_target(
         _refuse_kind(shown, noun, found, folder)
         _refuse_inputs(shown, noun, target, inputs)
         _refuse_taken(shown, noun, target, option, replaces)
+        if not force and found == "file":
+            _refuse_replacing(shown, noun, option)
         if folder and os.path.ismount(target):
             raise OutputError(
                 f"The output {shown} is where a disk is mounted, and cannot be replaced.",
@@ -235,6 +244,14 @@ def _refuse_taken(
             expected="Only what Stopdown wrote there for the same purpose is replaced.",
             remedy=f"Choose another name {option}.",
         )
+
+
+def _refuse_replacing(shown: Path, noun: str, option: str) -> None:
+    raise OutputError(
+        f"The {noun} {shown} is there already.",
+        expected="Nothing is replaced unasked.",
+        remedy=f"Add force=True to replace it, or choose another name {option}: {find_free(shown)}.",
+    )
 
 
 # ---------------------------------------------------------------------------------------------

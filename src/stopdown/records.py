@@ -105,6 +105,7 @@ class CheckRecord(Displayed):
         prices: the remedies side by side; empty without a finding.
         mended: what `--fix` did, in whole sentences.
         elapsed_s: seconds in all.
+        judged: why in those precisions, where none was asked for, a sentence.
     """
 
     source: str
@@ -114,6 +115,7 @@ class CheckRecord(Displayed):
     prices: tuple[Price, ...]
     mended: tuple[str, ...]
     elapsed_s: float
+    judged: str = ""
     kind: str = "check"
     schema: int = field(default=SCHEMA)
 
@@ -949,7 +951,7 @@ _read_hints = functools.cache(get_type_hints)
 def _refuse(kind: type, error: Exception) -> InputError:
     return InputError(
         f"The text is not a {kind.__name__}: {error}.",
-        expected="It is JSON as Stopdown writes it.",
+        expected="A record is JSON as Stopdown writes it.",
         remedy="It may be cut off or edited; make it again.",
     )
 
@@ -983,12 +985,19 @@ def describe_other(path: Path, *kinds: str) -> str:
         path: an existing file.
         kinds: `run`, `plan`, `comparison`…
     """
+    found = read_kind(path)
+    if found is None:
+        return "a file that is no record of Stopdown"
+    return "" if found in ("", *kinds) else f"a record of the kind {found}"
+
+
+def read_kind(path: Path) -> str | None:
+    """The kind of record that a file says it is; empty for an empty file, None for another file."""
     try:
         content = read_small_file(path, most_bytes=_MOST_BYTES)
-        found = msgspec.json.decode(content, type=_Head) if content else None
+        return msgspec.json.decode(content, type=_Head).kind if content else ""
     except (UnreadableError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return "a file that is no record of Stopdown"
-    return "" if found is None or found.kind in kinds else f"a record of the kind {found.kind}"
+        return None
 
 
 def describe_no_run(path: Path) -> str:

@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
-import click
 import pytest
-import typer
 
 from documentation import (
     Run,
     check_command,
     find_commands,
+    parse_command,
     read_blocks,
     read_console,
     read_files,
     run_process,
 )
-from stopdown.app import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,23 +25,6 @@ PAGES = [page for page in PAGES if page.name != "log.md"]
 """The log is left out: it tells what was, and what was typed then."""
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-
-
-def parse_command(command: str) -> str:
-    """What the command line has against a command, without running it; "" when it takes it."""
-    root = typer.main.get_command(cli.app)
-    _, name, *words = shlex.split(command)
-    context = click.Context(root, info_name="stopdown")
-    found = root.get_command(context, name)  # type: ignore[attr-defined]
-    if found is None:
-        return f"there is no command {name}"
-    if not words:
-        return ""  # the command's name, as prose has it
-    try:
-        found.make_context(name, words, parent=context).close()
-    except Exception as refused:  # Typer brings its own copy of click's exceptions
-        return str(getattr(refused, "message", "")) or type(refused).__name__
-    return ""
 
 
 def list_wrong_commands(text: str) -> list[str]:

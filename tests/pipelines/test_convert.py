@@ -380,7 +380,7 @@ def test_force_replaces_a_file_with_its_mark_alone(
     for place, force, message in (
         (foreign, True, "would replace a file that convert did not write."),
         (damaged, True, "would replace a file that convert did not write."),
-        (marked, False, "would replace a model that convert wrote; --force does that."),
+        (marked, False, "would replace a model that convert wrote; force=True does that."),
     ):
         with pytest.raises(OutputError, match=message):
             convert(single[0], place, plan, allow=["overwrite"] if force else [])
@@ -648,7 +648,7 @@ def test_an_effect_beyond_the_limit_is_refused(
         f"{count_left(plan) - 3} more, and without that its "
         "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files hold weights and "
         "configurations: no multiplies, fp32 modules or casts. Write as stored what cannot be: "
-        "--leave unet. Or take the difference: --allow-eps. Or run the plan itself: stopdown "
+        'leave="unet". Or take the difference: allow_eps=True. Or run the plan itself: stopdown '
         f"generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []
@@ -677,7 +677,7 @@ def test_what_folds_cannot_do_is_refused(
         f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
         "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
         "fp32 sums inside patch_embed. Files hold weights and configurations: no multiplies, "
-        "fp32 modules or casts. Write as stored what cannot be: --leave transformer. Or run the plan "
+        'fp32 modules or casts. Write as stored what cannot be: leave="transformer". Or run the plan '
         f"itself: stopdown generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []
@@ -701,8 +701,8 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
     with pytest.raises(OptionError) as caught:
         convert(folder, tmp_path / "out", edited, leave=["you-net"])
     assert str(caught.value) == (
-        f"--leave you-net names no component of {folder}. It has vae, text_encoder, unet. Use "
-        "--leave vae."
+        f'leave="you-net" names no component of {folder}. Its components are vae, text_encoder, unet. '
+        'Use leave="vae".'
     )
 
 
@@ -743,7 +743,7 @@ def test_force_replaces_what_convert_wrote(
     leave = ["unet", "vae", "text_encoder"]
     first = convert_made("sd", folder, out, plan, leave=leave)
     assert first.files["unet/config.json"] == (out / "unet" / "config.json").stat().st_size
-    with pytest.raises(OutputError, match="a model that convert wrote; --force does that"):
+    with pytest.raises(OutputError, match="a model that convert wrote; force=True does that"):
         convert_made("sd", folder, out, plan, leave=leave)
     link.symlink_to(out)
     before = (out / "model_index.json").stat().st_ino

@@ -271,7 +271,7 @@ def test_overflow_in_fp16_stops_the_run(
     assert error.what.startswith(f"`{named}` gave ")
     assert error.what.endswith(f" values{place}, in fp16.")
     assert "; fp16 ends at 65504). fp16 was chosen for it: " in error.expected
-    assert error.remedy.startswith(f"Use `--precision {named}=bf16`, or fp32 ")
+    assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or fp32 ')
     assert error.exit_code == 1
     assert list(out.iterdir()) == []
 
@@ -452,7 +452,7 @@ def test_frames_cut_a_video(run: Any, media: Path, out: Path) -> None:
     """--frames takes so many frames of the video; a number that the model cannot make is refused."""
     run("cogvideox-video", frames=1)
     assert len(read_video(out / "frames")) == 1
-    with pytest.raises(OptionError, match=r"cannot make --frames 6\..* are 1 and 9: use --frames"):
+    with pytest.raises(OptionError, match=r"cannot make frames=6\..* are 1 and 9: use frames"):
         run("cogvideox-video", frames=6, output=str(out / "other"))
 
 
@@ -567,7 +567,7 @@ def test_a_single_file_has_checked_sizes_and_components(
     """What cannot be is refused before the file is loaded, as for a folder."""
     config = str(save_tiny("sd", "fp16"))
     options = make_options(single_file, out, media, prompt="a", config=config)
-    with pytest.raises(OptionError, match="The model cannot make --height 36"):
+    with pytest.raises(OptionError, match="The model cannot make height=36"):
         generate(dataclasses.replace(options, height=36))
     with pytest.raises(OptionError, match="The model has no component 'transformer'"):
         generate(dataclasses.replace(options, precision="transformer=bf16"))

@@ -26,10 +26,10 @@ from stopdown.comparison.measures import (
     measure_latents,
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
+from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.prompts import LONGEST, read_prompts
 from stopdown.comparison.records import Cell, Comparison, Heat, Measures, Thresholds
-from stopdown.comparison.subjects import parse_precisions
 from stopdown.comparison.verdicts import (
     choose_reference,
     judge_cell,

@@ -94,9 +94,9 @@ def test_what_is_refused_cannot_be_made(
 COGVIDEOX = Grid(
     16,
     8,
-    "its autoencoder divides each side by 8 and its transformer reads patches of 2 by 2 and its "
-    "autoencoder holds 4 frames in one latent frame, and takes latent frames by twos after the "
-    "first",
+    "its autoencoder divides each side by 8 and its transformer reads patches of 2 by 2",
+    frames_reason="its autoencoder holds 4 frames in one latent frame, and takes latent frames by twos "
+    "after the first",
 )
 
 
@@ -110,23 +110,23 @@ def test_the_grid_of_cogvideox(save_tiny: Callable[..., Path]) -> None:
     [
         (
             {"height": 100},
-            "The model cannot make --height 100. It takes a multiple of 16 pixels: "
-            f"{COGVIDEOX.reason}. The nearest that work are 96 and 112: use --height 96.",
+            "The model cannot make height=100. It takes a multiple of 16 pixels: "
+            f"{COGVIDEOX.reason}. The nearest that work are 96 and 112: use height=96.",
         ),
         (
             {"width": 3},
-            "The model cannot make --width 3. It takes a multiple of 16 pixels: "
-            f"{COGVIDEOX.reason}. The nearest that works is 16: use --width 16.",
+            "The model cannot make width=3. It takes a multiple of 16 pixels: "
+            f"{COGVIDEOX.reason}. The nearest that works is 16: use width=16.",
         ),
         (
             {"frames": 16},
-            "The model cannot make --frames 16. It takes a multiple of 8 plus 1 frames: "
-            f"{COGVIDEOX.reason}. The nearest that work are 9 and 17: use --frames 17.",
+            "The model cannot make frames=16. It takes a multiple of 8 plus 1 frames: "
+            f"{COGVIDEOX.frames_reason}. The nearest that work are 9 and 17: use frames=17.",
         ),
         (
             {"frames": 0},
-            "The model cannot make --frames 0. It takes a multiple of 8 plus 1 frames: "
-            f"{COGVIDEOX.reason}. The nearest that works is 1: use --frames 1.",
+            "The model cannot make frames=0. It takes a multiple of 8 plus 1 frames: "
+            f"{COGVIDEOX.frames_reason}. The nearest that works is 1: use frames=1.",
         ),
     ],
 )
@@ -144,13 +144,13 @@ def test_the_nearest_sizes_are_named(sizes: dict[str, int], message: str) -> Non
             Grid(16, 1, "of positions", most=128),
             144,
             "It takes a multiple of 16 pixels up to 128: of positions. The nearest that works is "
-            "128: use --height 128.",
+            "128: use height=128.",
         ),
         (
             Grid(16, 1, "of positions", only=(480, 720)),
             512,
             "It takes 480 pixels only: of positions. The nearest that works is 480: use "
-            "--height 480.",
+            "height=480.",
         ),
     ],
 )
@@ -158,7 +158,7 @@ def test_limits_of_positions_are_named(grid: Grid, height: int, ending: str) -> 
     """A transformer with positions up to a size, or for one size, says so."""
     with pytest.raises(OptionError) as caught:
         check_sizes(grid, height=height)
-    assert str(caught.value) == f"The model cannot make --height {height}. {ending}"
+    assert str(caught.value) == f"The model cannot make height={height}. {ending}"
 
 
 @pytest.mark.parametrize("value", range(1, 70))
@@ -169,7 +169,7 @@ def test_every_named_size_works(value: int) -> None:
         try:
             check_sizes(grid, **{flag: value})
         except OptionError as error:
-            named = int(str(error).rstrip(".").rsplit(" ", 1)[1])
+            named = int(str(error).rstrip(".").rsplit("=", 1)[1])
             check_sizes(grid, **{flag: named})
 
 

@@ -156,10 +156,10 @@ def test_an_unknown_device_names_those_that_are_known() -> None:
         find_target("v10")
     text = str(caught.value)
     assert text.startswith(
-        "The device 'v10' is unknown. It is auto, cuda, cuda:1, mps or cpu for a"
+        "The device 'v10' is unknown. A device of this machine is auto, cuda, cuda:1, mps or cpu. "
     )
     assert "a100, a30, cpu-amx" in text
-    assert text.endswith("Use --device v100.")
+    assert text.endswith('Use device="v100".')
 
 
 def test_a_device_of_this_machine_is_described() -> None:

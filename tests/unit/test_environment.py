@@ -180,19 +180,19 @@ def test_a_device_is_chosen_with_its_reason(
             "mps",
             [V100, CPU],
             "There is no device mps here. This machine, with this build of PyTorch, has: "
-            "cuda:0 (Tesla V100), cpu (a CPU). Use --device cuda:0, or --device auto.",
+            'cuda:0 (Tesla V100), cpu (a CPU). Use device="cuda:0", or device="auto".',
         ),
         (
             "cuda:3",
             [V100, CPU],
             "There is no device cuda:3 here. This machine, with this build of PyTorch, has: "
-            "cuda:0 (Tesla V100), cpu (a CPU). Use --device cuda:0, or --device auto.",
+            'cuda:0 (Tesla V100), cpu (a CPU). Use device="cuda:0", or device="auto".',
         ),
         (
             "gpu",
             [CPU],
             "The device 'gpu' is unknown. This machine, with this build of PyTorch, has: "
-            "cpu (a CPU). Use --device cpu, or --device auto.",
+            'cpu (a CPU). Use device="cpu", or device="auto".',
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_an_unknown_suffix_is_refused_with_what_works() -> None:
         choose_format("out/clip.avi", 9)
     assert str(caught.value) == (
         "The output out/clip.avi ends in .avi, which is not a format that Stopdown writes. "
-        "It writes .mp4, .gif, .png for a single frame, and folders of png files. "
+        "The formats are .mp4, .webm, .gif, .png (a single frame), and a folder of png files. "
         "Use -o out/clip.mp4, or -o out/clip/ for a folder of frames."
     )
     assert caught.value.exit_code == 2
@@ -256,7 +256,7 @@ def test_a_size_that_the_codec_refuses_is_named(tmp_path: Path) -> None:
     """A frame wider than H.264 allows is an OutputError with another way to write it."""
     with pytest.raises(OutputError) as caught:
         write_media(tmp_path / "clip.mp4", np.zeros((1, 2, 20000, 3), np.uint8))
-    assert "H.264 cannot encode 1 frames of height 2 and width 20000" in str(caught.value)
+    assert "libx264 cannot encode 1 frames of height 2 and width 20000" in str(caught.value)
     assert "Write a folder of frames with -o frames/" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -276,7 +276,7 @@ def test_a_failure_leaves_nothing_half_written(
         (part / "frame_0000.png" if name == "frames" else part).write_bytes(b"half")
         raise failure
 
-    monkeypatch.setattr(media, "_encode_h264", fail)
+    monkeypatch.setattr(media, "_encode", fail)
     monkeypatch.setitem(media._WRITERS, ".gif", fail)
     monkeypatch.setattr(media, "_write_folder", fail)
     expected = OutputError if isinstance(failure, OSError) else KeyboardInterrupt
@@ -347,7 +347,7 @@ def test_nan_never_becomes_black() -> None:
     assert str(caught.value) == (
         "The decoded frames hold 3 NaN and 1 Inf among 432 values, in frames 3, 4 of 9 (counted "
         "from 0). Every value must be finite: a NaN that is cast to a pixel turns black. "
-        "Use --precision vae=fp32, or --precision fp32 for the whole pipeline."
+        'Use precision="vae=fp32", or precision="fp32" for the whole pipeline.'
     )
 
 

@@ -23,7 +23,7 @@ from stopdown.memory import allocation_tracker, convolution_workspaces, speed
 from stopdown.memory import placement as placement_module
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
-from stopdown.memory.forecast import Fit, choose, parse_bytes, predict_all, sort_by_time
+from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
 from stopdown.memory.gradient_checkpointing import IDLE
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.placement import put_variant
@@ -37,7 +37,7 @@ from stopdown.memory.strategies import (
     group_weights,
     predict,
 )
-from stopdown.number_formats import format_bytes
+from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Rank, intercept
 from stopdown.pipelines.components import find_callees, find_components
@@ -542,7 +542,6 @@ def test_split_attention_gives_the_same_rows(
         ("500 MiB", 500 << 20),
         ("1.5g", 3 << 29),
         ("64k", 1 << 16),
-        ("4096", 4096),
         ("4096B", 4096),
     ],
 )
@@ -556,8 +555,17 @@ def test_what_is_no_amount(text: str) -> None:
     """Anything else is refused with an example."""
     with pytest.raises(OptionError) as caught:
         parse_bytes(text)
-    assert f"--memory {text} is not an amount of memory" in str(caught.value)
-    assert "Use --memory 8GiB" in str(caught.value)
+    assert f'memory="{text}" is not an amount of memory' in str(caught.value)
+    assert 'Use memory="8GiB"' in str(caught.value)
+
+
+def test_an_amount_without_a_unit_is_asked_for_one() -> None:
+    """Eight bytes are never meant."""
+    with pytest.raises(OptionError) as caught:
+        parse_bytes("8")
+    assert str(caught.value) == (
+        'memory="8" has no unit. An amount is a number and a unit: 8GiB, 500MiB. Use memory="8GiB".'
+    )
 
 
 def generate_sd(

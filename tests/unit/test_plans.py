@@ -144,7 +144,7 @@ def test_a_truncated_plan_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "plan.json"
     files.write_plan(PLAN, path)
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(PlanError, match=r"plan.json is not a plan\. .*Make it again"):
+    with pytest.raises(PlanError, match=r"plan.json is not a plan\. .*make one: "):
         files.read_plan(path)
 
 
@@ -211,7 +211,7 @@ def test_only_fp16_needs_a_plan() -> None:
     """A plan for bf16 is refused with what to type instead, before anything is loaded."""
     with pytest.raises(OptionError, match="Only fp16 needs one"):
         parse_fp16("bf16", "A plan")
-    with pytest.raises(OptionError, match="--steps 0 is less than 1"):
+    with pytest.raises(OptionError, match="steps=0 is less than 1"):
         calibrated.make_plan("nowhere", request=Request(steps=0))
 
 

@@ -160,7 +160,7 @@ def test_a_precision_that_does_not_work_is_refused() -> None:
         decide_precisions([TRANSFORMER], BROKEN, {"transformer": "bf16"})
     assert str(caught.value) == (
         "transformer cannot run in bf16 on this device. It was tried and failed: not implemented "
-        "for 'BFloat16'. Use --precision transformer=fp32, or leave it to auto."
+        "for 'BFloat16'. Use precision=\"transformer=fp32\", or leave it to auto."
     )
 
 
@@ -242,40 +242,40 @@ def test_a_component_and_its_method_are_two_fields() -> None:
         (
             "transfomer=bf16",
             "The model has no component 'transfomer'. It has text_encoder, transformer, vae, "
-            "vae.decode, vae.encode. Write for example --precision transformer=bf16.",
+            'vae.decode, vae.encode. Write for example precision="transformer=bf16".',
         ),
         (
             "text_encoder_2=bf16",
             "The model has no component 'text_encoder_2'. It has text_encoder, transformer, vae, "
-            "vae.decode, vae.encode. Write for example --precision text_encoder=bf16.",
+            'vae.decode, vae.encode. Write for example precision="text_encoder=bf16".',
         ),
         (
             "fp64",
             "The precision 'fp64' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
-            "plan.json. Write for example --precision fp16, or --precision "
-            "transformer=bf16,vae=fp32.",
+            'plan.json. Write for example precision="fp16", or '
+            'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "vae=int8",
             "The precision 'int8' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
-            "plan.json. Write for example --precision fp16, or --precision "
-            "transformer=bf16,vae=fp32.",
+            'plan.json. Write for example precision="fp16", or '
+            'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "transformer=fp16,bf16",
-            "The entry 'bf16' of --precision does not say for which component. Each entry is "
-            "COMPONENT=PRECISION. Write for example --precision transformer=bf16,vae=fp32. Components "
+            "The entry 'bf16' of a precision does not say for which component. Each entry is "
+            'COMPONENT=PRECISION. Write for example precision="transformer=bf16,vae=fp32". Components '
             "that are not named are chosen by auto.",
         ),
         (
             "vae.decode=fp16,vae.decode=fp32",
-            "--precision asks for vae.decode=fp16 and for vae.decode=fp32. Each component has one "
+            "The precision asks for vae.decode=fp16 and for vae.decode=fp32. Each component has one "
             "precision, and each of its methods can have its own. Leave one of the two out.",
         ),
         (
             "vae.decod=fp16",
             "The model has no component 'vae.decod'. It has text_encoder, transformer, vae, "
-            "vae.decode, vae.encode. Write for example --precision vae.decode=bf16.",
+            'vae.decode, vae.encode. Write for example precision="vae.decode=bf16".',
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "svd",
             Request(prompt="a ball", image=PICTURE),
-            "StableVideoDiffusionPipeline does not take PROMPT. It takes --image, --steps, "
+            "StableVideoDiffusionPipeline does not take PROMPT. What it does take is --image, --steps, "
             "--frames, --height, --width, --guidance. Leave PROMPT away, or use a model that takes "
             "it.",
         ),
@@ -135,13 +135,13 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "sd",
             Request(prompt="a ball", frames=9),
-            "StableDiffusionPipeline does not take --frames. It takes PROMPT, --negative, --steps, "
-            "--height, --width, --guidance. Leave --frames away, or use a model that takes it.",
+            "StableDiffusionPipeline does not take --frames. What it does take is PROMPT, --negative, "
+            "--steps, --height, --width, --guidance. Leave --frames away, or use a model that takes it.",
         ),
         (
             "cogvideox",
             Request(prompt="a ball", image=PICTURE),
-            "CogVideoXPipeline does not take --image. It takes PROMPT, --negative, --steps, "
+            "CogVideoXPipeline does not take --image. What it does take is PROMPT, --negative, --steps, "
             "--frames, --height, --width, --guidance. Leave --image away, or use a model that "
             "takes it.",
         ),
@@ -201,7 +201,7 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
             make_signature("SomeInpaintPipeline", **INPAINT, num_inference_steps=50),
             Request("a", image=PICTURE, mask=PICTURE, steps=3, strength=0.3),
             "3 steps at a strength of 0.3 are less than one step. SomeInpaintPipeline makes that share "
-            "of its steps. Use --steps 4 or more, or --strength 1.",
+            "of its steps. Use steps=4 or more, or strength=1.",
         ),
         (
             make_signature("ClassPipeline", "class_labels"),

@@ -164,7 +164,8 @@ def test_a_damaged_index_is_named(folder: Path) -> None:
     (folder / "model_index.json").write_text("{")
     assert read_error(lambda: resolve_source(folder)) == (
         f"{folder}/model_index.json cannot be read as a table in JSON: it is not JSON at line 1, "
-        f"column 2: Expecting property name enclosed in double quotes. It describes the model. {AGAIN}"
+        "column 2: Expecting property name enclosed in double quotes. This file describes the model. "
+        f"{AGAIN}"
     )
 
 

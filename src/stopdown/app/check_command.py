@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stopdown.app.flags import ConfigOption, FramesOption, HeightOption, RevisionOption, WidthOption
-from stopdown.app.request_options import refuse_ignored
+from stopdown.app.display import Display, Silent, load_libraries
+from stopdown.app.flags import (
+    ConfigOption,
+    FramesOption,
+    HeightOption,
+    RevisionOption,
+    SourceOptions,
+    WidthOption,
+)
+from stopdown.app.remedies import name_source
+from stopdown.app.request_options import refuse_ignored, refuse_unknown_device
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, written_beside
 from stopdown.records import CheckRecord, Finding, Price, to_json
@@ -28,8 +37,15 @@ NOT_WRITTEN = (
 
 
 @dataclass(frozen=True)
-class CheckOptions:
-    """Say what will go wrong with dtypes, before loading and without owning the device."""
+class CheckOptions(SourceOptions):
+    """Find what will go wrong with dtypes, before a run.
+
+    Nothing is loaded, and the device need not be here. Exit code 1 means findings.
+
+    Examples:
+      stopdown check zai-org/CogVideoX-5b --device v100
+      stopdown check shapes --precision fp16 --device t4
+    """
 
     source: Annotated[
         str,
@@ -43,7 +59,7 @@ class CheckOptions:
         str | None,
         typer.Option(
             help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae.decode=fp32, or "
-            "by a plan: plan.json. Without it as it is stored."
+            "by a plan: plan.json. Without it as auto would run it on that device."
         ),
     ] = None
     device: Annotated[
@@ -75,11 +91,16 @@ class CheckOptions:
     ] = False
 
 
+ANSWERED_BY_PLANS = ("range-unplanned", "clamp-may-bite", "force-upcast-unread")
+"""Findings whose remedy is a plan."""
+
+
 def main(options: CheckOptions) -> int:
     """Run the command and print its page; 1 with a finding of something wrong."""
-    from stopdown.app.progress import open_console
+    from stopdown.app.progress import open_console, open_display
 
-    record = check(options)
+    with open_display(options, is_short=True) as display:
+        record = check(options, display)
     if options.json:
         sys.stdout.write(to_json(record))
     else:
@@ -87,7 +108,7 @@ def main(options: CheckOptions) -> int:
     return choose_code(record)
 
 
-def check(options: CheckOptions) -> CheckRecord:
+def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     """Check a source; with `fix` load it, mend it, and check again what remains.
 
     Raises:
@@ -95,31 +116,49 @@ def check(options: CheckOptions) -> CheckRecord:
         OptionError: a precision, a device or a combination of flags is refused.
         OutputError: the folder to write is not empty, or cannot be written.
     """
-    from stopdown.dtype_rules.check import find_source, inspect_pipeline
-    from stopdown.dtype_rules.remedy_costs import price_remedies
-
     begun = time.perf_counter()
     _refuse(options)
-    source = find_source(options.source, options.config, options.revision)
+    from stopdown.pipelines.sources import find_missing, refuse, resolve_source
+
+    found = resolve_source(
+        options.source,
+        revision=options.revision,
+        config=options.config,
+        variant=options.variant,
+        with_weights=False,
+    )
+    if found.kind in ("bundled", "folder"):
+        refuse(found.name, find_missing(found))
+    load_libraries(display or Silent())
+    from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
+    from stopdown.dtype_rules.remedy_costs import price_remedies
+
+    source = find_source(found)
+    precision, by_plan, judged = options.precision, False, ""
+    if precision in (None, "auto"):
+        precision, by_plan, judged = choose_auto(source, options.device)
     checked = inspect_pipeline(
         source,
-        precision=options.precision,
+        precision=precision,
         device=options.device,
         arguments=_read_sizes(options),
         sums=options.sums,
     )
-    prices = price_remedies(checked.seen, checked.profile) if checked.findings else ()
     findings, mended = checked.findings, tuple[str, ...]()
+    if by_plan:
+        findings = [found for found in findings if found.kind not in ANSWERED_BY_PLANS]
+    prices = price_remedies(checked.seen, checked.profile) if findings else ()
     if options.fix and findings:
         findings, mended = _fix(options, checked)
     return CheckRecord(
         options.source,
         f"{checked.profile.name} ({checked.profile.title})",
         checked.precisions,
-        tuple(findings),
-        prices,
+        tuple(replace(x, remedy=name_source(x.remedy, options.source)) for x in findings),
+        tuple(replace(x, note=name_source(x.note, options.source)) for x in prices),
         mended,
         round(time.perf_counter() - begun, 3),
+        judged,
     )
 
 
@@ -131,6 +170,7 @@ def _read_sizes(options: CheckOptions) -> dict[str, int]:
 
 def _refuse(options: CheckOptions) -> None:
     refuse_ignored(options.source, options.revision, options.config)
+    refuse_unknown_device(options.device, takes_profile=True)
     _refuse_unmendable(options)
     for name in ("frames", "height", "width"):
         value = getattr(options, name)
@@ -150,9 +190,12 @@ def _refuse(options: CheckOptions) -> None:
 
 def _refuse_unmendable(options: CheckOptions) -> None:
     """Refuse precisions that --fix has nothing to do with."""
+    from stopdown.plans.plan_files import read_plan
     from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision or "auto")
+    if asked.plan is not None:
+        read_plan(asked.plan)
     if options.fix and (asked.plan is not None or any(part.method for part in asked.parts)):
         raise OptionError(
             f"--fix was given with --precision {options.precision}.",
@@ -180,7 +223,12 @@ def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.pipelines.loader import load_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
 
-    source = resolve_source(options.source, revision=options.revision, config=options.config)
+    source = resolve_source(
+        options.source,
+        revision=options.revision,
+        config=options.config,
+        variant=options.variant,
+    )
     verify_source(source)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
     return load_pipeline(source, torch_dtypes=dtypes)
@@ -212,6 +260,8 @@ def print_check(record: CheckRecord, console: Console) -> None:
 
     chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
     show((record.source, "bold"), f" on {record.device}{': ' if chosen else ''}{chosen}")
+    if record.judged:
+        show(record.judged)
     for line in record.mended:
         show(("mended ", "bold"), line)
     for finding in record.findings:

@@ -12,7 +12,8 @@ import json
 import shutil
 import sys
 import textwrap
-from typing import Annotated, NoReturn
+import traceback
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -22,6 +23,7 @@ from stopdown.app import (
     check_command,
     compare_command,
     convert_command,
+    defaults_file,
     doctor_command,
     explain_command,
     generate_command,
@@ -46,10 +48,11 @@ from stopdown.app.run_command import ScriptOptions
 app = typer.Typer(
     name="stopdown",
     help="Half precision, whole picture: image and video diffusion models without black frames.",
+    epilog="stopdown COMMAND -h shows what a command takes, with examples.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -97,14 +100,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         with signals.raised_signals():
             code = _run(words, wants_json)
-    except streams.StdoutError as error:
-        code = error.exit_code
-        _report_error(type(error).__name__, [error.what, error.expected, error.remedy], False)
     except StopdownError as error:
         code = error.exit_code
+        if {"-v", "--verbose"} & set(words):
+            traceback.print_exception(error)
         parts = [error.what, error.expected, error.remedy]
+        is_stdout = isinstance(error, streams.StdoutError)
         if not error.is_told_elsewhere:
-            _report_error(type(error).__name__, parts, wants_json)
+            _report_error(type(error).__name__, parts, wants_json and not is_stdout)
     except signals.Stopped as stopped:
         code = int(stopped.code or 0)
         _report_error(stopped.name, describe_interrupt(words, stopped.name), wants_json)
@@ -121,7 +124,7 @@ def _run(words: list[str], wants_json: bool) -> int:
     checked = contextlib.nullcontext() if is_script else streams.checked_stdout(is_json=wants_json)
     with checked:
         try:
-            app(args=words, standalone_mode=True)
+            app(args=words, prog_name="stopdown", default_map=_read_defaults(words))
         except SystemExit as left:
             if left.code == signals.INTERRUPTED:  # what Typer makes of Ctrl-C
                 raise KeyboardInterrupt from left
@@ -129,6 +132,21 @@ def _run(words: list[str], wants_json: bool) -> int:
                 raise
             return int(left.code or 0)
     return 0
+
+
+def _read_defaults(words: list[str]) -> dict[str, dict[str, Any]]:
+    """Defaults of a file, by command; none for help, which a file that is refused must not hide."""
+    if {"-h", "--help", "--version"} & set(words) or not _find_command(words):
+        return {}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group
+    options = {
+        name: {entry.name for entry in command.params if entry.param_type_name == "option"}
+        for name, command in commands.items()
+    }
+    path, defaults = defaults_file.read_defaults(options)
+    if {"-v", "--verbose"} & set(words) and defaults.get(_find_command(words)):
+        typer.echo(f"stopdown: {path} gives defaults.", err=True)
+    return defaults
 
 
 def _find_command(words: list[str]) -> str:

@@ -14,16 +14,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stopdown.app.display import load_libraries
 from stopdown.app.flags import (
     ConfigOption,
     ControlImageOption,
     DeviceOption,
+    ForceOption,
     GuidanceOption,
     HeightOption,
     ImageOption,
+    LoraOption,
     MaskOption,
     RecordJsonOption,
     RevisionOption,
+    SchedulerOption,
     SourceArgument,
     StepsOption,
     StrengthOption,
@@ -45,6 +49,7 @@ from stopdown.records import describe_other, to_json
 
 if TYPE_CHECKING:
     from stopdown.app.display import Display
+    from stopdown.pipelines.sources import Source
 
 
 DEFAULT_OUTPUT = Path("report.html")
@@ -57,7 +62,15 @@ _LARGEST_SEED = 2**62 - 1
 
 @dataclass(frozen=True)
 class CompareOptions(RequestOptions):
-    """Show what each precision does to the same prompts: one page to choose by."""
+    """Compare precisions on the same prompts, on one page.
+
+    Each prompt runs with the same noise in each precision. The page is one HTML file that loads
+    nothing. A comparison that was interrupted goes on where it stopped.
+
+    Examples:
+      stopdown compare shapes --prompt "a red circle" --precisions fp32,bf16 --steps 4
+      stopdown compare zai-org/CogVideoX-5b --prompts prompts.txt -o report.html
+    """
 
     source: SourceArgument
     prompts: Annotated[
@@ -80,10 +93,11 @@ class CompareOptions(RequestOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Page to write, ending in .html, also over another page of Stopdown. Without it "
-            "report.html, or the first free report-2.html.",
+            help="Page to write, ending in .html. Without it report.html, or the first free "
+            "report-2.html.",
         ),
     ] = None
+    force: ForceOption = False
     negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None
     image: ImageOption = None
     video: VideoOption = None
@@ -111,6 +125,8 @@ class CompareOptions(RequestOptions):
     max_flicker: Annotated[
         float | None, typer.Option(help="Largest change of the error from frame to frame.")
     ] = None
+    lora: LoraOption = ()
+    scheduler: SchedulerOption = None
     revision: RevisionOption = None
     config: ConfigOption = None
     json: RecordJsonOption = False
@@ -119,12 +135,14 @@ class CompareOptions(RequestOptions):
 def main(options: CompareOptions) -> int:
     """Run the command, with progress and the table; 1 when a cell failed or a prompt was bad."""
     from stopdown.app.comparison_cards import print_record, strip_pictures
-    from stopdown.app.progress import Bars, open_console
+    from stopdown.app.progress import open_console, open_display
 
-    with Bars(open_console(stderr=True)) as display:
+    with open_display(options) as display:
         made, page = compare(options, display)
     if options.json:
         sys.stdout.write(to_json(strip_pictures(made)))
+    elif options.quiet:
+        sys.stdout.write(f"{page}\n")
     else:
         print_record(made, page, open_console())
     return choose_code(made)
@@ -140,8 +158,13 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     """
     output = options.output or find_free(DEFAULT_OUTPUT, ".json")
     folder = find_cells(output)
-    check_page(output)
-    check_target(find_record_path(output), noun="record", replaces=describe_no_comparison)
+    check_page(output, force=options.force)
+    check_target(
+        find_record_path(output),
+        noun="record",
+        replaces=describe_no_comparison,
+        force=options.force,
+    )
     check_target(folder, folder=True, noun="folder of finished cells", replaces=lambda path: "")
     request = read_request(
         options,
@@ -151,12 +174,10 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
         largest_seed=_LARGEST_SEED,
     )
     numbered, bad = _read_prompts(options)
+    source = _find_source(options, display)
     from stopdown.comparison.matrix import compare as run_matrix
-    from stopdown.comparison.subjects import parse_precisions
     from stopdown.report.pages import render_comparison
 
-    parse_precisions(options.precisions)  # refused before a model is downloaded
-    source = find_source(options, display)
     with _held(folder):
         try:
             made = run_matrix(
@@ -183,6 +204,16 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
             part.write_text(to_json(made), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
     return made, page
+
+
+def _find_source(options: CompareOptions, display: Display) -> Source:
+    """The model, after precisions and models that cannot be compared were refused."""
+    from stopdown.comparison.precision_lists import parse_precisions, read_plans
+
+    read_plans(parse_precisions(options.precisions))
+    source = find_source(options, display)
+    load_libraries(display)
+    return source
 
 
 @contextmanager
@@ -247,7 +278,7 @@ def find_cells(output: Path) -> Path:
     return output.with_name(f".{output.name}.cells")
 
 
-def check_page(output: Path) -> None:
+def check_page(output: Path, *, force: bool = True) -> None:
     """Refuse a page that could not be written, before hours are spent on it.
 
     Raises:
@@ -260,7 +291,7 @@ def check_page(output: Path) -> None:
             expected="A report is one HTML file.",
             remedy=f"Use -o {output.with_suffix('.html')}",
         )
-    check_target(output, replaces=describe_no_page)
+    check_target(output, replaces=describe_no_page, force=force)
 
 
 def choose_code(made: Comparison) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from stopdown.app.display import load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.number_formats import list_some
@@ -22,7 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions(RequestOptions):
-    """Write a plan into the weights: an fp16 model that runs right without Stopdown."""
+    """Write a plan into the weights, for plain Diffusers.
+
+    What comes out is an ordinary fp16 model that renders right where Stopdown is not installed.
+
+    Examples:
+      stopdown plan shapes -o plan.json
+      stopdown convert shapes shapes-fp16 --plan plan.json
+    """
 
     source: SourceArgument
     output: Annotated[
@@ -63,12 +71,14 @@ class ConvertOptions(RequestOptions):
 
 def main(options: ConvertOptions) -> int:
     """Run the command, with progress and the summary."""
-    from stopdown.app.progress import Bars, open_console
+    from stopdown.app.progress import open_console, open_display
 
-    with Bars(open_console(stderr=True)) as display:
+    with open_display(options) as display:
         made = convert(options, display)
     if options.json:
         sys.stdout.write(to_json(made))
+    elif options.quiet:
+        sys.stdout.write(f"{made.output}\n")
     else:
         print_conversion(made, open_console())
     return 0
@@ -80,10 +90,15 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
+    from stopdown.plans.plan_files import read_plan
+
     request = read_request(options)
-    from stopdown.checkpoints import convert as convert_module
+    read_plan(options.plan)
 
     source = find_source(options, display)
+    load_libraries(display)
+    from stopdown.checkpoints import convert as convert_module
+
     allowed: dict[Literal["eps", "overwrite"], bool] = {
         "eps": options.allow_eps,
         "overwrite": options.force,

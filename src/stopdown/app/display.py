@@ -14,6 +14,9 @@ class Display(Protocol):
     def announce(self, text: str) -> None:
         """Something that a person must hear now: a repair."""
 
+    def detail(self, text: str) -> None:
+        """Something that is of use to whoever wants to know more."""
+
 
 class Silent:
     """A display that shows nothing."""
@@ -23,3 +26,16 @@ class Silent:
 
     def announce(self, text: str) -> None:
         """Nothing."""
+
+    def detail(self, text: str) -> None:
+        """Nothing."""
+
+
+def load_libraries(display: Display) -> None:
+    """Import PyTorch and Diffusers, which takes seconds, and say so before.
+
+    Whatever a command refuses by looking at its options and files comes before this.
+    """
+    from stopdown.pipelines.library_imports import import_libraries
+
+    import_libraries(lambda name: display.progress("import", name, 0, 0))

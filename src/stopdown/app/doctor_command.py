@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stopdown.app.display import load_libraries
+from stopdown.app.flags import CommandOptions
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth, to_json
 
@@ -16,8 +18,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DoctorOptions:
-    """Say what a machine computes in, natively or emulated, and what auto would choose on it."""
+class DoctorOptions(CommandOptions):
+    """Show what a machine computes in, and what auto chooses.
+
+    Examples:
+      stopdown doctor
+      stopdown doctor --device v100
+    """
 
     device: Annotated[
         str | None,
@@ -36,12 +43,14 @@ class DoctorOptions:
 
 def main(options: DoctorOptions) -> int:
     """Run the command and print its page, or the profile."""
-    from stopdown.app.progress import open_console
+    from stopdown.app.progress import open_console, open_display
 
     if options.toml:
         sys.stdout.write(write_profile(options.device))
         return 0
-    health = diagnose(options.device)
+    with open_display(options, is_short=True) as display:
+        load_libraries(display)
+        health = diagnose(options.device)
     if options.json:
         sys.stdout.write(to_json(health))
     else:
@@ -78,7 +87,9 @@ def write_profile(device: str | None) -> str:
 
 def print_health(health: MachineHealth, console: Console) -> None:
     """Print each device: formats, attention, faults, and what `auto` would choose."""
-    for device in health.devices:
+    for number, device in enumerate(health.devices):
+        if number:
+            console.print()
         _print_device(device, console)
     _print_switches(health, console)
     settings = tuple(f"{name}={value}" for name, value in health.settings.items())
@@ -97,7 +108,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
     origin = "" if device.tried else " (from its profile; nothing was tried)"
-    title = Text.assemble("\n", (device.device, "bold"), f"{capability}{memory}{origin}")
+    title = Text.assemble((device.device, "bold"), f"{capability}{memory}{origin}")
     console.print(title, soft_wrap=True)
     for entry in device.formats:
         ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"

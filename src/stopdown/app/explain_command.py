@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
+from stopdown.app.flags import CommandOptions
 from stopdown.diagnosis import (
     PICTURES,
     UNKNOWN,
@@ -27,16 +29,25 @@ _SUFFIXES = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 @dataclass(frozen=True)
-class ExplainOptions:
-    """Say why: an error message, a traceback, a log or a black picture, and what to type."""
+class ExplainOptions(CommandOptions):
+    """Say what a message, a log or a black picture means.
+
+    It names the cause, the line that shows it, and what to type.
+
+    Examples:
+      stopdown explain "expected scalar type Half but found Float"
+      stopdown explain run.log
+      stopdown explain video.mp4
+    """
 
     subject: Annotated[
-        str | None,
+        tuple[str, ...],
         typer.Argument(
-            metavar="[FILE|-|TEXT]",
-            help="Log, picture, video or folder of frames; - for standard input; or the message.",
+            metavar="FILE|-|TEXT",
+            help="Log, picture, video, folder of frames, or record of Stopdown; - for standard "
+            "input; or the message.",
         ),
-    ] = None
+    ] = ()
     json: Annotated[
         bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the page.")
     ] = False
@@ -46,12 +57,28 @@ def main(options: ExplainOptions) -> int:
     """Run the command and print its page; 1 when the text is unknown."""
     from stopdown.app.progress import open_console
 
-    diagnosis = explain(options.subject)
+    diagnosis = explain(_join(options.subject))
     if options.json:
         sys.stdout.write(to_json(diagnosis))
     else:
         print_diagnosis(diagnosis, open_console(highlight=False))
     return choose_code(diagnosis)
+
+
+def _join(words: tuple[str, ...]) -> str | None:
+    """One subject: a file, or a message whose quotes were forgotten.
+
+    Raises:
+        OptionError: a file is among several words.
+    """
+    files = [word for word in words if len(words) > 1 and _find_path(word)]
+    if files:
+        raise OptionError(
+            f"{len(words)} subjects were given, and {files[0]} is a file.",
+            expected="One file is explained at a time.",
+            remedy=f"Write stopdown explain {shlex.quote(files[0])}",
+        )
+    return " ".join(words) if words else None
 
 
 def explain(subject: str | None) -> Diagnosis:

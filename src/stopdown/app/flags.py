@@ -2,11 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+QuietOption = Annotated[
+    bool,
+    typer.Option(
+        "-q",
+        "--quiet",
+        help="No progress and no remarks; of a card only the file that was written.",
+    ),
+]
+VerboseOption = Annotated[
+    bool,
+    typer.Option(
+        "-v",
+        "--verbose",
+        help="Also what libraries remark, which file gave defaults, and the traceback of an error.",
+    ),
+]
+
+
+SHOWN = ("json", "quiet", "verbose", "token")
+"""Options about what is printed, and what is secret: no record has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandOptions:
+    """What every command takes; the dataclass of a command is a subclass."""
+
+    quiet: QuietOption = False
+    verbose: VerboseOption = False
+
+
+VariantOption = Annotated[
+    str | None, typer.Option(help="Variant of the weights, where there are several: fp16.")
+]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Token for a gated or private model; others see it, so hf auth login is better."
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions(CommandOptions):
+    """What every command takes that reads a model."""
+
+    variant: VariantOption = None
+    token: TokenOption = None
+
+
+LoraOption = Annotated[
+    tuple[str, ...],
+    typer.Option(
+        metavar="FILE[:WEIGHT]",
+        help="LoRA to put on, style.safetensors:0.8; give it again for more.",
+    ),
+]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Scheduler in the place of the model's own: DPMSolverMultistep, Euler…"
+    ),
+]
 SourceArgument = Annotated[
     str,
     typer.Argument(
@@ -51,6 +114,9 @@ StrictOption = Annotated[
 KeepRepairsOption = Annotated[
     bool,
     typer.Option("--keep-repairs", help="Write repairs into the plan that --precision names."),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Replace the output where it is there already.")
 ]
 RecordJsonOption = Annotated[
     bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")

@@ -12,23 +12,27 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stopdown.app.display import Display, Silent
+from stopdown.app.display import Display, Silent, load_libraries
 from stopdown.app.flags import (
+    SHOWN,
     AllowOption,
     ConfigOption,
     ControlImageOption,
     DeviceOption,
+    ForceOption,
     FramesOption,
     GuidanceOption,
     HeightOption,
     ImageOption,
     KeepRepairsOption,
+    LoraOption,
     MaskOption,
     RevisionOption,
+    SchedulerOption,
     SourceArgument,
     StepsOption,
     StrengthOption,
@@ -46,6 +50,7 @@ from stopdown.app.request_options import (
     read_request,
 )
 from stopdown.app.several_ranks import follow, joined_ranks, lead
+from stopdown.app.size_limits import refuse_too_large
 from stopdown.errors import OptionError, OutputError
 from stopdown.outputs import find_record_path
 from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
@@ -66,21 +71,31 @@ DEFAULT_OUTPUT = "stopdown.mp4"
 
 @dataclass(frozen=True)
 class GenerateOptions(RequestOptions):
-    """Make a video or a picture from a prompt, an image or a video; never a black one in silence."""
+    """Make a video or picture that is not black, or say why.
+
+    It starts from a prompt, an image or a video. A component that gives NaN or Inf is repaired and
+    called again; frames that are black, grey or frozen are reported.
+
+    Examples:
+      stopdown generate zai-org/CogVideoX-5b "a girl riding a bike" --memory auto
+      stopdown generate shapes "a red circle moving left on a grey background"
+      stopdown generate shapes "a red circle" --precision fp16 -o circle.mp4
+    """
 
     source: SourceArgument
     prompt: Annotated[
-        str | None, typer.Argument(metavar="[PROMPT]", help="What the picture or video shows.")
+        str | None, typer.Argument(metavar="PROMPT", help="What the picture or video shows.")
     ] = None
     output: Annotated[
         str | None,
         typer.Option(
             "-o",
             "--output",
-            help="File (.mp4, .gif, .png) to write, also over one that is there, or new folder of "
-            "frames. Without it stopdown.mp4, or the first free stopdown-2.mp4.",
+            help="File (.mp4, .webm, .gif, .png) to write, or new folder of frames. Without it "
+            "stopdown.mp4, or the first free stopdown-2.mp4.",
         ),
     ] = None
+    force: ForceOption = False
     negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None
     image: ImageOption = None
     video: VideoOption = None
@@ -91,22 +106,28 @@ class GenerateOptions(RequestOptions):
         str,
         typer.Option(
             help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
-            "plan: plan.json."
+            "plan: plan.json. half is fp16."
         ),
     ] = "auto"
     device: DeviceOption = "auto"
     steps: StepsOption = None
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0
+    num: Annotated[
+        int,
+        typer.Option(help="How many to make, each with the next seed, in files that are numbered."),
+    ] = 1
     frames: FramesOption = None
     height: HeightOption = None
     width: WidthOption = None
     guidance: GuidanceOption = None
     fps: Annotated[float, typer.Option(help="Frames per second of the file.")] = 8.0
+    lora: LoraOption = ()
+    scheduler: SchedulerOption = None
     revision: RevisionOption = None
     config: ConfigOption = None
     strict: StrictOption = False
     on_fault: Annotated[
-        str,
+        Literal["repair", "raise"],
         typer.Option(
             help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
             "raise: stop there."
@@ -150,20 +171,58 @@ class GenerateOptions(RequestOptions):
 def main(options: GenerateOptions) -> int:
     """Run the command, with progress and the card; 1 when --strict refuses the frames."""
     from stopdown.app.cards import print_card
-    from stopdown.app.progress import Bars, open_console
+    from stopdown.app.progress import open_console, open_display
 
+    runs, found = list_runs(options), False
     with joined_ranks(options.device, options.memory, options.parallel) as (device, ranks):
-        options = dataclasses.replace(options, device=device)
-        if ranks is not None and ranks.number > 0:
-            generate(options, ranks=ranks)
-            return 0
-        with Bars(open_console(stderr=True)) as display:
-            record = generate(options, display, ranks)
-    if options.json:
-        sys.stdout.write(to_json(record))
-    else:
-        print_card(record, open_console())
-    return int(bool(record.findings) and options.strict)
+        for one in runs:
+            one = dataclasses.replace(one, device=device)
+            if ranks is not None and ranks.number > 0:
+                generate(one, ranks=ranks)
+                continue
+            with open_display(options) as display:
+                record = generate(one, display, ranks)
+            if options.json:
+                sys.stdout.write(to_json(record))
+            elif options.quiet:
+                sys.stdout.write(f"{record.output}\n")
+            else:
+                print_card(record, open_console())
+            found |= bool(record.findings)
+    return int(found and options.strict)
+
+
+def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
+    """The options of each run: one, or `--num` with the seeds that follow and numbered outputs.
+
+    Raises:
+        OptionError: the number is less than 1, or one journal is to serve several runs.
+        OutputError: an output is there already.
+    """
+    if options.num < 1:
+        raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
+    if options.num == 1:
+        return [options]
+    if options.journal is not None:
+        raise OptionError(
+            f"--num {options.num} was given with --journal.",
+            expected="A journal is that of one run.",
+            remedy="Leave one of them away.",
+        )
+    path = Path(options.output) if options.output is not None else None
+    runs = [
+        dataclasses.replace(
+            options,
+            num=1,
+            seed=options.seed + number,
+            output=str(path.with_stem(f"{path.stem}-{number + 1}")) if path is not None else None,
+        )
+        for number in range(options.num)
+    ]
+    for run in runs:
+        if run.output is not None:
+            _check_output_early(run)
+    return runs
 
 
 def generate(
@@ -188,11 +247,15 @@ def generate(
     options = dataclasses.replace(options, output=options.output or str(_find_default()))
     lead(ranks, lambda: _check_output_early(options))
     from stopdown.environment import choose_device
-    from stopdown.pipelines.sources import verify_source
+    from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
 
-    device = choose_device(options.device)
     source = follow(ranks, lambda: find_source(options, display))
-    verify_source(source)
+    frames = options.frames if request.video is None else len(request.video)
+    grid = find_grid(read_configs(source.path))
+    check_sizes(grid, frames=frames, height=options.height, width=options.width)
+    load_libraries(display)
+    device = choose_device(options.device)
+    display.detail(f"{options.source} is {source.path}. {device.reason}")
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.runtime.runs import write_record
 
@@ -248,6 +311,7 @@ def _generate(
         request,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
+    refuse_too_large(options, chosen.source, request, device, display)
     loader = follow(
         run.ranks,
         lambda: choose_loader(
@@ -341,6 +405,7 @@ def _open_journal(
 _TOLD_APART_BY = (
     *("prompt", "negative", "image", "video", "steps", "seed"),
     *("frames", "height", "width", "guidance", "mask", "control_image", "strength"),
+    *("lora", "scheduler"),
 )
 """Options that make another run; what the others decide is seen in the pipeline."""
 
@@ -350,13 +415,14 @@ def _read_request(options: GenerateOptions) -> Request:
     from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision)
-    check_number("--fps", options.fps)
+    _check_rate(options.fps)
     check_number("--journal-limit", options.journal_limit)
-    if options.on_fault not in ("repair", "raise"):
+    if options.prompt == "":
         raise OptionError(
-            f"--on-fault {options.on_fault} is unknown.",
-            expected="Known are repair and raise.",
-            remedy="Use --on-fault repair.",
+            "The prompt is empty.",
+            expected="An empty prompt often is a shell variable that is not set.",
+            remedy='Write what it shows, or leave it away where a model takes none; a space, " ", asks '
+            "for nothing in particular.",
         )
     if options.keep_repairs and asked.plan is None:
         raise OptionError(
@@ -374,6 +440,16 @@ def _read_request(options: GenerateOptions) -> Request:
     )
 
 
+_MOST_FPS = 1000.0
+
+
+def _check_rate(fps: float) -> None:
+    if not 0 < fps <= _MOST_FPS:  # NaN is neither
+        raise OptionError(
+            f"--fps {fps:g} is not above 0 and up to {_MOST_FPS:g}.", remedy="Use --fps 8."
+        )
+
+
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
     from stopdown.media import check_output
@@ -384,13 +460,12 @@ def _check_output_early(options: GenerateOptions) -> None:
     plan = parse_request(options.precision).plan
     files = (options.image, options.video, options.mask, options.control_image)
     read = (*files, options.source, plan)
-    check_output(_name_output(options), options.frames or 1, inputs=read)
-    record = find_record_path(_name_output(options))
-    check_target(record, noun="record", replaces=describe_no_run, inputs=read)
+    output, force = _name_output(options), options.force
+    check_output(output, options.frames or 1, force=force, inputs=read)
+    record = find_record_path(output)
+    check_target(record, noun="record", replaces=describe_no_run, force=force, inputs=read)
     if options.keep_repairs and plan is not None:
         check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
-    if options.fps <= 0:
-        raise OptionError(f"--fps {options.fps} is not above 0.", remedy="Use --fps 8.")
 
 
 @contextlib.contextmanager
@@ -433,7 +508,7 @@ def _run(
         loaded,
         request,
         output=_name_output(options),
-        on_fault=options.on_fault,  # type: ignore[arg-type]  # checked by `_read_request`
+        on_fault=options.on_fault,
         observer=observe,
         announce=display.announce,
         journal=journal,
@@ -484,7 +559,7 @@ def _write(
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
     """What was asked for, as JSON has it: paths as text, lists, and nothing that was left away."""
     given = {
-        name: x for name, x in asdict(options).items() if x not in (None, ()) and name != "json"
+        name: x for name, x in asdict(options).items() if x not in (None, ()) and name not in SHOWN
     }
     return {name: _make_plain(x) for name, x in given.items()}
 

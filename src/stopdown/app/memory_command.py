@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stopdown.app.request_options import RequestOptions, read_allowed
+from stopdown.app.display import load_libraries
+from stopdown.app.request_options import RequestOptions, find_source, read_allowed
 from stopdown.errors import OptionError
-from stopdown.records import MemoryPlan, MemoryRow, Reduction
+from stopdown.records import MemoryPlan, MemoryRow, Plan, Reduction
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,24 +48,25 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
         StopdownError: anything that went wrong, with what to type.
     """
     from stopdown.device_profiles import find_target
-    from stopdown.pipelines import sources
-    from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.pipelines.loader import complete_source
-    from stopdown.plans.precision_and_memory import choose_way, list_rows
+    from stopdown.plans.plan_files import read_plan
+    from stopdown.plans.precision import parse_request
 
     begun = time.perf_counter()
     request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
     allowed = read_allowed(options.allow, options.memory)
+    path = parse_request(options.precision).plan
+    plan = read_plan(path) if path is not None else None
+    found = find_source(options, display, with_weights=False)
+    load_libraries(display)
+    from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.pipelines.loader import complete_source
+    from stopdown.plans.precision_and_memory import choose_way, list_rows
+
     profile = find_target(options.device or "auto")[1]
     limit = _read_limit(str(options.memory), profile)
-    found = sources.resolve_source(
-        options.source, revision=options.revision, config=options.config, with_weights=False
-    )
-    if found.kind != "file":
-        sources.verify_descriptions(found)
     with quiet_libraries():
         source = complete_source(found)
-        ways = _list_ways(source, options.precision, profile)
+        ways = find_ways(source, options.precision, profile, plan)
         answers: Answers = {}
         tried = [_try_way(source, way, profile, options, request, display, answers) for way in ways]
         chosen, reduced = choose_way(tried, limit, allowed), None
@@ -97,7 +99,7 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
 
 
 def _read_limit(text: str, profile: Profile) -> int:
-    from stopdown.memory.forecast import parse_bytes
+    from stopdown.number_formats import parse_bytes
 
     if text != "auto":
         return parse_bytes(text)
@@ -109,19 +111,16 @@ def _read_limit(text: str, profile: Profile) -> int:
     return profile.memory_bytes
 
 
-def _list_ways(source: Source, asked: str, profile: Profile) -> list[Way]:
+def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -> list[Way]:
+    """The ways to compute that are compared, the one that was asked for first."""
     from stopdown.pipelines.default_sizes import read_configs
     from stopdown.plans.applier import check_source
     from stopdown.plans.loader import gather_facts
-    from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.precision import parse_request
     from stopdown.plans.precision_and_memory import list_ways
 
-    path = parse_request(asked).plan
-    plan = read_plan(path) if path is not None else None
     if plan is not None:
         check_source(plan, source)
-    facts = gather_facts(source, read_configs(source.path))
+    facts = gather_facts(source, read_configs(source.described))
     return list_ways(facts, profile.supports, asked, plan)
 
 
@@ -267,7 +266,7 @@ def _shrink(
         return made.fit
 
     sizes = list_smaller(
-        size, find_grid(read_configs(source.path)), keeps_frames=request.video is not None
+        size, find_grid(read_configs(source.described)), keeps_frames=request.video is not None
     )
     found = find_largest(sizes, predict, limit, options.allow)
     if found is None:
@@ -328,8 +327,7 @@ def _print_rows(rows: Sequence[MemoryRow], plan: MemoryPlan, console: Console) -
 
 def _print_command(plan: MemoryPlan, console: Console) -> None:
     """What to type for the run that was chosen."""
-    size, unit = (2**20, "MiB") if plan.limit_bytes >= 2**24 else (2**10, "KiB")
-    limit = f"{math.ceil(plan.limit_bytes / size)}{unit}"
+    limit = name_limit(plan.limit_bytes)
     allow = "".join(f" --allow {name}" for name in ROUNDED if f"+{name}" in plan.chosen)
     if plan.reduced is not None:
         allow += "".join(
@@ -344,6 +342,13 @@ def _print_command(plan: MemoryPlan, console: Console) -> None:
         f"Use it: stopdown generate {plan.source} PROMPT --memory {limit}{allow}{flag}",
         soft_wrap=True,
     )
+
+
+def name_limit(count: int) -> str:
+    """An amount that `--memory` takes: `16GiB` where that is it, and else no smaller."""
+    whole = count % 2**30 == 0
+    size, unit = (2**30, "GiB") if whole else (2**20, "MiB") if count >= 2**24 else (2**10, "KiB")
+    return f"{math.ceil(count / size)}{unit}"
 
 
 def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:

@@ -87,8 +87,8 @@ def fit_run(
         return Fitted(request)
     import tempfile
 
-    from stopdown.memory.forecast import parse_bytes
     from stopdown.memory.offloader import make_offloader
+    from stopdown.number_formats import parse_bytes
     from stopdown.plans.out_of_memory_history import find_failed
 
     begun = time.perf_counter()

@@ -6,20 +6,24 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from stopdown.app.display import load_libraries
 from stopdown.app.flags import (
     AllowOption,
     ConfigOption,
     ControlImageOption,
+    ForceOption,
     FramesOption,
     GuidanceOption,
     HeightOption,
     ImageOption,
+    LoraOption,
     MaskOption,
     RevisionOption,
+    SchedulerOption,
     SourceArgument,
     StrengthOption,
     VideoOption,
@@ -43,7 +47,16 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 @dataclass(frozen=True)
 class PlanOptions(RequestOptions):
-    """Find how a model that overflows in fp16 runs in it, for generate --precision plan.json."""
+    """Find how a model runs in fp16 without overflow.
+
+    It measures a few runs, or bounds every run (--certify), and writes a plan for generate, compare
+    and convert. With --memory it predicts memory instead, and reads no weights.
+
+    Examples:
+      stopdown plan zai-org/CogVideoX-5b -o plan.json
+      stopdown plan shapes --certify -o certified.json
+      stopdown plan zai-org/CogVideoX-5b --memory 16GiB --device v100
+    """
 
     source: SourceArgument
     output: Annotated[
@@ -51,10 +64,10 @@ class PlanOptions(RequestOptions):
         typer.Option(
             "-o",
             "--output",
-            help="File to write, ending in .json, also over another plan. Without it plan.json, or "
-            "the first free plan-2.json.",
+            help="File to write, ending in .json. Without it plan.json, or the first free plan-2.json.",
         ),
     ] = None
+    force: ForceOption = False
     prompt: Annotated[
         tuple[str, ...],
         typer.Option(help="What to measure; give it again for more. Without it three of ours."),
@@ -68,14 +81,14 @@ class PlanOptions(RequestOptions):
         ),
     ] = "auto"
     residual: Annotated[
-        str,
+        Literal["native", "fp32"],
         typer.Option(
             help="native, or fp32: sums and norms in fp32 beside fp16 matrix products, nearer to "
             "fp32 still."
         ),
     ] = "native"
     ranges: Annotated[
-        str,
+        Literal["measured", "bound", "auto"],
         typer.Option(
             help="measured; bound: ranges that hold for every input, where there are some; auto: "
             "those that cost nothing."
@@ -100,6 +113,8 @@ class PlanOptions(RequestOptions):
     height: HeightOption = None
     width: WidthOption = None
     guidance: GuidanceOption = None
+    lora: LoraOption = ()
+    scheduler: SchedulerOption = None
     revision: RevisionOption = None
     config: ConfigOption = None
     memory: Annotated[
@@ -117,14 +132,16 @@ class PlanOptions(RequestOptions):
 
 def main(options: PlanOptions) -> int:
     """Run the command, with progress and the table; 1 when nothing stays within --memory."""
-    from stopdown.app.progress import Bars, open_console
+    from stopdown.app.progress import open_console, open_display
 
     if options.memory is not None:
         return _predict_memory(options)
-    with Bars(open_console(stderr=True)) as display:
+    with open_display(options) as display:
         made, written = plan(options, display)
     if options.json:
         sys.stdout.write(to_json(made))
+    elif options.quiet:
+        sys.stdout.write(f"{written}\n")
     else:
         print_plan(made, written, open_console())
     return 0
@@ -132,10 +149,10 @@ def main(options: PlanOptions) -> int:
 
 def _predict_memory(options: PlanOptions) -> int:
     from stopdown.app.memory_command import plan_memory, print_memory
-    from stopdown.app.progress import Bars, open_console
+    from stopdown.app.progress import open_console, open_display
 
     request = read_request(options, takes_profile=True)
-    with Bars(open_console(stderr=True)) as display:
+    with open_display(options) as display:
         made = plan_memory(options, request, display)
     if options.json:
         sys.stdout.write(to_json(made))
@@ -153,11 +170,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.outputs import check_target, find_free
     from stopdown.plans.plan_files import describe_no_plan, write_plan
     from stopdown.plans.precision import parse_fp16
-    from stopdown.scaling import check_residual
-    from stopdown.scaling.certificate import check_ranges
 
-    check_residual(options.residual)
-    check_ranges(options.ranges)
     _check_certify(options)
     parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
@@ -168,13 +181,13 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             remedy=f"Use -o {output.with_suffix('.json')}.",
         )
     request = read_request(options)
-    check_target(output, replaces=describe_no_plan)
+    check_target(output, replaces=describe_no_plan, force=options.force)
     from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.pipelines.sources import verify_source
-    from stopdown.plans.calibrated import make_plan
 
     source = find_source(options, display)
-    verify_source(source)
+    load_libraries(display)
+    from stopdown.plans.calibrated import make_plan
+
     if options.certify:
         made = _certify(source, options, request, display)
         return made, write_plan(made, output, numbered=options.output is None)

@@ -1,9 +1,14 @@
-"""One progress display over downloading, loading, encoding, denoising and decoding; prose in a terminal."""
+"""One progress display over downloading, loading, encoding, denoising and decoding; prose in a terminal.
+
+In a terminal it has bars. Elsewhere, as in the log of a queue, it has plain lines.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import datetime
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
@@ -21,8 +26,12 @@ from rich.text import Text
 
 from stopdown.errors import make_printable
 
+if TYPE_CHECKING:
+    from stopdown.app.flags import CommandOptions
+
 _LABELS = {
     "batch": "Making",
+    "import": "Loading",
     "download": "Downloading",
     "compare": "Comparing",
     "load": "Loading",
@@ -75,23 +84,26 @@ def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None
 
 
 class Bars:
-    """A display with a bar for each stage, on a console; as a context manager.
+    """A display with a bar for each stage, on a console that is a terminal; as a context manager.
 
-    Nothing is shown where nobody looks: in a file, or through a pipe.
+    Args:
+        console: on standard error.
+        verbose: details are shown.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
         self._progress = Progress(
             SpinnerColumn(finished_text="✓"),
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[detail]}", markup=False),
+            TextColumn("elapsed"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,
         )
+        self._verbose = verbose
         self._tasks: dict[str, TaskID] = {}
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
@@ -99,16 +111,26 @@ class Bars:
         if stage not in self._tasks:
             label = f"{_LABELS.get(stage, stage):<11}"
             self._tasks[stage] = self._progress.add_task(label, total=None, detail="")
-        detail = f"step {done} of {total}" if stage == "denoise" and total else what
+        self._progress.update(self._tasks[stage], visible=True)
+        if stage != "import" and "import" in self._tasks:
+            self._progress.update(self._tasks["import"], visible=False)
+        detail = _word(stage, what, done, total)
         if stage in ("encode", "decode"):
             done, total = 1, 1
         self._progress.update(
             self._tasks[stage], completed=done, total=total or None, detail=detail
         )
+        if stage == "import":
+            self._progress.refresh()  # at once: the import keeps the thread that draws from its turn
 
     def announce(self, text: str) -> None:
-        """Above the bars, whole; also where nobody looks at bars."""
+        """Above the bars, whole."""
         print_prose(self._progress.console, text, "yellow")
+
+    def detail(self, text: str) -> None:
+        """Above the bars, where details are wanted."""
+        if self._verbose:
+            print_prose(self._progress.console, text)
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -116,3 +138,87 @@ class Bars:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+
+class Lines:
+    """A display of plain lines, for logs: each stage when it begins, and at each tenth of its way.
+
+    Args:
+        console: on standard error.
+        quiet: no progress.
+        verbose: details are shown.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        verbose: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._quiet, self._verbose, self._clock = console, quiet, verbose, clock
+        self._begun = clock()
+        self._stage, self._since, self._tenths = "", 0.0, 0
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """A stage has come this far; `total` 0 when its end is unknown."""
+        now, tenths = self._clock(), 10 * done // total if total else 0
+        is_new = (stage if stage != "import" else what) != self._stage
+        if is_new:
+            self._stage, self._since = stage if stage != "import" else what, now
+        if self._quiet or (not is_new and tenths <= self._tenths):
+            return
+        self._tenths = tenths
+        share = done / total if total else 0.0
+        spent = now - self._since
+        left = f", left {_show_time(spent / share - spent)}" if spent and 0 < share < 1 else ""
+        label = _LABELS.get(stage, stage)
+        print_prose(
+            self._console,
+            f"{label} {_word(stage, what, done, total)}: elapsed {_show_time(now - self._begun)}{left}",
+        )
+
+    def announce(self, text: str) -> None:
+        """A line of its own."""
+        print_prose(self._console, text)
+
+    def detail(self, text: str) -> None:
+        """A line of its own, where details are wanted."""
+        if self._verbose:
+            print_prose(self._console, text)
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
+
+
+def open_display(options: CommandOptions, *, is_short: bool = False) -> Bars | Lines:
+    """What shows the progress of a command on standard error: bars in a terminal, lines elsewhere.
+
+    Nothing is shown with `--quiet`, and with `--json` only in a terminal: a program reads there.
+
+    Args:
+        is_short: the command takes seconds, which no log need hold.
+    """
+    console = open_console(stderr=True)
+    if console.is_terminal and not options.quiet:
+        return Bars(console, verbose=options.verbose)
+    is_hushed = options.quiet or is_short or bool(getattr(options, "json", False))
+    return Lines(console, quiet=is_hushed, verbose=options.verbose)
+
+
+def _word(stage: str, what: str, done: int, total: int) -> str:
+    if stage == "import":
+        return f"{what}…"
+    return (
+        f"step {done} of {total}" if stage == "denoise" and total else what.removeprefix("loading ")
+    )
+
+
+def _show_time(seconds: float) -> str:
+    """`0:01:48`"""
+    return str(datetime.timedelta(seconds=int(seconds)))

@@ -1,18 +1,26 @@
 """A command from its record: the fields are its arguments and options, the docstring is its help.
 
-A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`. A
-field of several values is a tuple; Typer hears of a list, and a list that nobody gave is the default.
+A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`;
+those that every command has come last. A field of several values is a tuple; Typer hears of a list, and
+a list that nobody gave is the default. What a docstring has below `Examples:` is shown line by line.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+
+from stopdown.app.flags import SHOWN
+from stopdown.app.remedies import reword
+from stopdown.environment import token_in_use
+from stopdown.errors import StopdownError
 
 Options = TypeVar("Options")
 
@@ -34,17 +42,26 @@ def add_command(
         settings: further arguments of `typer.Typer.command`.
     """
     hints = get_type_hints(record, include_extras=True)
-    entries = dataclasses.fields(record)  # type: ignore[arg-type]  # a dataclass, which `type` cannot say
+    fields = dataclasses.fields(record)  # type: ignore[arg-type]  # a dataclass, which `type` cannot say
+    entries = sorted(fields, key=lambda entry: entry.kw_only is True)
 
     def call(**given: Any) -> None:
         for entry in entries:
             if _is_tuple(hints[entry.name]):
                 given[entry.name] = tuple(given[entry.name] or getattr(record, entry.name))
-        raise typer.Exit(main(record(**given)))
+        options = record(**given)
+        try:
+            with token_in_use(getattr(options, "token", None)):
+                code = main(options)
+        except StopdownError as error:
+            reword(error, options)
+            raise
+        raise typer.Exit(code)
 
     parameters = [_make_parameter(entry, hints[entry.name]) for entry in entries]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by Typer
-    app.command(name, help=inspect.getdoc(record), **settings)(call)
+    text = (inspect.getdoc(record) or "").replace("Examples:\n", "\b\nExamples:\n")
+    app.command(name, help=text, **settings)(call)
 
 
 def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> str:
@@ -58,7 +75,7 @@ def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> 
     words = ["stopdown", name, options.source]
     for entry in dataclasses.fields(options):
         value = getattr(options, entry.name)
-        if entry.name in ("source", "json") or value is None:
+        if entry.name in ("source", *SHOWN) or value is None:
             continue
         if value != entry.default or entry.name in always:
             flag = "-o" if entry.name == "output" else f"--{entry.name.replace('_', '-')}"
@@ -71,6 +88,23 @@ def _is_tuple(hint: Any) -> bool:
     return get_origin(get_args(hint)[0]) is tuple
 
 
+_METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
+
+
+def _name_value(hint: Any) -> Any:
+    """The hint of an option with a name for its value, instead of the name of its type."""
+    values, *described = get_args(hint)
+    info = described[0]
+    parts = (values,) if get_origin(values) is list else get_args(values) or (values,)
+    inner = next(part for part in parts if part is not type(None))
+    inner = get_args(inner)[0] if get_origin(inner) is list else inner
+    if not isinstance(info, typer.models.OptionInfo) or inner not in _METAVARS or info.metavar:
+        return hint
+    info = copy.copy(info)
+    info.metavar = _METAVARS[inner]
+    return Annotated[(values, info)]
+
+
 def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     """A field as Typer reads it."""
     default = inspect.Parameter.empty if entry.default is dataclasses.MISSING else entry.default
@@ -78,5 +112,6 @@ def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
         values, *described = get_args(hint)
         hint = Annotated[(list[get_args(values)[0]] | None, *described)]  # type: ignore[misc]
         default = None
+    hint = _name_value(hint)
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(entry.name, kind, default=default, annotation=hint)

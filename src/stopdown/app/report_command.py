@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from stopdown.app.compare_command import check_page, write_page
-from stopdown.app.flags import RecordJsonOption
+from stopdown.app.flags import CommandOptions, ForceOption, RecordJsonOption
+from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
 from stopdown.outputs import find_free
 from stopdown.records import RunRecord, to_json
@@ -21,13 +22,19 @@ _MOST_BYTES = 22_000_000
 
 
 @dataclass(frozen=True)
-class ReportOptions:
-    """Make the page of a record again: of a comparison, or of one run of generate."""
+class ReportOptions(CommandOptions):
+    """Make the page of a run or of a comparison again.
+
+    Examples:
+      stopdown report video.mp4.json -o video.html
+      stopdown report report.html.json -o again.html
+    """
 
     record: Annotated[
         Path,
         typer.Argument(
-            metavar="RECORD.json", help="What compare or generate wrote beside its output."
+            metavar="RECORD.json",
+            help="What compare or generate wrote beside its output; naming the output will do.",
         ),
     ]
     output: Annotated[
@@ -35,10 +42,11 @@ class ReportOptions:
         typer.Option(
             "-o",
             "--output",
-            help="Page to write, ending in .html, also over another page of Stopdown. Without it the "
-            "record's name, numbered when that is taken.",
+            help="Page to write, ending in .html. Without it the record's name, numbered when that "
+            "is taken.",
         ),
     ] = None
+    force: ForceOption = False
     json: RecordJsonOption = False
 
 
@@ -47,20 +55,29 @@ def main(options: ReportOptions) -> int:
     from stopdown.app.comparison_cards import print_record, strip_pictures
     from stopdown.app.progress import open_console
 
-    found, page = report(options.record, options.output)
+    found, page = report(options.record, options.output, force=options.force)
     if options.json:
         sys.stdout.write(to_json(strip_pictures(found)))
+    elif options.quiet:
+        sys.stdout.write(f"{page}\n")
     else:
-        print_record(found, page, open_console())
+        console = open_console()
+        print_record(found, page, console)
+        named = name_page(find_record(options.record))
+        if options.output is None and page != named:
+            console.print(f"{named} is there already and was left as it is.", soft_wrap=True)
     return 0
 
 
-def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, Path]:
+def report(
+    record: Path, output: Path | None, *, force: bool = False
+) -> tuple[Comparison | RunRecord, Path]:
     """The record, and the page that was written of it.
 
     Args:
         record: JSON of `compare`, or of `generate`, whose output is shown when it lies beside.
         output: page to write; None takes the record's name, numbered when that is taken.
+        force: replace a page that is there.
 
     Raises:
         InputError: it is no record; the page cannot be written.
@@ -68,7 +85,8 @@ def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, P
     from stopdown.report.pages import read_any, render_comparison, render_run
 
     if output is not None:
-        check_page(output)
+        check_page(output, force=force)
+    record = find_record(record)
     found = read_any(record)
     page = output or find_free(name_page(record))
     check_page(page)
@@ -77,6 +95,12 @@ def report(record: Path, output: Path | None) -> tuple[Comparison | RunRecord, P
     else:
         text = render_run(found, _read_media(record))
     return found, write_page(page, text, numbered=output is None)
+
+
+def find_record(path: Path) -> Path:
+    """The record that is meant: the file itself, or the one beside an output or page that was named."""
+    beside = find_record_path(path)
+    return beside if path.suffix != ".json" and beside.is_file() else path
 
 
 def name_page(record: Path) -> Path:

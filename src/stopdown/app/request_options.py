@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stopdown.app.flags import SourceOptions
 from stopdown.errors import OptionError
 
 if TYPE_CHECKING:
@@ -15,9 +18,10 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
 
 LARGEST_SEED = 2**63 - 1
+_DEVICE = re.compile(r"auto|(cuda|mps|cpu)(:\d+)?")
 
 
-class RequestOptions:
+class RequestOptions(SourceOptions):
     """What options of several commands ask of a pipeline; None leaves the model's own default.
 
     The dataclass of a command is a subclass, and has those that it takes as fields, in the order of its
@@ -41,6 +45,8 @@ class RequestOptions:
     precision: str = "auto"
     memory: str | None = None
     allow: tuple[str, ...] = ()
+    lora: tuple[str, ...] = ()
+    scheduler: str | None = None
 
 
 def read_request(
@@ -69,10 +75,15 @@ def read_request(
     """
     from stopdown.media import read_image, read_video
     from stopdown.pipelines.requests import Request
+    from stopdown.plans.plan_files import read_plan
+    from stopdown.plans.precision import parse_request
 
     refuse_ignored(options.source, options.revision, options.config)
-    if not takes_profile:
-        refuse_profile(options.device)
+    refuse_unknown_device(options.device, takes_profile=takes_profile)
+    read_limit(options.memory)
+    plan = parse_request(options.precision).plan
+    if plan is not None:
+        read_plan(plan)
     _check_counts(options)
     check_number("--guidance", options.guidance)
     _check_strength(options.strength)
@@ -98,24 +109,39 @@ def read_request(
     )
 
 
+def find_source(options: RequestOptions, display: Display, *, with_weights: bool = True) -> Source:
+    """The model that a command names, with its variant, LoRAs and scheduler; nothing is loaded.
+
+    Raises:
+        SourceError: there is none, or it is damaged or refused.
+        OptionError: a LoRA or the scheduler is refused.
+    """
+    from stopdown.pipelines.extras import find_scheduler, parse_lora
+    from stopdown.pipelines.sources import resolve_source, verify_descriptions, verify_source
+
+    loras = tuple(parse_lora(text) for text in options.lora)
+    scheduler = find_scheduler(options.scheduler) if options.scheduler else ""
+    found = resolve_source(
+        options.source,
+        revision=options.revision,
+        config=options.config,
+        variant=options.variant,
+        with_weights=with_weights,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    if with_weights:
+        verify_source(found)
+    elif found.kind != "file":
+        verify_descriptions(found)
+    return dataclasses.replace(found, loras=loras, scheduler=scheduler)
+
+
 ALLOWABLE = {
     "fp8": "weights that wait in 8 bits",
     "int8": "those of linear layers, which torchao makes",
     "smaller": "fewer frames or a smaller picture",
 }
 """What `--allow` lets change the picture."""
-
-
-def find_source(options: RequestOptions, display: Display) -> Source:
-    """The model that a command names; its download is shown."""
-    from stopdown.pipelines.sources import resolve_source
-
-    return resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
 
 
 def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
@@ -188,15 +214,38 @@ def refuse_ignored(source: str, revision: str | None = None, config: str | None 
         )
 
 
-def refuse_profile(device: str | None) -> None:
-    """Refuse a device that is known from its maker's papers only, where something is to run.
+def read_limit(memory: str | None) -> int | None:
+    """The bytes that `--memory` names; None for none, and for `auto`.
 
     Raises:
-        OptionError: it is one.
+        OptionError: it is no amount of memory.
+    """
+    from stopdown.number_formats import parse_bytes
+
+    return None if memory in (None, "auto") else parse_bytes(str(memory))
+
+
+def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) -> None:
+    """Refuse a device that no machine has, before PyTorch is asked which there are here.
+
+    Args:
+        takes_profile: nothing is run, so one will do that is known from its maker's papers only.
+
+    Raises:
+        OptionError: it is unknown, or a profile where something is to run.
     """
     from stopdown.device_profiles import find_profile, is_profile
 
-    if device is None or not is_profile(device):
+    if device is None or _DEVICE.fullmatch(device.strip().lower()):
+        return
+    if not is_profile(device) and not takes_profile:
+        raise OptionError(
+            f"The device {device!r} is unknown.",
+            expected="A run takes auto, cuda, cuda:1, mps or cpu.",
+            remedy="Use --device auto.",
+        )
+    if takes_profile:
+        find_profile(device)
         return
     raise OptionError(
         f"--device {device} is a profile of the {find_profile(device).title}: what is known of it, and no "

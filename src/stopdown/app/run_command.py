@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from stopdown.app.flags import KeepRepairsOption, StrictOption
-from stopdown.app.request_options import refuse_profile
+from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
+from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
@@ -31,8 +31,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScriptOptions:
-    """Run a script unedited: the calls of its models are guarded, its exit code is kept."""
+class ScriptOptions(CommandOptions):
+    """Run a script unedited, its models guarded.
+
+    Faults are repaired, black frames are reported, and the script's exit code is kept.
+
+    Examples:
+      stopdown run cli_demo.py --prompt "a girl riding a bike" --dtype float16
+      stopdown run --on-fault raise --device cpu script.py
+      stopdown run -m package.module
+    """
 
     script: Annotated[
         str | None,
@@ -43,7 +51,7 @@ class ScriptOptions:
     ] = None
     arguments: Annotated[
         tuple[str, ...],
-        typer.Argument(metavar="[ARGS]...", help="Whatever stands after SCRIPT is the script's."),
+        typer.Argument(metavar="ARGS", help="Whatever stands after SCRIPT is the script's."),
     ] = ()
     module: Annotated[
         str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
@@ -56,7 +64,10 @@ class ScriptOptions:
         ),
     ] = None
     on_fault: Annotated[
-        str, typer.Option(help="repair: mend it, run that call again, go on. raise: stop. warn.")
+        Literal["repair", "raise", "warn"],
+        typer.Option(
+            help="repair: mend it, run that call again, go on. raise: stop. warn: report it."
+        ),
     ] = "repair"
     strict: StrictOption = False
     precision: Annotated[
@@ -127,7 +138,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     started = time.perf_counter()
     start = _find_start(options)
     path = _check_options(options)
-    refuse_profile(options.device)
+    refuse_unknown_device(options.device)
+    plan = _read_plan(path)
     from stopdown.environment import choose_device
     from stopdown.outputs import check_target
     from stopdown.patches import Patches
@@ -142,11 +154,10 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         remarks.append(text)
         announce(text)
 
-    plan = _read_plan(path)
     if options.keep_repairs and path is not None:
         check_target(path, noun="plan", option="with --plan", replaces=describe_no_plan)
     guarding = ScriptGuard(
-        options.on_fault,  # type: ignore[arg-type]  # checked above
+        options.on_fault,
         remark,
         plan,
         tuple(filter(None, (options.components or "").split(","))),
@@ -216,12 +227,6 @@ def _check_options(options: ScriptOptions) -> str | None:
             "--keep-repairs was given without a plan.",
             expected="Repairs are kept in a plan's file; without one they hold until the script ends.",
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
-        )
-    if options.on_fault not in ("repair", "raise", "warn"):
-        raise OptionError(
-            f"--on-fault {options.on_fault} is unknown.",
-            expected="Known are repair, raise and warn.",
-            remedy="Use --on-fault repair.",
         )
     return asked.plan
 

@@ -47,7 +47,7 @@ class Settings:
     """What is asked for all items of a batch.
 
     Attributes:
-        source, revision, config: the model, as `resolve_source` takes them.
+        source, revision, config, variant: the model, as `resolve_source` takes them.
         output: folder or URL.
         precision: as for `--precision`.
         device: as for `choose_device`; the plan is made for it.
@@ -69,6 +69,7 @@ class Settings:
     on_fault: OnFault = "repair"
     journal: str | None = None
     journal_bytes: int = LIMIT_BYTES
+    variant: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ def prepare(
     source = resolve_source(
         settings.source,
         revision=settings.revision,
+        variant=settings.variant,
         config=settings.config,
         progress=lambda what, done, total: told("download", what, done, total),
     )

@@ -72,7 +72,12 @@ class Worker:
         settings = job.settings
         self._job, self.device = job, choose_device(device)
         self.store: Store = open_store(settings.output)
-        found = resolve_source(settings.source, revision=settings.revision, config=settings.config)
+        found = resolve_source(
+            settings.source,
+            revision=settings.revision,
+            config=settings.config,
+            variant=settings.variant,
+        )
         verify_source(found)
         self._source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(self._source) != job.fingerprint:

@@ -177,7 +177,9 @@ def _check_target(
     def replaces(path: Path) -> str:
         is_free = path.is_dir() and not any(path.iterdir())
         what = "" if is_free else describe(path)
-        return what or ("" if is_free or force else "a model that convert wrote; --force does that")
+        return what or (
+            "" if is_free or force else "a model that convert wrote; force=True does that"
+        )
 
     check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
     return replaces
@@ -277,9 +279,9 @@ def _open(
     for name in leave:
         if name not in names:
             raise OptionError(
-                f"--leave {name} names no component of {source.name}.",
-                expected=f"It has {', '.join(names)}.",
-                remedy=f"Use --leave {names[0]}.",
+                f'leave="{name}" names no component of {source.name}.',
+                expected=f"Its components are {', '.join(names)}.",
+                remedy=f'Use leave="{names[0]}".',
             )
 
     def report(what: str, done: int, total: int) -> None:
@@ -353,13 +355,13 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
         return
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
     is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
-    leave = " ".join(f"--leave {name}" for name in work.problems)
+    leave = " ".join(f'leave="{name}"' for name in work.problems)
     raise OptionError(
         f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
         f"{' '.join(parts)}",
         expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
         remedy=f"Write as stored what cannot be: {leave}."
-        + (" Or take the difference: --allow-eps." if is_eps else "")
+        + (" Or take the difference: allow_eps=True." if is_eps else "")
         + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",
     )
 
@@ -405,7 +407,7 @@ def _demand_finite(name: str, module: torch.nn.Module) -> None:
         raise OptionError(
             f"Weights are beyond 65504 in {', '.join(bad)}.",
             expected="No measured call used them, so the plan has no exponent for them.",
-            remedy=f"Use --leave {name}, or make a plan whose runs use them.",
+            remedy=f'Use leave="{name}", or make a plan whose runs use them.',
         )
 
 
@@ -421,7 +423,7 @@ def _list_fields(work: _Work, name: str) -> dict[str, Any]:
 def _write_as_stored(work: _Work, name: str, part: Path) -> None:
     """A component that is left: its own files, or from a single file, in the dtype stored there."""
     if work.source.kind != "file":
-        copy_weights(work.source.path / name, part / name)
+        copy_weights(work.source.path / name, part / name, work.source.variant)
         return
     module = getattr(work.pipe, name)
     cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
@@ -452,7 +454,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",
             expected="Each row of the file belongs to rows of parameters with one exponent.",
-            remedy="Give a folder as OUT, or leave that component: --leave COMPONENT.",
+            remedy='Give a folder as OUT, or leave that component: leave="COMPONENT".',
         ) from error
     _tell(progress, "write", "done", 2, 2)
     return rows.find_unread()

@@ -167,7 +167,7 @@ def read_outcome(path: Path) -> Outcome:
     except Exception as error:  # whatever a changed file makes its parts raise
         raise InputError(
             f"The finished cell {path} cannot be read: {take_first_line(error)}.",
-            expected="It is as compare wrote it.",
+            expected="A cell is used as compare wrote it.",
             remedy=f"Remove it, and the same command makes it again: rm {path}",
         ) from error
 

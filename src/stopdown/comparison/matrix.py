@@ -41,6 +41,7 @@ from stopdown.comparison.measures import (
     measure_latents,
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
+from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.records import (
     Cell,
     Comparison,
@@ -54,7 +55,6 @@ from stopdown.comparison.subjects import (
     Subject,
     describe_subject,
     explain_meaning,
-    parse_precisions,
 )
 from stopdown.comparison.verdicts import (
     choose_reference,
@@ -350,6 +350,7 @@ def _sign_request(
         subject.name,
         subject.fingerprint,
         subject.pipeline,
+        subject.scheduler,
         str(subject.device),
         describe_request(request),
         dataclasses.asdict(thresholds),

@@ -31,8 +31,8 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
     except UnreadableError as error:
         raise InputError(
             f"The prompt file {path} cannot be read: {error}.",
-            expected="It is a text file with one prompt on each line.",
-            remedy="Name a file that exists: --prompts prompts.txt",
+            expected="Prompts are a text file with one prompt on each line.",
+            remedy="Name a file that exists.",
         ) from error
     lines = content.removeprefix(b"\xef\xbb\xbf").splitlines()
     if len(lines) > MOST_LINES:
@@ -52,7 +52,7 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
     if not good:
         raise InputError(
             f"The prompt file {path} holds no prompt: {_describe_bad(bad)}.",
-            expected="It is a text file with one prompt on each line, in UTF-8.",
+            expected="Prompts are a text file with one prompt on each line, in UTF-8.",
             remedy=f'Write one: echo "a red circle moving left" > {path}',
         )
     return good, bad

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from stopdown.plans.calibrated import make_plan
 from stopdown.plans.choice import choose_loader
 from stopdown.plans.loader import gather_facts
 from stopdown.plans.plan_files import read_plan, write_plan
-from stopdown.plans.precision import ComponentFacts, parse_request
+from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, str, int, int], None]
@@ -44,63 +44,6 @@ MEANINGS = {
     "plan": "fp16, rescaled by a plan that was made for this comparison.",
     "auto": "What Stopdown chooses on this device.",
 }
-
-
-OWN_WORDS = ("autocast", "clamp", "plan")
-"""Precisions that only a comparison knows."""
-
-
-def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
-    """The precisions of a list such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
-
-    Args:
-        given: a list, or several that are joined. One precision may differ by component: alone it is
-            written as everywhere, `transformer=bf16,vae=fp32`; inside of a list, whose commas stand
-            between precisions, `transformer=bf16+vae=fp32`.
-
-    Returns:
-        Their names; one by component has a plus between its parts.
-
-    Raises:
-        OptionError: an entry is unknown, there are fewer than two, or one stands twice.
-    """
-    lists = (given,) if isinstance(given, str) else given
-    names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))
-    twice = {name for name in names if names.count(name) > 1}
-    if twice or len(names) < 2:
-        found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
-        raise OptionError(
-            f'--precisions "{",".join(lists)}" is no list of precisions to compare: {found}.',
-            expected="A comparison has two or more, each once.",
-            remedy="Use --precisions fp32,bf16,fp16,plan",
-        )
-    return names
-
-
-def _split(text: str) -> list[str]:
-    """The entries of a list; one that names components all through is a single one."""
-    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
-    by_component = [entry for entry in entries if "=" in entry and not entry.endswith(".json")]
-    if len(by_component) < 2:
-        return entries
-    if len(by_component) == len(entries):
-        return [text]
-    raise OptionError(
-        f'--precisions "{text}" can be read in two ways: {" and ".join(by_component)} may be one '
-        "precision or more.",
-        expected="The commas of a list stand between precisions.",
-        remedy=f"For one write {'+'.join(by_component)}; for more give --precision again for each.",
-    )
-
-
-def _parse_entry(entry: str) -> str:
-    if entry in OWN_WORDS:
-        return entry
-    request = parse_request(entry, OWN_WORDS)
-    if request.plan is not None:
-        return request.plan
-    named = [f"{part.target}={part.precision}" for part in request.parts]
-    return request.everywhere or "+".join(named)
 
 
 def explain_meaning(name: str) -> str:
@@ -152,6 +95,7 @@ class Subject:
         pipeline: class of the pipeline.
         device: where it runs.
         classes: class names of its components.
+        scheduler: class in the place of the model's own; "" for that.
     """
 
     name: str
@@ -163,6 +107,7 @@ class Subject:
     _plan: Callable[[], Plan]
     _open_planned: Callable[[Plan, str], tuple[Any, tuple[Decision, ...]]]
     _opened: dict[str, Opened] = field(default_factory=dict)
+    scheduler: str = ""
 
     def open(self, name: str, folder: Path) -> Opened:
         """The pipeline in one precision; an open one is given again.
@@ -258,6 +203,7 @@ def describe_subject(
             progress=progress,
         ),
         partial(_open_planned_source, source, facts, target),
+        scheduler=source.scheduler,
     )
 
 

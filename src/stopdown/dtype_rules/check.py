@@ -31,13 +31,21 @@ from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.components import find_components, list_calls
+from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, find_class, load_pipeline
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source
+from stopdown.plans.loader import decide, gather_facts
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.precision import PrecisionRequest, parse_request, resolve_request, write_request
+from stopdown.plans.precision import (
+    PrecisionRequest,
+    explain_plan,
+    parse_request,
+    resolve_request,
+    write_request,
+)
 from stopdown.records import Finding, Plan
 
 
@@ -110,14 +118,16 @@ def inspect_pipeline(
     if sums and isinstance(asked, Plan):
         raise OptionError(
             f"Sums were asked for with the plan {request.plan}.",
-            expected="They are looked at in fp32 and without a plan, which changes them.",
-            remedy="Use --precision fp16 --sums, or leave --sums away.",
+            expected="Sums are looked at in fp32 and without a plan, which changes them.",
+            remedy='Use precision="fp16" with sums, or leave sums away.',
         )
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
-        source = found if isinstance(found, Source) else find_source(found, config)
-        checked = _check_source(source, asked, device, arguments)
-        return _add_sums(checked, _load_wide(source), arguments) if sums else checked
+        if not isinstance(found, Source):
+            found = sources.resolve_source(found, config=config, with_weights=False)
+            found = find_source(found)
+        checked = _check_source(found, asked, device, arguments)
+        return _add_sums(checked, _load_wide(found), arguments) if sums else checked
     checked = _check_live(pipe_or_source, asked, device, arguments)
     return _add_sums(checked, pipe_or_source, arguments) if sums else checked
 
@@ -125,7 +135,10 @@ def inspect_pipeline(
 def _load_wide(source: Source) -> Any:
     """A source with its weights, in fp32, where `auto` would run it."""
     whole = sources.resolve_source(
-        source.name, revision=source.revision or None, config=source.config
+        source.name,
+        revision=source.revision or None,
+        config=source.config,
+        variant=source.variant or None,
     )
     sources.verify_source(whole)
     pipe = load_pipeline(whole, torch_dtypes=torch.float32)
@@ -141,19 +154,18 @@ def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) 
     return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
 
-def find_source(
-    name: str | Path, config: str | Path | None = None, revision: str | None = None
-) -> Source:
+def find_source(named: str | Path | Source) -> Source:
     """A source of which no weights are downloaded.
 
     Args:
-        config: for a single file, as in `load`.
-        revision: branch, tag or commit of a Hub id.
+        named: a source, or its name.
 
     Raises:
         SourceError: there is none, or it asks for code of its own.
     """
-    source = sources.resolve_source(name, revision=revision, config=config, with_weights=False)
+    source = (
+        named if isinstance(named, Source) else sources.resolve_source(named, with_weights=False)
+    )
     if source.kind != "file":
         sources.verify_descriptions(source)
         return source
@@ -227,6 +239,31 @@ def _check_source(
     said = {name: next(filter(None, map(read_rescaled, x)), "") for name, x in files.items()}
     found += parameters.check_rescaled_files(said | hub.find_rescaled(headers))
     return _join(found, parts, profile, chosen, stored)
+
+
+def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
+    """The precision that `auto` takes for a source on a device, whether by a plan, and a sentence.
+
+    Args:
+        source: as `find_source` gives it.
+        device: as for `check`.
+    """
+    stored = read_stored(source, _read_headers(source))
+    profile = find_target(device or "auto")[1]
+    facts = [
+        dataclasses.replace(fact, stored={stored[fact.name]: 1} if fact.name in stored else {})
+        for fact in gather_facts(source, read_configs(source.path))
+    ]
+    if not all(fact.stored for fact in facts):
+        return "auto", False, "Judged as it is stored, which its configs alone do not say."
+    if reason := explain_plan(facts, profile.supports):
+        return "fp16", True, f"Judged in fp16, which auto takes by a plan of its own: {reason}."
+    decisions = decide(facts, profile.supports, "auto")
+    return (
+        ",".join(f"{one.component}={one.precision}" for one in decisions),
+        False,
+        "Judged as auto would run it.",
+    )
 
 
 def _find_place(device: str) -> tuple[Place, Profile]:
@@ -359,7 +396,7 @@ def _read_headers(source: Source) -> hub.Headers:
     if source.kind != "hub":
         return ()
     names = [name for name, (_, kind) in source.components.items() if sources.has_weights(kind)]
-    return hub.read_remote_headers(source.name, source.revision, names)
+    return hub.read_remote_headers(source.name, source.revision, names, source.variant)
 
 
 def make_place(profile: Profile) -> Place:

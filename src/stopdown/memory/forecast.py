@@ -8,12 +8,10 @@ order of what they usually cost.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stopdown.errors import OptionError
 from stopdown.memory.placement import put_variant
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.speed import Speed
@@ -36,8 +34,6 @@ HEADROOM = 0.95
 
 WORTH = 1.25
 """What changes the picture is taken when everything else that fits takes this much longer."""
-
-_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
 @dataclass(frozen=True)
@@ -244,23 +240,6 @@ def estimate_time(prediction: Prediction, flops: float, speed: Speed | None) -> 
     widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
     moving = prediction.moved_bytes / speed.link_bytes_per_s
     return flops / speed.flops_per_s + moving + widening
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes from `8GiB`, `500 MiB`, `8GB` (taken as GiB, as vendors of cards mean it) or a number.
-
-    Raises:
-        OptionError: it is not an amount of memory.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", text.lower())
-    amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2)] if found else 0.0
-    if found is None or amount < 1:
-        raise OptionError(
-            f"--memory {text} is not an amount of memory.",
-            expected="It is a number and a unit: 8GiB, 500MiB.",
-            remedy="Use --memory 8GiB.",
-        )
-    return int(amount)
 
 
 def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:

@@ -48,14 +48,16 @@ class Speed:
 
 def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
     """What a profile's sources say, for the slowest of these formats; None when they do not say."""
-    facts = [profile.formats.get(name) for name in formats]
-    rates = [fact.tflops for fact in facts if fact is not None and fact.tflops is not None]
+    facts = {name: profile.formats.get(name) for name in formats}
+    rates = {name: x.tflops for name, x in facts.items() if x is not None and x.tflops is not None}
     if not rates or len(rates) < len(facts):
         return None
+    slowest = min(rates, key=lambda name: rates[name])
     reason = (
-        f"{min(rates):g} TFLOPS of {profile.title}, weights at {LINK_BYTES_PER_S / 1e9:g} GB/s."
+        f"{rates[slowest]:g} TFLOPS in {slowest} of {profile.title}, weights at "
+        f"{LINK_BYTES_PER_S / 1e9:g} GB/s."
     )
-    return Speed(min(rates) * 1e12, LINK_BYTES_PER_S, reason)
+    return Speed(rates[slowest] * 1e12, LINK_BYTES_PER_S, reason)
 
 
 def measure_speed(device: Device, formats: Iterable[str]) -> Speed:

@@ -22,7 +22,8 @@ class Grid:
     Attributes:
         side: height and width are multiples of this many pixels.
         frames: frames are one more than a multiple of this; 1 when any number will do.
-        reason: where this comes from.
+        reason: where the multiple of a side comes from.
+        frames_reason: where that of the frames comes from.
         most: the largest height and width; 0 when there is no limit.
         only: the one height and width that work; None when others do.
     """
@@ -32,6 +33,7 @@ class Grid:
     reason: str
     most: int = 0
     only: tuple[int, int] | None = None
+    frames_reason: str = "it takes any number"
 
 
 def read_configs(folder: Path) -> dict[str, dict[str, Any]]:
@@ -79,11 +81,10 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
     if halvings:
         reasons.append(f"its UNet halves it {halvings} times")
     frames = int(autoencoder.get("temporal_compression_ratio") or _read_time(autoencoder))
-    if frames > 1:
-        reasons.append(f"its autoencoder holds {frames} frames in one latent frame")
+    frames_reason = f"its autoencoder holds {frames} frames in one latent frame"
     if autoencoder.get("_class_name") == "AutoencoderKLCogVideoX":
         frames *= 2  # of an even number of latent frames it decodes three frames too many
-        reasons[-1] += ", and takes latent frames by twos after the first"
+        frames_reason += ", and takes latent frames by twos after the first"
     positions = transformer.get("pos_embed_max_size") or 0
     if positions:
         reasons.append(f"it has positions for {positions} patches on a side")
@@ -91,7 +92,7 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
     if only:
         reasons.append("its learned positions are for one size")
     step = side * patch * 2**halvings
-    return Grid(step, frames, " and ".join(reasons), positions * step, only)
+    return Grid(step, frames, " and ".join(reasons), positions * step, only, frames_reason)
 
 
 def _read_only(transformer: dict[str, Any], side: int) -> tuple[int, int] | None:
@@ -137,15 +138,15 @@ def check_sizes(
         OptionError: a size does not fit the grid.
     """
     height_only, width_only = grid.only or (0, 0)
-    _check_side("--height", height, grid, height_only)
-    _check_side("--width", width, grid, width_only)
+    _check_side("height", height, grid, height_only)
+    _check_side("width", width, grid, width_only)
     if frames is not None and (frames < 1 or (frames - 1) % grid.frames):
         near = _find_nearest(frames, grid.frames, 1)
         rule = f"a multiple of {grid.frames} plus 1 frames"
-        raise _describe_misfit("--frames", frames, rule, near, grid.reason)
+        raise _describe_misfit("frames", frames, rule, near, grid.frames_reason)
 
 
-def _check_side(flag: str, value: int | None, grid: Grid, only: int) -> None:
+def _check_side(name: str, value: int | None, grid: Grid, only: int) -> None:
     if value is None:
         return
     most = only or grid.most
@@ -154,16 +155,16 @@ def _check_side(flag: str, value: int | None, grid: Grid, only: int) -> None:
     near = [only] if only else _find_nearest(value, grid.side, 0, most)
     rule = f"{only} pixels only" if only else f"a multiple of {grid.side} pixels"
     rule += f" up to {most}" if most and not only else ""
-    raise _describe_misfit(flag, value, rule, near, grid.reason)
+    raise _describe_misfit(name, value, rule, near, grid.reason)
 
 
-def _describe_misfit(flag: str, value: int, rule: str, near: list[int], reason: str) -> OptionError:
+def _describe_misfit(name: str, value: int, rule: str, near: list[int], reason: str) -> OptionError:
     listed = " and ".join(map(str, near))
     return OptionError(
-        f"The model cannot make {flag} {value}.",
+        f"The model cannot make {name}={value}.",
         expected=f"It takes {rule}: {reason}.",
         remedy=f"The nearest that {'work are' if len(near) > 1 else 'works is'} {listed}: "
-        f"use {flag} {min(near, key=lambda size: abs(size - value))}.",
+        f"use {name}={min(near, key=lambda size: abs(size - value))}.",
     )
 
 

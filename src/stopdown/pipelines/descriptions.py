@@ -67,7 +67,7 @@ def read_description(path: Path) -> dict[str, Any]:
     except UnreadableError as error:
         raise SourceError(
             f"{path} cannot be read as a table in JSON: {error}.",
-            expected="It describes the model.",
+            expected="This file describes the model.",
             remedy="Download or save the model again.",
         ) from error
 

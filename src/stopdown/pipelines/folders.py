@@ -101,9 +101,9 @@ def write_card(folder: Path, text: str) -> None:
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def copy_weights(folder: Path, target: Path) -> None:
+def copy_weights(folder: Path, target: Path, wanted: str = "") -> None:
     """Copy a component's weights as they are stored, under names without a variant."""
-    variant, files = find_weights(folder)
+    variant, files = find_weights(folder, wanted)
     homes: dict[str, str] = {}
     for path in files:
         name = path.name.replace(f".{variant}", "", 1) if variant else path.name

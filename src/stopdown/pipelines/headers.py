@@ -196,18 +196,18 @@ def _check_ranges(ranges: list[tuple[int, int]], value_bytes: int) -> None:
         )
 
 
-def find_weights(folder: Path) -> tuple[str, list[Path]]:
+def find_weights(folder: Path, wanted: str = "") -> tuple[str, list[Path]]:
     """The variant and the safetensors files that a component's folder is loaded from.
 
-    Without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`) when there are such
-    files, otherwise the first variant by name (`model.fp16.safetensors` → `fp16`).
+    The wanted variant where there is one (`model.fp16.safetensors` is of the variant `fp16`); else
+    without a variant (`model.safetensors`, `model-00001-of-00002.safetensors`), or the first by name.
     """
     names = [path.name for path in folder.glob("*.safetensors")]
-    variant, chosen = choose_weights(names)
+    variant, chosen = choose_weights(names, wanted)
     return variant, [folder / name for name in chosen]
 
 
-def choose_weights(names: list[str]) -> tuple[str, list[str]]:
+def choose_weights(names: list[str], wanted: str = "") -> tuple[str, list[str]]:
     """As `find_weights`, from the names of the files alone."""
     by_variant: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -217,7 +217,7 @@ def choose_weights(names: list[str]) -> tuple[str, list[str]]:
             by_variant.setdefault(variant, []).append(name)
     if not by_variant:
         return "", []
-    variant = min(by_variant)
+    variant = wanted if wanted in by_variant else min(by_variant)
     return variant, by_variant[variant]
 
 

@@ -15,6 +15,7 @@ that goes on sending for ever.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import re
 import threading
@@ -57,6 +58,7 @@ def download_snapshot(
     repo: str,
     folders: dict[str, bool],
     *,
+    variant: str = "",
     with_weights: bool = True,
     progress: Progress | None = None,
 ) -> Path:
@@ -65,6 +67,7 @@ def download_snapshot(
     Args:
         index: what `download_index` gave; the other files come from the same commit.
         folders: component → whether it has weights.
+        variant: of the weights, where a component has it.
         with_weights: without them only configurations and tokenizers come.
         progress: called with the bytes received.
 
@@ -77,7 +80,7 @@ def download_snapshot(
     files = _list_files(repo, commit)
     if files is None:
         return index.parent
-    chosen = choose_files(files, folders, repo=repo, with_weights=with_weights)
+    chosen = choose_files(files, folders, repo=repo, variant=variant, with_weights=with_weights)
     absent = [index.parent / name for name in chosen if not (index.parent / name).exists()]
     with _asking(repo, None):
         huggingface_hub.snapshot_download(
@@ -145,15 +148,19 @@ MOST_UNANSWERED = 3
 def _careful_client() -> Iterator[None]:
     """The Hub's client with a limit on every wait, and a look at what answers say before it writes.
 
-    The client waits without limit where it lists files, and uses an ETag as the name of a file.
+    The client waits without limit where it lists files, and uses an ETag as the name of a file. Where
+    there is no connection it tries for half a minute; here twice, and it then takes what is in the cache.
     """
     import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.utils import _http
 
     before = _http._GLOBAL_CLIENT_FACTORY
     waits = (
         threading.local()
     )  # of this thread's last request: since when, and how many before it in vain
+
+    is_unreachable = False
 
     def hurry(request: Any) -> None:
         most, now = _read_patience(), time.monotonic()
@@ -176,7 +183,24 @@ def _careful_client() -> Iterator[None]:
             _check_name(name, response.headers.get(name))
 
     def make_client() -> Any:
-        client = before()
+        client: Any = before()
+        send = client.send
+
+        def send_twice(request: Any, **named: Any) -> Any:
+            nonlocal is_unreachable
+            try:
+                return send(request, **named)
+            except Exception as error:
+                if (
+                    type(error).__name__ != "ConnectError"
+                ):  # of httpx, or of what the client has instead
+                    raise
+                if is_unreachable:
+                    raise OfflineModeIsEnabled("There is no connection.") from error
+                is_unreachable = True
+                raise
+
+        client.send = send_twice
         hooks = client.event_hooks
         client.event_hooks = {
             "request": [*hooks["request"], hurry],
@@ -186,9 +210,27 @@ def _careful_client() -> Iterator[None]:
 
     huggingface_hub.set_client_factory(make_client)
     try:
-        yield
+        with _without_retries():
+            yield
     finally:
         huggingface_hub.set_client_factory(before)
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    return not re.search(r"thrown while requesting|Retrying in", record.getMessage())
+
+
+@contextmanager
+def _without_retries() -> Iterator[None]:
+    """Without the client's line for each request that it tries again; what comes of it is reported."""
+    handlers = list(logging.getLogger("huggingface_hub").handlers)
+    for handler in handlers:
+        handler.addFilter(_is_no_retry)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(_is_no_retry)
 
 
 def _read_patience() -> float:
@@ -222,13 +264,14 @@ Headers = Sequence[tuple[str, Any]]
 """Component and header of each of its files, as `huggingface_hub` reads it."""
 
 
-def read_remote_headers(repo: str, commit: str, folders: list[str]) -> Headers:
+def read_remote_headers(repo: str, commit: str, folders: list[str], variant: str = "") -> Headers:
     """Headers of weights that stay on the Hub; empty when the Hub cannot be asked.
 
     Each header is fetched by an HTTP range.
 
     Args:
         folders: the components that have weights.
+        variant: of the weights, where a component has it.
 
     Raises:
         SourceError: a header cannot be fetched or read.
@@ -241,7 +284,8 @@ def read_remote_headers(repo: str, commit: str, folders: list[str]) -> Headers:
         inside = [
             PurePosixPath(name) for name in files if str(PurePosixPath(name).parent) == folder
         ]
-        _, chosen = choose_weights([path.name for path in inside if path.suffix == ".safetensors"])
+        weights = [path.name for path in inside if path.suffix == ".safetensors"]
+        _, chosen = choose_weights(weights, variant)
         for name in chosen:
             with _asking(repo, commit):
                 header = huggingface_hub.HfApi().parse_safetensors_file_metadata(
@@ -273,7 +317,12 @@ def find_rescaled(headers: Headers) -> dict[str, str]:
 
 
 def choose_files(
-    files: list[str], folders: dict[str, bool], *, repo: str, with_weights: bool = True
+    files: list[str],
+    folders: dict[str, bool],
+    *,
+    repo: str,
+    variant: str = "",
+    with_weights: bool = True,
 ) -> list[str]:
     """The files of a repository that the given components are loaded from.
 
@@ -288,7 +337,7 @@ def choose_files(
         if not (has_weights and with_weights):
             continue
         weights = [PurePosixPath(name).name for name in inside if name.endswith(".safetensors")]
-        _, kept = choose_weights(weights)
+        _, kept = choose_weights(weights, variant)
         chosen += [f"{folder}/{name}" for name in kept]
         if not kept:
             refused += [name for name in inside if name.endswith(PICKLES)]
@@ -378,10 +427,10 @@ def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
         )
     reason = " ".join(str(cause).split()) or type(cause).__name__
     return SourceError(
-        f"The model {repo} could not be downloaded from {_read_endpoint()}: {reason[:300]}",
-        expected="It is not wholly in the cache either.",
-        remedy="Look at the connection and run the command again: files that arrived whole are "
-        "kept.",
+        f"The model {repo} could not be downloaded from {_read_endpoint()}: {reason[:300].rstrip('.')}.",
+        expected="The cache does not hold the whole model either.",
+        remedy="Look at the connection, or set HF_ENDPOINT to a mirror, and run the command again: files "
+        "that arrived whole are kept.",
     )
 
 

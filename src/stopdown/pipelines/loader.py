@@ -29,6 +29,7 @@ from stopdown.number_formats import FORMATS, list_some
 from stopdown.patches import Patches
 from stopdown.pipelines import hub
 from stopdown.pipelines.components import cast_component_
+from stopdown.pipelines.extras import put_extras
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
@@ -64,8 +65,11 @@ def load_pipeline(
     """
     with quiet_libraries():
         if source.kind == "file":
-            return _load_single_file(source, torch_dtypes, progress)
-        return _load_folder(source, torch_dtypes, progress)
+            pipe = _load_single_file(source, torch_dtypes, progress)
+        else:
+            pipe = _load_folder(source, torch_dtypes, progress)
+        put_extras(pipe, source)
+        return pipe
 
 
 def complete_source(source: Source, *, progress: Progress | None = None) -> Source:
@@ -125,7 +129,7 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
 def _load_component(source: Source, name: str, dtype: torch.dtype) -> Any:
     library, class_name = source.components[name]
     folder = source.path / name
-    variant, files = find_weights(folder)
+    variant, files = find_weights(folder, source.variant)
     tensors = {key: entry for path in files for key, entry in read_header(path).items()}
     with describing_failures(folder, class_name), limited_building(tensors.values()):
         model, report = find_class(library, class_name).from_pretrained(

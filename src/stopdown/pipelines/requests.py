@@ -11,12 +11,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from stopdown.errors import OptionError, take_first_line
+
+if TYPE_CHECKING:
+    import numpy as np
 
 VIDEO_TO_VIDEO = {
     "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
@@ -219,6 +219,8 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     arguments = name_arguments(type(pipe), request)
     arguments |= _prepare_media(arguments, request)
     if "generator" in taken:
+        import torch
+
         arguments["generator"] = torch.Generator("cpu").manual_seed(request.seed)
     if "output_type" in taken:
         arguments["output_type"] = "np"
@@ -245,7 +247,7 @@ def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
     flags = [_FLAGS[other] for other in _NAMES if find_target(other, pipeline_class)]
     return OptionError(
         f"{pipeline_class.__name__} does not take {_FLAGS[name]}.",
-        expected=f"It takes {', '.join(flags)}.",
+        expected=f"What it does take is {', '.join(flags)}.",
         remedy=f"Leave {_FLAGS[name]} away, or use a model that takes it.",
     )
 
@@ -286,7 +288,7 @@ def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
         raise OptionError(
             f"{steps} step{'s' * (steps != 1)} at a strength of {strength} are less than one step.",
             expected=f"{pipeline_class.__name__} makes that share of its steps.",
-            remedy=f"Use --steps {math.ceil(1 / strength)} or more, or --strength 1.",
+            remedy=f"Use steps={math.ceil(1 / strength)} or more, or strength=1.",
         )
 
 
@@ -342,6 +344,8 @@ def _prepare_media(arguments: dict[str, Any], request: Request) -> dict[str, Any
 
 def read_frames(output: Any) -> np.ndarray[Any, Any]:
     """`[T, H, W, 3]` floating in [0, 1] (NaN possible), from what a pipeline returned as numpy."""
+    import numpy as np
+
     found = getattr(output, "frames", None)
     if found is None:
         return np.asarray(output.images)

@@ -12,7 +12,6 @@ that ask for code, or for more than a model has.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import functools
 import hashlib
@@ -22,7 +21,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,6 +69,9 @@ class Source:
         revision: commit on the Hub; empty otherwise.
         config: of a single file: Diffusers folder or Hub id with its configurations; None for the one
             that Diffusers knows for this kind of checkpoint.
+        variant: of the weights, where a component has it: `fp16`; "" for those without one.
+        loras: files or Hub ids with their weights, put on when it is loaded.
+        scheduler: class that takes the place of its own; "" for its own.
     """
 
     name: str
@@ -79,6 +81,9 @@ class Source:
     components: dict[str, tuple[str, str]] = field(default_factory=dict)
     revision: str = ""
     config: str | Path | None = None
+    variant: str = ""
+    loras: tuple[tuple[str, float], ...] = ()
+    scheduler: str = ""
 
     @property
     def described(self) -> Path:
@@ -107,6 +112,7 @@ def resolve_source(
     *,
     revision: str | None = None,
     config: str | Path | None = None,
+    variant: str | None = None,
     progress: Progress | None = None,
     with_weights: bool = True,
 ) -> Source:
@@ -118,12 +124,41 @@ def resolve_source(
         source: bundled name, folder, `.safetensors` file or Hub id.
         revision: branch, tag or commit of a Hub id.
         config: for a single file, a Diffusers folder or Hub id with its configurations.
+        variant: of the weights: `fp16`.
         progress: called with the bytes received.
         with_weights: False leaves the weights of a Hub id where they are.
 
     Raises:
         SourceError: there is no such model, or what was found is refused at first sight.
     """
+    found = _resolve(source, revision, variant or "", progress, with_weights)
+    if found.kind == "file":
+        found = replace(found, config=config)
+    if variant is None:
+        return found
+    found = replace(found, variant=variant)
+    if any(list_weight_files(found).values()) and not _has_variant(found):
+        raise SourceError(
+            f"The model {text_of(source)} has no weights of the variant {variant}.",
+            expected=f"A file of it is named like model.{variant}.safetensors.",
+            remedy="Leave variant away, or look at the names of its files.",
+        )
+    return found
+
+
+def text_of(source: str | Path) -> str:
+    """A SOURCE as it is shown: a long one is cut."""
+    text = str(source)
+    return text if len(text) <= 300 else f"{text[:300]}…"
+
+
+def _resolve(
+    source: str | Path,
+    revision: str | None,
+    variant: str,
+    progress: Progress | None,
+    with_weights: bool,
+) -> Source:
     text = str(source)
     if isinstance(source, str) and text in list_bundled():
         return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
@@ -137,9 +172,9 @@ def resolve_source(
     if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
         return _read_folder(text, path, "folder")
     if os.path.exists(path):
-        return dataclasses.replace(_read_file(text, path), config=config)
+        return _read_file(text, path)
     if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
-        return _resolve_hub(text, revision, progress, with_weights)
+        return _resolve_hub(text, revision, variant, progress, with_weights)
     raise _describe_unknown(text)
 
 
@@ -174,7 +209,7 @@ def _looks_like_path(text: str) -> bool:
 
 
 def _describe_unknown(text: str) -> SourceError:
-    text = text if len(text) <= 300 else f"{text[:300]}…"
+    text = text_of(text)
     if _looks_like_path(text) or "/" in text or "\\" in text:
         return SourceError(
             f"There is no file or folder {text}.",
@@ -191,16 +226,23 @@ def _describe_unknown(text: str) -> SourceError:
 
 
 def _resolve_hub(
-    repo: str, revision: str | None, progress: Progress | None, with_weights: bool
+    repo: str, revision: str | None, variant: str, progress: Progress | None, with_weights: bool
 ) -> Source:
     index = hub.download_index(repo, revision=revision)
-    found = _read_folder(repo, index.parent, "hub")
+    found = replace(_read_folder(repo, index.parent, "hub"), variant=variant)
     refuse(repo, list(_find_refusals(found)))
-    if not any(_find_damages(found)):
+    if not any(_find_damages(found)) and _has_variant(found):
         return found  # whole in the cache already, at this commit
     folders = {name: has_weights(entry[1]) for name, entry in found.components.items()}
-    hub.download_snapshot(index, repo, folders, with_weights=with_weights, progress=progress)
+    hub.download_snapshot(
+        index, repo, folders, variant=variant, with_weights=with_weights, progress=progress
+    )
     return found
+
+
+def _has_variant(source: Source) -> bool:
+    files = [path for paths in list_weight_files(source).values() for path in paths]
+    return not source.variant or any(f".{source.variant}." in path.name for path in files)
 
 
 def _read_file(name: str, path: Path) -> Source:
@@ -410,6 +452,13 @@ def _find_damages(source: Source) -> Iterator[Problem]:
             )
 
 
+def find_missing(source: Source) -> list[Problem]:
+    """Weights and folders that are not there; nothing for a folder of configurations alone."""
+    if not any(list_weight_files(source).values()) and not any(source.path.glob("*/*.index*.json")):
+        return []
+    return [problem for problem in _find_damages(source) if problem.rank == MISSING]
+
+
 def _describe_missing(what: str, expected: str) -> Problem:
     return Problem(MISSING, what, expected, _AGAIN)
 
@@ -501,7 +550,7 @@ def _name_configuration(class_name: str) -> tuple[str, ...]:
 
 
 def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
-    _, files = find_weights(folder)
+    _, files = find_weights(folder, source.variant)
     indices = sorted(folder.glob("*.safetensors.index*.json"))
     if not files and not indices:
         yield _describe_no_weights(folder, source)
@@ -558,7 +607,7 @@ def list_weight_files(source: Source) -> dict[str, list[Path]]:
     if source.kind == "file":
         return {"checkpoint": [source.path]}
     return {
-        name: find_weights(source.path / name)[1]
+        name: find_weights(source.path / name, source.variant)[1]
         for name, (_, class_name) in source.components.items()
         if has_weights(class_name) and (source.path / name).is_dir()
     }
@@ -600,7 +649,15 @@ def fingerprint(source: Source) -> str:
         config = source.path / name / "config.json"
         if source.kind != "file" and config.is_file():
             digest.update(_normalise(read_description(config)))
+    for lora, weight in source.loras:
+        digest.update(f"{lora_digest(Path(lora).expanduser())} {weight}".encode())
     return digest.hexdigest()
+
+
+def lora_digest(path: Path) -> str:
+    """SHA-256 of a whole LoRA, which is small."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _normalise(config: dict[str, Any]) -> bytes:

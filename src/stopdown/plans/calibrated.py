@@ -134,7 +134,7 @@ def make_plan(
     given = request or Request()
     steps = STEPS if given.steps is None else given.steps
     if steps < 1:
-        raise OptionError(f"--steps {steps} is less than 1.", remedy="Use --steps 1 or more.")
+        raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
     given = dataclasses.replace(given, steps=steps)
     opened = _open(pipe_or_source, device, given, progress)
     requests: list[Request] = []

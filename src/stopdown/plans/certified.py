@@ -159,7 +159,7 @@ def _choose(source: Source, request: Request) -> Source:
         raise OptionError(
             f"{source.name} is a single file, and a certificate was asked for.",
             expected="Weights are read component by component from a Diffusers folder.",
-            remedy="Leave --certify out, or save the model as a folder first.",
+            remedy="Save the model as a folder first, or measure its plan: stopdown plan SOURCE.",
         )
     chosen = choose_class(source.pipeline_class, request)
     return dataclasses.replace(source, pipeline_class=chosen)

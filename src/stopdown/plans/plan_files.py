@@ -87,8 +87,8 @@ def read_plan(path: str | Path) -> Plan:
     except InputError as error:
         raise PlanError(
             f"{path} is not a plan. {error.what}",
-            expected=error.expected,
-            remedy=f"Make it again: stopdown plan SOURCE -o {path}",
+            expected="A plan is a JSON file that stopdown plan wrote.",
+            remedy="Name such a file, or make one: stopdown plan SOURCE -o plan.json",
         ) from error
     if plan.kind != "plan" or plan.seal != _compute_seal(text):
         raise PlanError(

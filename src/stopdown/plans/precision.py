@@ -185,7 +185,7 @@ def parse_fp16(text: str, what: str) -> str:
             f"{what} for {text.strip()} was asked for.",
             expected="Only fp16 needs one, for all components: bf16 and fp32 hold the values as they "
             "are.",
-            remedy=f"Use --precision fp16, or generate with --precision {text.strip()} as it is.",
+            remedy=f'Use precision="fp16"; a run in {text.strip()} needs no plan.',
         )
     return "fp16"
 
@@ -196,16 +196,16 @@ def _parse_choice(text: str, also: Iterable[str]) -> str:
 
 def _incomplete_entry(entry: str) -> OptionError:
     return OptionError(
-        f"The entry {entry.strip()!r} of --precision does not say for which component.",
+        f"The entry {entry.strip()!r} of a precision does not say for which component.",
         expected="Each entry is COMPONENT=PRECISION.",
-        remedy="Write for example --precision transformer=bf16,vae=fp32. "
+        remedy='Write for example precision="transformer=bf16,vae=fp32". '
         "Components that are not named are chosen by auto.",
     )
 
 
 def _contradiction(one: Wanted, other: Wanted) -> OptionError:
     return OptionError(
-        f"--precision asks for {one.target}={one.precision} and for {other.target}={other.precision}.",
+        f"The precision asks for {one.target}={one.precision} and for {other.target}={other.precision}.",
         expected="Each component has one precision, and each of its methods can have its own.",
         remedy="Leave one of the two out.",
     )
@@ -217,7 +217,7 @@ def _unknown_component(name: str, known: list[str]) -> OptionError:
     return OptionError(
         f"The model has no component {name!r}.",
         expected=f"It has {', '.join(known)}.",
-        remedy=f"Write for example --precision {hint}=bf16.",
+        remedy=f'Write for example precision="{hint}=bf16".',
     )
 
 
@@ -255,7 +255,7 @@ def _accept(call: str, precision: str, supports: Mapping[str, Support]) -> tuple
     if support is not None and not support.works:
         raise OptionError(
             f"{call} cannot run in {precision} on this device. {support.reason}",
-            remedy=f"Use --precision {call}=fp32, or leave it to auto.",
+            remedy=f'Use precision="{call}=fp32", or leave it to auto.',
         )
     return precision, "Asked for."
 

@@ -47,7 +47,7 @@ def read_any(path: Path) -> Comparison | RunRecord:
         raise InputError(
             f"The file {path} is not a record of Stopdown: {error}.",
             expected="generate and compare write one in JSON beside their output.",
-            remedy="Name that one: stopdown report circle.mp4.json",
+            remedy="Name it: of video.mp4 it is video.mp4.json, of report.html it is report.html.json.",
         ) from error
     kind = raw.get("kind")
     if not isinstance(kind, str) or kind not in _KINDS:

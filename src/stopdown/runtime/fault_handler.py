@@ -228,7 +228,10 @@ class FaultHandler:
         found = self._describe_culprit(case)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
-        return make_error(case.fault, found)
+        error = make_error(case.fault, found)
+        if self.on_fault == "raise":
+            error.remedy += ' Or have it repaired in the run: `on_fault="repair"`.'
+        return error
 
     def _note(self, case: _Case, action: str, reason: str) -> None:
         """Keep what was done at a fault."""

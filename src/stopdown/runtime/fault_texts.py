@@ -117,8 +117,11 @@ def suggest_remedy(callee: Callee, precision: str) -> str:
             "range. Load the model again from its source."
         )
     if precision == "fp16":
-        return f"Use `--precision {callee.name}=bf16`, or fp32 where bf16 is slow or missing."
-    return f"Use `--precision {callee.name}=fp32`."
+        return (
+            f'Use `precision="{callee.name}=bf16"`, or fp32 where bf16 is slow or missing. Or run it '
+            'in fp16 by a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.'
+        )
+    return f'Use `precision="{callee.name}=fp32"`.'
 
 
 def _describe_part(fault: Fault) -> str:

@@ -59,8 +59,8 @@ def check_ranges(ranges: str | None) -> str:
         return ranges or "measured"
     raise OptionError(
         f"Ranges were asked for as {ranges!r}.",
-        expected=f"They are one of {', '.join(RANGES)}.",
-        remedy="Use ranges='auto', or leave it out.",
+        expected=f"Known are {', '.join(RANGES)}.",
+        remedy='Use ranges="auto", or leave it out.',
     )
 
 

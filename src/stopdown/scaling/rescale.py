@@ -105,6 +105,6 @@ def check_residual(residual: str | None) -> str:
         return residual or "native"
     raise OptionError(
         f"The residual stream was asked for in {residual!r}.",
-        expected=f"It is one of {', '.join(RESIDUALS)}.",
-        remedy="Use residual='fp32', or leave it out.",
+        expected=f"Known are {', '.join(RESIDUALS)}.",
+        remedy='Use residual="fp32", or leave it out.',
     )

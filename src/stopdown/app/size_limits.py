@@ -1,0 +1,146 @@
+"""Sizes that do not fit into memory, refused before weights are loaded, with a size that does.
+
+Only a size that was asked for, and that could be too large, is run dry: a decoder holds about
+`DECODED_BYTES` for each pixel that it makes.
+
+**Catches** what a dry run without weights predicts to take more than there is.
+**Does not catch** the workspaces of a device's kernels, and what other programs hold. With a limit of
+memory only the size of the result is looked at: what a strategy takes is judged once weights are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from stopdown.app.memory_command import find_ways
+from stopdown.app.memory_limits import shrink_request
+from stopdown.app.request_options import RequestOptions, read_limit
+from stopdown.errors import OptionError
+
+if TYPE_CHECKING:
+    from stopdown.app.display import Display
+    from stopdown.environment import Device
+    from stopdown.memory.forecast import Fit
+    from stopdown.memory.smaller_requests import Size
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import Source
+    from stopdown.plans.precision_and_memory import Way
+
+DECODED_BYTES = 1024
+"""128 channels in 16 bits, four values alive at a time: what Diffusers' autoencoders have at full size."""
+
+RETURNED_BYTES = 15
+"""Of each pixel in what a pipeline returns and what is written of it: three fp32 and three uint8 values."""
+
+MOST_TRIED = 24
+
+
+def refuse_too_large(
+    options: RequestOptions, source: Source, request: Request, device: Device, display: Display
+) -> None:
+    """Refuse a size that is predicted to take more memory than there is.
+
+    Args:
+        options: of the command; without a size nothing is done.
+        source: with its class and components.
+        request: what is made.
+        device: where.
+        display: told of dry runs.
+
+    Raises:
+        OptionError: naming the largest smaller size that fits.
+
+    Cost: nothing for a size far below memory; else a few dry runs of some seconds each.
+    """
+    sides = [side for side in (options.height, options.width) if side is not None]
+    limit = read_limit(options.memory) or device.memory_bytes
+    if not limit or (options.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
+        return
+    from stopdown.device_profiles import describe_device
+    from stopdown.memory.smaller_requests import find_largest
+    from stopdown.number_formats import format_bytes
+
+    way = find_ways(source, options.precision, describe_device(device), None)[0]
+    asked = _find_size(source, way, request)
+
+    def predict(size: Size) -> Fit:
+        display.progress("predict", f"{size} in {way.name}", 0, 0)
+        smaller = shrink_request(dataclasses.replace(request, steps=1), size)
+        return _predict(source, way, smaller, is_cpu=device.type == "cpu")
+
+    least = _count(asked) * RETURNED_BYTES
+    if least <= limit and options.memory is None:
+        least = _find_peak(predict(asked))
+    if least <= limit:
+        return
+    found = find_largest(_list_sizes(asked, source, limit), predict, limit)
+    raise OptionError(
+        f"To make {asked} takes at least {format_bytes(least)}, and "
+        + (
+            f"{device} has {format_bytes(limit)}."
+            if options.memory is None
+            else "that is the limit."
+        ),
+        expected=f"Of the sizes that were tried {found[0]} fits, with {format_bytes(_find_peak(found[1]))}."
+        if found
+        else "No size that was tried fits.",
+        remedy=(f"Use height={found[0].height} and width={found[0].width}." if found else "")
+        + (' With memory="auto" less is held at a time.' if options.memory is None else ""),
+    )
+
+
+def _predict(source: Source, way: Way, request: Request, *, is_cpu: bool) -> Fit:
+    """What one step takes with all weights on the device, and nothing else tried."""
+    from stopdown.memory.forecast import Fit
+    from stopdown.memory.run_memory import MemoryListener, listen_to_run
+    from stopdown.memory.strategies import Strategy, predict
+    from stopdown.pipelines.requests import build_arguments
+    from stopdown.plans.precision_and_memory import build_way
+
+    pipe = build_way(source, way)
+    run = listen_to_run(pipe, build_arguments(pipe, request), MemoryListener(on_cpu=is_cpu))
+    return Fit((predict(run, Strategy(), steps=1),), (0.0,), {})
+
+
+def _find_peak(fit: Fit) -> int:
+    return fit.predictions[0].peak_bytes
+
+
+def _find_size(source: Source, way: Way, request: Request) -> Size:
+    """Frames, height and width of what is asked for; a side that was not asked for is as the other."""
+    from stopdown.memory.smaller_requests import Size
+    from stopdown.pipelines.requests import build_arguments, find_frames
+    from stopdown.plans.precision_and_memory import build_way
+
+    pipe = build_way(source, way)
+    height, width = request.height or request.width, request.width or request.height
+    frames = find_frames(pipe, build_arguments(pipe, request))
+    return Size(frames, int(height or 0), int(width or 0))
+
+
+def _count(size: Size) -> int:
+    return size.frames * size.height * size.width
+
+
+def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
+    """Smaller sizes that the model can make and that may fit, each of half the pixels of the last."""
+    from stopdown.memory.smaller_requests import Size
+    from stopdown.pipelines.default_sizes import find_grid, read_configs
+
+    step = find_grid(read_configs(source.described)).side
+    sizes = [
+        Size(
+            asked.frames,
+            *(
+                int(side * 2 ** (-number / 2)) // step * step
+                for side in (asked.height, asked.width)
+            ),
+        )
+        for number in range(1, MOST_TRIED + 1)
+    ]
+    return [
+        size
+        for size in dict.fromkeys(sizes)
+        if min(size.height, size.width) >= step and _count(size) * DECODED_BYTES <= limit
+    ]

@@ -1,0 +1,76 @@
+"""The list of precisions that a comparison is asked for, read and checked without PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stopdown.errors import OptionError
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
+
+OWN_WORDS = ("autocast", "clamp", "plan")
+"""Precisions that only a comparison knows."""
+
+
+def parse_precisions(given: str | Sequence[str]) -> tuple[str, ...]:
+    """The precisions of a list such as `fp32,bf16,fp16,autocast,clamp,plan.json`.
+
+    Args:
+        given: a list, or several that are joined. One precision may differ by component: alone it is
+            written as everywhere, `transformer=bf16,vae=fp32`; inside of a list, whose commas stand
+            between precisions, `transformer=bf16+vae=fp32`.
+
+    Returns:
+        Their names; one by component has a plus between its parts.
+
+    Raises:
+        OptionError: an entry is unknown, there are fewer than two, or one stands twice.
+    """
+    lists = (given,) if isinstance(given, str) else given
+    names = tuple(_parse_entry(entry) for text in lists for entry in _split(text))
+    twice = {name for name in names if names.count(name) > 1}
+    if twice or len(names) < 2:
+        found = f"{', '.join(sorted(twice))} stands twice" if twice else f"it has {len(names)}"
+        raise OptionError(
+            f'precisions="{",".join(lists)}" is no list of precisions to compare: {found}.',
+            expected="A comparison has two or more, each once.",
+            remedy='Use precisions="fp32,bf16,fp16,plan".',
+        )
+    return names
+
+
+def _split(text: str) -> list[str]:
+    """The entries of a list; one that names components all through is a single one."""
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    by_component = [entry for entry in entries if "=" in entry and not entry.endswith(".json")]
+    if len(by_component) < 2:
+        return entries
+    if len(by_component) == len(entries):
+        return [text]
+    raise OptionError(
+        f'precisions="{text}" can be read in two ways: {" and ".join(by_component)} may be one '
+        "precision or more.",
+        expected="The commas of a list stand between precisions.",
+        remedy=f"For one write {'+'.join(by_component)}; for more give each as an entry of its own.",
+    )
+
+
+def _parse_entry(entry: str) -> str:
+    if entry in OWN_WORDS:
+        return entry
+    request = parse_request(entry, OWN_WORDS)
+    if request.plan is not None:
+        return request.plan
+    named = [f"{part.target}={part.precision}" for part in request.parts]
+    return request.everywhere or "+".join(named)
+
+
+def read_plans(names: Iterable[str]) -> None:
+    """Refuse a list with a plan's file that cannot be read.
+
+    Raises:
+        PlanError: naming the file.
+    """
+    for name in names:
+        if name.endswith(".json"):
+            read_plan(name)

@@ -1,0 +1,137 @@
+"""What stands on a pipeline besides its components: LoRAs, and another scheduler.
+
+A LoRA is put on before anything is planned or cast, so a plan counts it in.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stopdown.errors import OptionError, SourceError, take_one_line
+from stopdown.pipelines.headers import DamagedFileError, read_header
+from stopdown.pipelines.sources import Source
+
+
+def parse_lora(text: str) -> tuple[str, float]:
+    """File and weight of `style.safetensors:0.8`; the weight is 1 where none is given.
+
+    Raises:
+        OptionError: the weight is no number, the file is missing or no safetensors file, or peft is
+            not installed.
+    """
+    path, sign, weight = text.rpartition(":")
+    if not sign or not re.fullmatch(r"-?\d+(\.\d+)?", weight):
+        path, weight = text, "1"
+    file = Path(path).expanduser()
+    if file.suffix.lower() != ".safetensors" or not file.is_file():
+        raise OptionError(
+            f"The LoRA {path} is not a .safetensors file that is here.",
+            expected="A LoRA is one file, with a weight after a colon where that is not 1.",
+            remedy='Write for example lora="style.safetensors:0.8".',
+        )
+    try:
+        read_header(file)
+    except (DamagedFileError, OSError) as error:
+        raise OptionError(
+            f"The LoRA {path} is damaged or cut off: {error}.", remedy="Download it again."
+        ) from error
+    if importlib.util.find_spec("peft") is None:
+        raise OptionError(
+            "A LoRA needs peft, which is not installed.",
+            remedy="Install it: pip install 'stopdown[adapters]'",
+        )
+    return path, float(weight)
+
+
+def find_scheduler(name: str) -> str:
+    """The class of a scheduler, from its name with or without `Scheduler`, in any case.
+
+    Raises:
+        OptionError: Diffusers has none of that name; the message lists the nearest.
+    """
+    known = _list_schedulers()
+    asked = name.strip().lower().removesuffix("scheduler")
+    for found in known:
+        if found.lower().removesuffix("scheduler") == asked:
+            return found
+    short = {known_name.removesuffix("Scheduler"): known_name for known_name in known}
+    lower = {key.lower(): key for key in short}
+    near = [lower[x] for x in difflib.get_close_matches(asked, lower, n=5, cutoff=0.3)]
+    near.sort(key=lambda found: not found.lower().startswith(asked[:2]))
+    raise OptionError(
+        f"Diffusers has no scheduler {name!r}.",
+        expected=f"The nearest are {', '.join(near) or 'none'}.",
+        remedy=f'Use scheduler="{near[0] if near else "EulerDiscrete"}".',
+    )
+
+
+@functools.cache
+def _list_schedulers() -> tuple[str, ...]:
+    """Names of the schedulers of the installed Diffusers, read without importing it."""
+    found = importlib.util.find_spec("diffusers")
+    folders = found.submodule_search_locations if found is not None else None
+    text = (Path(next(iter(folders or ["."]))) / "__init__.py").read_text(encoding="utf-8")
+    names = set(re.findall(r'"([A-Z]\w*Scheduler)"', text))
+    return tuple(sorted(name for name in names if not name.startswith("Flax")))
+
+
+def put_extras(pipe: Any, source: Source) -> None:
+    """Put the LoRAs of a source on a pipeline, and its other scheduler in the place of its own.
+
+    Raises:
+        SourceError: a LoRA does not fit the pipeline.
+        OptionError: the scheduler does not.
+    """
+    if source.loras:
+        _put_loras(pipe, source.loras)
+    if source.scheduler:
+        _put_scheduler(pipe, source.scheduler)
+
+
+def _put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
+    if not hasattr(pipe, "load_lora_weights"):
+        raise SourceError(
+            f"{type(pipe).__name__} takes no LoRA.", remedy="Leave lora away, or merge it first."
+        )
+    names = [f"lora_{number}" for number in range(len(loras))]
+    for name, (path, _) in zip(names, loras, strict=True):
+        try:
+            pipe.load_lora_weights(str(Path(path).expanduser()), adapter_name=name)
+        except Exception as error:  # whatever its keys make Diffusers and peft raise
+            raise _refuse_lora(pipe, path, take_one_line(error, 300)) from error
+    on = {one for parts in pipe.get_list_adapters().values() for one in parts}
+    for name, (path, _) in zip(names, loras, strict=True):
+        if name not in on:
+            raise _refuse_lora(pipe, path, "none of its tensors has a place in it")
+    pipe.set_adapters(names, [weight for _, weight in loras])
+
+
+def _refuse_lora(pipe: Any, path: str, why: str) -> SourceError:
+    return SourceError(
+        f"The LoRA {path} does not fit {type(pipe).__name__}: {why}.",
+        expected="A LoRA is trained for one architecture, and named as Diffusers names its layers.",
+        remedy="Look at which model it is for, or leave lora away.",
+    )
+
+
+def _put_scheduler(pipe: Any, name: str) -> None:
+    import diffusers
+
+    wanted = getattr(diffusers, name)
+    compatible = {one.__name__ for one in pipe.scheduler.compatibles} | {
+        type(pipe.scheduler).__name__
+    }
+    if name not in compatible:
+        listed = ", ".join(sorted(compatible))
+        raise OptionError(
+            f"{name} does not fit {type(pipe).__name__}.",
+            expected=f"Those that do are {listed}.",
+            remedy=f'Use scheduler="{min(compatible)}".',
+        )
+    pipe.scheduler = wanted.from_config(pipe.scheduler.config)

@@ -1,0 +1,424 @@
+"""How the command line behaves: help, progress, defaults of a user's own, completion, what it writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+
+from documentation import parse_command
+from stopdown.app import cli
+from stopdown.app.defaults_file import read_defaults
+from stopdown.app.display import Silent
+from stopdown.app.flags import CommandOptions
+from stopdown.app.generate_command import GenerateOptions, list_runs
+from stopdown.app.progress import Bars, Lines
+from stopdown.app.remedies import reword
+from stopdown.environment import Device, token_in_use
+from stopdown.errors import OptionError, OutputError, StopdownError
+
+SaveTiny = Callable[..., Path]
+SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1")
+COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder that commands run in, at the width of a small terminal."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("COLUMNS", "80")
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------
+# Help
+
+
+def test_the_list_of_commands_is_not_cut_off(run: Any, here: Path) -> None:
+    """At 80 columns each command has its whole sentence, also by `-h`."""
+    code, out, _ = run("-h")
+    lines = [line for line in out.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
+    assert code == 0
+    assert len(lines) == len(COMMANDS)
+    assert [line for line in lines if not line.endswith(".") or line.endswith("...")] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_help_has_examples_that_are_taken(name: str, run: Any, here: Path) -> None:
+    """Every command shows what to type, and the command line takes it."""
+    code, out, _ = run(name, "-h")
+    shown = out.split("Examples:")[1].split("\n\n")[0]
+    examples = [line.strip() for line in shown.splitlines() if line.strip()]
+    assert (code, bool(examples)) == (0, True)
+    assert [found for line in examples if (found := parse_command(line))] == []
+    assert "--quiet" in out
+    assert "--verbose" in out
+
+
+def test_help_shows_choices_and_defaults(run: Any, here: Path) -> None:
+    """What an option takes, and what it is where nobody says."""
+    _, out, _ = run("generate", "--help")
+    shown = " ".join(out.split())
+    assert "--on-fault <repair|raise>" in shown
+    assert "[default: 8.0]" in shown
+    assert "--steps N" in shown
+    assert "list[str]" not in shown
+
+
+def test_the_shell_completes(here: Path) -> None:
+    """Names of commands and choices of options, by what Typer installs for the shell."""
+    for words, found in (
+        ("stopdown gen", "generate"),
+        ("stopdown plan shapes --ranges b", "bound"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "stopdown.app.cli"],
+            env={
+                **os.environ,
+                "_STOPDOWN_COMPLETE": "complete_bash",
+                "COMP_WORDS": words,
+                "COMP_CWORD": str(len(words.split()) - 1),
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert found in done.stdout.split(), done
+
+
+# ---------------------------------------------------------------------------------------------
+# Progress
+
+
+def test_the_first_sign_comes_before_pytorch() -> None:
+    """It is said that PyTorch is loaded before it is: an import that ends the process comes after."""
+    script = (
+        "import os, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            print('IMPORTED', end='', file=sys.stderr, flush=True); os._exit(7)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from stopdown.app import cli\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    for words in (
+        ["generate", "shapes", "a", "-o", "x.mp4"],
+        ["plan", "shapes", "--memory", "1GiB"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words], capture_output=True, text=True
+        )
+        assert done.returncode == 7
+        assert re.fullmatch(r"Loading PyTorch…: elapsed \S+\nIMPORTED", done.stderr), done.stderr
+
+
+def test_lines_tell_each_stage_and_tenth() -> None:
+    """Without a terminal: a line when a stage begins and at each tenth, with labelled times."""
+    times = iter([0.0, 1.0, 4.0, *range(5, 200)])
+    console = Console(file=io.StringIO(), width=200)
+    display = Lines(console, clock=lambda: next(times))
+    display.progress("import", "PyTorch", 0, 0)
+    display.progress("load", "loading vae", 0, 100)
+    for step in range(1, 41):
+        display.progress("denoise", "transformer", step, 40)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[:2] == ["Loading PyTorch…: elapsed 0:00:01", "Loading vae: elapsed 0:00:04"]
+    assert lines[2] == "Denoising step 1 of 40: elapsed 0:00:05"
+    assert lines[3] == "Denoising step 4 of 40: elapsed 0:00:08, left 0:00:27"
+    assert len(lines) == 3 + 10
+
+
+def test_quiet_lines_tell_no_progress() -> None:
+    """With --quiet no line comes, and a repair is announced all the same; details only with --verbose."""
+    console = Console(file=io.StringIO(), width=200)
+    display = Lines(console, quiet=True)
+    display.progress("denoise", "transformer", 1, 2)
+    display.announce("`vae` was rescaled.")
+    display.detail("not shown")
+    Lines(console, verbose=True).detail("shown")
+    assert console.file.getvalue() == "`vae` was rescaled.\nshown\n"  # type: ignore[attr-defined]
+
+
+def test_bars_label_their_times() -> None:
+    """In a terminal each bar has the words elapsed and left beside its times."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with Bars(console) as display:
+        display.progress("import", "PyTorch", 0, 0)
+        display.progress("denoise", "transformer", 1, 2)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"Loading.*PyTorch….*elapsed .*\d:\d\d:\d\d.*left", shown)
+    assert re.search(r"Denoising.*step 1 of 2.*elapsed .*left", shown)
+
+
+def test_quiet_prints_the_file_alone(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """For scripts: stdout is the name of what was written, stderr is empty."""
+    assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-q") == (0, "stopdown.mp4\n", "")
+
+
+def test_verbose_shows_the_traceback_of_an_error(run: Any, here: Path) -> None:
+    """Who wants to report a fault sees where it was raised."""
+    _, _, err = run("generate", "shapes", "a", "--precision", "fp61", "--verbose")
+    assert err.startswith("Traceback")
+    assert "stopdown: The precision 'fp61' is unknown." in err
+
+
+# ---------------------------------------------------------------------------------------------
+# Words of errors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(CommandOptions):
+    source: str = "my model"
+    precision: str = "auto"
+    on_fault: str = "repair"
+    force: bool = False
+    frames: int = 1
+
+
+def test_an_error_speaks_of_flags_and_of_the_model() -> None:
+    """Arguments of Python become flags of the command, SOURCE what was typed; others stay."""
+    error = StopdownError(
+        'frames=10 is odd; dtype=torch.float16 and "a.frames=3" stay.',
+        expected="SOURCE is a folder.",
+        remedy='Use precision="transformer=bf16,vae=fp32", on_fault="repair", or force=True: '
+        "stopdown plan SOURCE.",
+    )
+    reword(error, _Options())
+    assert str(error) == (
+        '--frames 10 is odd; dtype=torch.float16 and "a.frames=3" stay. SOURCE is a folder. Use '
+        "--precision transformer=bf16,vae=fp32, --on-fault repair, or --force: stopdown plan 'my model'."
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Defaults of a user's own
+
+
+def test_a_file_gives_defaults(run: Any, here: Path) -> None:
+    """`stopdown.toml` above the folder counts, a table of a command wins, and what is typed over both."""
+    (here.parent / "stopdown.toml").write_text('device = "tpu"\n[generate]\ndevice = "npu"\n')
+    assert "The device 'npu' is unknown." in run("generate", "shapes", "a")[2]
+    assert "The device 'tpu' is unknown." in run("plan", "shapes")[2]
+    assert "The device 'xpu' is unknown." in run("plan", "shapes", "--device", "xpu")[2]
+    _, _, err = run("plan", "shapes", "-v")
+    assert err.startswith(f"stopdown: {here.parent / 'stopdown.toml'} gives defaults.\n")
+    assert run("plan", "-h")[0] == 0
+
+
+def test_a_project_gives_defaults(run: Any, here: Path) -> None:
+    """`[tool.stopdown]` of a pyproject.toml is read, one of another program is not."""
+    (here / "pyproject.toml").write_text('[tool.stopdown.generate]\non-fault = "no"\n')
+    assert "'no' is not one of 'repair', 'raise'" in run("generate", "shapes", "a")[2]
+    (here / "pyproject.toml").write_text("not TOML")
+    assert read_defaults({"generate": ["device"]}, here)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("devise = 1", "sets devise, which is no option of any command. .* Did you mean device?"),
+        ("[generate]\nprompt = 1", "sets prompt, which is no option of stopdown generate."),
+        ("[generate", "cannot be read as TOML: .* Mend it, or move it away."),
+    ],
+)
+def test_a_wrong_file_of_defaults_is_named(text: str, message: str, run: Any, here: Path) -> None:
+    """A misspelt key is refused by its name, and not passed over."""
+    (here / "stopdown.toml").write_text(text)
+    code, _, err = run("generate", "shapes", "a")
+    assert code == 2
+    assert re.search(message, err)
+
+
+# ---------------------------------------------------------------------------------------------
+# Outputs, seeds, tokens
+
+
+def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
+    """`--num 3`: the seeds that follow, numbered outputs, all free before the first begins."""
+    runs = list_runs(GenerateOptions("shapes", "a", output="c.mp4", seed=7, num=3))
+    assert [(one.output, one.seed) for one in runs] == [
+        ("c-1.mp4", 7),
+        ("c-2.mp4", 8),
+        ("c-3.mp4", 9),
+    ]
+    (here / "c-3.mp4").touch()
+    with pytest.raises(OutputError, match=r"c-3\.mp4 is there already"):
+        list_runs(GenerateOptions("shapes", "a", output="c.mp4", num=3))
+    with pytest.raises(OptionError, match="A journal is that of one run"):
+        list_runs(GenerateOptions("shapes", "a", num=2, journal=here))
+    with pytest.raises(OptionError, match="--num 0 is less than 1"):
+        list_runs(GenerateOptions("shapes", "a", num=0))
+
+
+def test_a_token_is_used_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Hub's client sees it while the command runs; what was set before is set again."""
+    from huggingface_hub import get_token
+
+    monkeypatch.setenv("HF_TOKEN", "mine")
+    with token_in_use("hf_other"):
+        assert get_token() == "hf_other"
+    assert get_token() == "mine"
+    with token_in_use(None):
+        assert get_token() == "mine"
+
+
+def test_a_token_is_in_no_record(run: Any, save_tiny: SaveTiny, here: Path) -> None:
+    """What is secret stays out of what is shared."""
+    words = (
+        "generate",
+        save_tiny("cogvideox"),
+        "a",
+        *SIZES,
+        "--token",
+        "hf_secret",
+        "-o",
+        "c.webm",
+    )
+    assert run(*words)[0] == 0
+    assert "hf_secret" not in (here / "c.webm.json").read_text()
+    assert (here / "c.webm").stat().st_size > 0
+
+
+def test_a_page_is_made_of_the_output_that_is_named(
+    run: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """`report clip.mp4` reads its record; without -o a page that is there stays, which is told."""
+    assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-o", "clip.mp4", "-q")[0] == 0
+    assert "Written: clip.html" in run("report", "clip.mp4")[1]
+    code, out, _ = run("report", "clip.mp4.json")
+    assert code == 0
+    assert "Written: clip-2.html\nclip.html is there already and was left as it is." in out
+    code, out, _ = run("explain", "clip.mp4.json")
+    assert "clip.mp4.json is the record of a run of " in out
+    assert "stopdown report clip.mp4.json" in out
+
+
+# ---------------------------------------------------------------------------------------------
+# Models
+
+
+def test_another_scheduler_and_a_lora(save_tiny: SaveTiny, tmp_path: Path) -> None:
+    """Both stand on the pipeline that is loaded; a LoRA makes another fingerprint, and has its weight."""
+    pytest.importorskip("peft")
+    import torch
+
+    from stopdown.pipelines.extras import find_scheduler, parse_lora
+    from stopdown.pipelines.loader import load_pipeline
+    from stopdown.pipelines.sources import fingerprint, resolve_source
+
+    source = resolve_source(save_tiny("sd"))
+    lora = write_lora(source, tmp_path)
+    found = dataclasses.replace(
+        source, loras=(parse_lora(f"{lora}:0.5"),), scheduler=find_scheduler("ddim")
+    )
+    pipe = load_pipeline(found, torch_dtypes=torch.float32)
+    assert type(pipe.scheduler).__name__ == "DDIMScheduler"
+    layer = next(m for m in pipe.unet.modules() if hasattr(m, "lora_A"))
+    assert layer.scaling["lora_0"] == 0.5
+    assert fingerprint(found) != fingerprint(source)
+
+
+def write_lora(source: Any, folder: Path) -> Path:
+    """A LoRA for the UNet of a tiny Stable Diffusion."""
+    import torch
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    from stopdown.pipelines.loader import load_pipeline
+
+    pipe = load_pipeline(source, torch_dtypes=torch.float32)
+    pipe.unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"]))
+    pipe.save_lora_weights(folder, unet_lora_layers=get_peft_model_state_dict(pipe.unet))
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def test_a_scheduler_or_lora_that_is_not_there(run: Any, here: Path) -> None:
+    """The nearest schedulers are named; a LoRA is a file that is here."""
+    _, _, err = run("generate", "shapes", "a", "--scheduler", "eular")
+    assert re.search(r"Diffusers has no scheduler 'eular'\. .*Euler.* Use --scheduler Euler", err)
+    _, _, err = run("generate", "shapes", "a", "--lora", "none.safetensors:0.5")
+    assert "The LoRA none.safetensors is not a .safetensors file that is here." in err
+
+
+def test_a_variant_of_the_weights(save_tiny: SaveTiny, tmp_path: Path, run: Any) -> None:
+    """It is taken where a component has it, and refused where none has."""
+    import shutil
+
+    from stopdown.pipelines.sources import list_weight_files, resolve_source
+
+    folder = tmp_path / "model"
+    shutil.copytree(save_tiny("cogvideox"), folder)
+    plain = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(plain, plain.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    named = list_weight_files(resolve_source(str(folder), variant="fp16"))
+    assert [path.name for path in named["transformer"]] == [
+        "diffusion_pytorch_model.fp16.safetensors"
+    ]
+    assert [path.name for path in named["vae"]] == ["diffusion_pytorch_model.safetensors"]
+    _, _, err = run("generate", folder, "a", "--variant", "bf16")
+    assert "has no weights of the variant bf16. A file of it is named like" in err
+
+
+def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
+    """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
+    code, out, _ = run("check", "shapes", "--device", "v100")
+    shown = " ".join(out.split())
+    assert "Judged in fp16, which auto takes by a plan of its own: " in shown
+    assert "transformer fp16" in shown
+    assert (code, "range-unplanned" in shown) == (0, False)
+
+
+def test_a_check_names_missing_weights_first(save_tiny: SaveTiny, tmp_path: Path, run: Any) -> None:
+    """Weights that are not there have no dtypes: every one that lacks is named, and nothing else."""
+    import shutil
+
+    folder = tmp_path / "model"
+    shutil.copytree(save_tiny("cogvideox"), folder)
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    index = folder / "vae" / "diffusion_pytorch_model.safetensors.index.json"
+    (folder / "vae" / "diffusion_pytorch_model.safetensors").unlink()
+    name = "diffusion_pytorch_model-00001-of-00002.safetensors"
+    index.write_text(json.dumps({"weight_map": {"encoder.conv_in.weight": name}}))
+    code, out, err = run("check", folder)
+    assert (code, out) == (2, "")
+    assert "has 2 problems. " in err
+    assert "transformer has no safetensors weights." in err
+    assert f"lacks {name}." in err
+
+
+# ---------------------------------------------------------------------------------------------
+# Sizes
+
+
+def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveTiny) -> None:
+    """On a device of 64 MiB 9 frames of 512x512 are refused before weights are loaded."""
+    from stopdown.app.size_limits import refuse_too_large
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import resolve_source
+
+    source = resolve_source(save_tiny("cogvideox"))
+    device = Device("cpu", 0, "a small CPU", None, 2**26)
+    request = Request(prompt="a", frames=9, height=512, width=512, steps=1)
+    options = GenerateOptions(source.name, "a", frames=9, height=512, width=512)
+    with pytest.raises(OptionError) as caught:
+        refuse_too_large(options, source, request, device, Silent())
+    found = re.search(r"Use height=(\d+) and width=(\d+)\.", caught.value.remedy)
+    assert found is not None
+    assert "To make 9 frames of 512x512 takes at least " in caught.value.what
+    assert caught.value.what.endswith("and cpu (a small CPU) has 64.0 MiB.")
+    smaller = {"height": int(found[1]), "width": int(found[2])}
+    fits = dataclasses.replace(options, **smaller)
+    refuse_too_large(fits, source, dataclasses.replace(request, **smaller), device, Silent())

@@ -1,0 +1,172 @@
+"""Mistakes of users: each is one message that names it and says what to type, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RECORD = "stopdown plan shapes -o plan.json"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in, with what lies about in folders of users."""
+    folder = tmp_path / "here"
+    (folder / "frames").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "frames" / "letter").write_text("")
+    (folder / "notes.txt").write_text("a red circle\n")
+    (folder / "letter.docx").write_bytes(b"PK\3\4\0\0")
+    (folder / "bad.json").write_text("{}")
+    (folder / "clip.mp4").write_bytes(b"mine")
+    (folder / "run.mp4.json").write_text('{"kind": "run", "schema": 1}')
+    (folder / "report.html").write_text('<meta name="generator" content="stopdown">')
+    (folder / "weights.ckpt").write_bytes(b"\x80\x04")
+    (folder / "one").mkdir()
+    (folder / "one" / "config.json").write_text("{}")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+MISTAKES: tuple[tuple[str, int, str], ...] = (
+    # what the shell or the eye got wrong
+    ("paint", 2, "No such command 'paint'."),
+    ("generate", 2, "Missing argument 'SOURCE'."),
+    ("generate shapes a --colour red", 2, "No such option: --colour"),
+    ("generate shapes a --steps many", 2, "Invalid value for '--steps'"),
+    ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
+    ("generate shapes ''", 2, "The prompt is empty. .* Write what it shows"),
+    # models
+    ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*Write for example owner/name"),
+    ("generate ./nowhere.safetensors a", 2, "There is no file or folder ./nowhere.safetensors."),
+    ("generate weights.ckpt a", 2, "weights.ckpt .* are stored as pickles. Only safetensors"),
+    ("generate notes.txt a", 2, "The file notes.txt is not a .safetensors file."),
+    ("generate empty a", 2, "The folder empty has no model_index.json."),
+    ("generate one a", 2, "This looks like one component of a pipeline. Did you mean"),
+    ("generate shapes a --revision main", 2, "--revision main was given, and shapes is a bundled"),
+    ("check shapes --config x", 2, "--config x was given, and shapes is a bundled model."),
+    # sizes and numbers
+    ("generate shapes a --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
+    ("generate shapes a --seed -1", 2, "--seed -1 is not a seed. .* Use --seed 0."),
+    ("generate shapes a --guidance nan", 2, "--guidance nan is not a number. Use --guidance 6."),
+    ("generate shapes a --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and up to 1000. Use --fps 8."),
+    ("generate shapes a --strength 1.5", 2, "--strength 1.5 is not above 0 and up to 1."),
+    (
+        "generate shapes a --height 100",
+        2,
+        "The model cannot make --height 100. .* The nearest that work are 96 and 112: use --height 96.",
+    ),
+    ("generate shapes a --width 1", 2, "--width 1. .* multiple of 16 .* use --width 16."),
+    ("generate shapes a --frames 10", 2, "The model cannot make --frames 10. .*--frames 9."),
+    ("generate shapes a --journal-limit nan", 2, "--journal-limit nan is not a number."),
+    # precisions, plans, devices
+    ("generate shapes a --precision fp61", 2, "The precision 'fp61' is unknown. Known are fp32, "),
+    ("compare shapes --precision fp61", 2, "The precision 'fp61' is unknown. .*autocast, clamp"),
+    ("check shapes --precision fp61", 2, "'fp61' is unknown. .* Write for example --precision fp16"),
+    ("plan shapes --precision bf16", 2, "A plan for bf16 was asked for. .* Use --precision fp16;"),
+    ("generate shapes a --precision =bf16", 2, "'=bf16' of a precision does not say for which"),
+    ("generate shapes a --precision p.png", 2, "p.png is no precision, and a plan ends in .json."),
+    ("generate shapes a --precision none.json", 2, "The plan none.json .*: stopdown plan shapes -o"),
+    ("generate shapes a --precision bad.json", 2, "bad.json is not a plan. .*" + RECORD),
+    ("generate shapes a --precision run.mp4.json", 2, "has kind 'run'. .*" + RECORD),
+    ("check shapes --precision none.json", 2, "The plan none.json cannot be read: "),
+    ("compare shapes --precision fp16,none.json", 2, "The plan none.json cannot be read: "),
+    ("convert shapes out --plan none.json", 2, "The plan none.json cannot be read: "),
+    ("compare shapes --precision fp16", 2, "is no list of precisions to compare: it has 1."),
+    ("generate shapes a --keep-repairs", 2, "--keep-repairs was given .*" + RECORD),
+    ("generate shapes a --device tpu", 2, "The device 'tpu' is unknown. .* Use --device auto."),
+    ("generate shapes a --device v100", 2, "--device v100 is a profile .* check shapes --device v100"),
+    ("check shapes --device v1000", 2, "The device 'v1000' is unknown. .* Use --device v100."),
+    # memory
+    ("generate shapes a --memory 8", 2, "--memory 8 has no unit. .* Use --memory 8GiB."),
+    ("plan shapes --memory lots", 2, "--memory lots is not an amount of memory."),
+    ("generate shapes a --allow fp8", 2, "--allow fp8 was given without --memory."),
+    # outputs
+    ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),
+    ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4, or -o run/ "),
+    ("generate shapes a -o clip.mp4", 2, "clip.mp4 is there already. .* --force .*: clip-2.mp4."),
+    ("generate shapes a -o run.mp4.json/p.png", 2, "run.mp4.json is a file and no folder."),
+    ("generate shapes a -o nowhere/c.mp4", 2, "there is no folder .*nowhere. .*mkdir -p"),
+    ("generate shapes a -o frames/", 2, "The output folder frames is not empty."),
+    ("generate shapes a -o c.png --frames 9", 2, "c.png is a single picture, and there are 9"),
+    ("plan shapes -o plan.txt", 2, "plan.txt does not end in .json. .* Use -o plan.json."),
+    ("compare shapes -o page.pdf", 2, "page.pdf does not end in .html."),
+    ("compare shapes -o report.html", 2, "report.html is there already. .* --force"),
+    ("check shapes -o out", 2, "-o was given without --fix."),
+    # other files
+    ("generate shapes a --image none.png", 2, "The file none.png cannot be read: "),
+    ("generate shapes a --image notes.txt", 2, "notes.txt cannot be read as a picture"),
+    ("compare shapes --prompts none.txt", 2, "none.txt cannot be read: .* Name a file that exists."),
+    ("run nowhere.py", 2, "There is no script nowhere.py."),
+    ("report none.html", 2, "none.html .* of report.html it is report.html.json."),
+    ("report bad.json", 2, "bad.json holds a record of the kind None, which has no report."),
+    # explain
+    ("explain empty", 2, "The folder empty holds no frames. .* Name a log, a picture or a video."),
+    ("explain .", 2, "holds no frames. .* Name one file in it: stopdown explain clip.mp4"),
+    ("explain letter.docx", 2, "letter.docx cannot be read: it is not text."),
+    ("explain none.log", 2, "There is no file none.log."),
+    ("explain notes.txt bad.json", 2, "2 subjects were given, and notes.txt is a file."),
+    ("explain what is this", 1, ""),
+    ("doctor --toml", 2, "A profile is written for one device, and none was named."),
+)  # fmt: skip
+
+
+def split(command: str) -> list[str]:
+    """The words of a command, with '' for an empty one."""
+    return ["" if word == "''" else word for word in command.split()]
+
+
+@pytest.mark.parametrize(("command", "code", "message"), MISTAKES, ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_one_message(
+    command: str, code: int, message: str, here: Path, run: Callable[..., Any]
+) -> None:
+    """Its code, its message, no traceback, no file, and every file as it was."""
+    before = {path: path.stat().st_mtime_ns for path in here.rglob("*")}
+    found, out, err = run(*split(command))
+    assert found == code, err
+    assert re.search(message, " ".join(err.split())), err
+    assert "Traceback" not in out + err
+    assert bool(out) == (not message)
+    assert {path: path.stat().st_mtime_ns for path in here.rglob("*")} == before
+    assert not re.search(r'\bSOURCE\b.*stopdown|stopdown \w+ SOURCE|\w="', err.split("Known")[0]), (
+        err
+    )
+
+
+def test_a_mistake_is_told_before_pytorch_is_imported(here: Path) -> None:
+    """All of them in one fresh process: none loads torch, which takes seconds."""
+    script = (
+        "import json, sys; from stopdown.app import cli\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    try: cli.main(words)\n"
+        "    except SystemExit: pass\n"
+        "    if 'torch' in sys.modules: sys.exit(f'{words} loads torch')\n"
+    )
+    commands = [split(command) for command, code, _ in MISTAKES if code == 2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(commands)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["generate shapes a --fps 1e9", "paint", "explain letter.docx", "convert shapes out --plan none.json"],
+)  # fmt: skip
+def test_a_mistake_as_a_process(command: str, here: Path) -> None:
+    """As it is installed: the same code, nothing on stdout, no traceback, no file."""
+    before = sorted(here.rglob("*"))
+    words = [sys.executable, "-m", "stopdown.app.cli", *split(command)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=here)
+    message = next(row[2] for row in MISTAKES if row[0] == command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(message, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert sorted(here.rglob("*")) == before
