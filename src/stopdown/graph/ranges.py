@@ -241,7 +241,7 @@ class _Runner(torch.fx.Interpreter):
 
 
 def _widen(value: Any) -> Any:
-    return torch.float32 if value in _HALVES and isinstance(value, torch.dtype) else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
 
 
 def log2_of(magnitude: float) -> float:
