@@ -114,7 +114,10 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true")
     options = parser.parse_args()
     items = list_items(options.items, options.steps)
-    report: dict[str, Any] = {"command": f"python benchmarks/batch.py {vars(options)}"}
+    sizes = f"--items {options.items} --steps {options.steps} --repeats {options.repeats}"
+    report: dict[str, Any] = {
+        "command": f"python benchmarks/batch.py {sizes}{' --ray' * options.ray}"
+    }
     with tempfile.TemporaryDirectory() as made:
         root = Path(made)
         loop = make_loop(items, root / "loop")

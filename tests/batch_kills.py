@@ -91,15 +91,15 @@ class Kills:
     def _disturb(self, driver: subprocess.Popen[bytes], watched: Watched) -> bool:
         """Kill until the driver is gone; whether it came to its end by itself."""
         until = time.monotonic() + LIMIT_S
-        pause_until = time.monotonic() + self._random.uniform(1, 4)
+        due = self._choose_due(watched.look())
         while driver.poll() is None:
             assert time.monotonic() < until, "the batch did not end"
-            watched.look()
+            finished = watched.look()
             time.sleep(0.05)
-            workers = find_workers(driver) if self.left else []
-            if not workers or time.monotonic() < pause_until:
+            if not self.left or finished < due or not (workers := find_workers(driver)):
                 continue
-            pause_until = time.monotonic() + self._random.uniform(0.5, 5)
+            time.sleep(self._random.uniform(0, 2))
+            due = self._choose_due(finished)
             kind = self._random.choice(["worker"] * 3 + ["driver"] + ["node"] * bool(self._nodes))
             self.left -= 1
             self.done[kind] += 1
@@ -114,6 +114,10 @@ class Kills:
                     self._random.choice(workers).kill()
         watched.look()
         return True
+
+    def _choose_due(self, finished: int) -> int:
+        """How many items are finished before the next kill; now and then it comes at the start."""
+        return finished + self._random.choice((0, 1, 1, 1, 2))
 
 
 @contextlib.contextmanager

@@ -239,7 +239,7 @@ def _serve(pipe: Any, job: Job, device: str, count: int) -> None:
             pipe.send(worker.make(task, plans[seal]))
     except StopdownError as error:
         pipe.send(error)
-    except EOFError:
+    except (EOFError, BrokenPipeError):  # nobody gives tasks any more
         pass
 
 
