@@ -41,7 +41,7 @@ class Way:
     """One way to compute.
 
     Attributes:
-        name: `fp16 rescaled`, `fp16 with fp32 fp32_modules`, `fp32`.
+        name: `fp16 rescaled`, `fp16 with fp32 modules`, `fp32`.
         precisions: component → format of most of it.
         flag: what `--precision` has to say for it.
         keeps_fp32: whether parts that a class keeps in fp32 stay there.
