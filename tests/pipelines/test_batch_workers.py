@@ -138,7 +138,9 @@ def test_memory_of_one_process_is_no_place_for_two(tiny: str, tmp_path: Path) ->
     options = BatchOptions(
         tiny, str(write_prompts(tmp_path, 2)), "memory://nowhere", precision="fp32", workers=2
     )
-    with pytest.raises(InputError, match=r"Worker \d wrote into memory://nowhere, and nothing came"):
+    with pytest.raises(
+        InputError, match=r"Worker \d wrote into memory://nowhere, and nothing came"
+    ):
         batch(options, Silent())
 
 
