@@ -1,7 +1,7 @@
-"""Every figure on a page of the site, from `benchmarks/results`, and tables of what is known.
+"""Every figure on a page, from `benchmarks/results`, and tables of what is known: `python docs/figures.py`.
 
-A page writes `{{ name }}`; the function of that name below says what goes there. None of them holds a
-number of its own.
+A page holds `<!-- figure: name -->…<!-- end -->`. The command writes what the function of that name below
+gives between the two. None of these functions holds a number of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,30 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 KNOWLEDGE = ROOT / "src" / "stopdown" / "knowledge"
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "log.md"]
+"""The log is left out: it tells what was."""
+
 FIGURES: dict[str, Callable[[], str]] = {}
+MARK = re.compile(r"<!-- figure: (\w+) -->(.*?)<!-- end -->", re.DOTALL)
+
+
+def fill(text: str, page: str) -> str:
+    """A page's text with every figure as it is now; a mark that is wrong is a `ValueError`."""
+
+    def write(found: re.Match[str]) -> str:
+        if found[1] not in FIGURES:
+            raise ValueError(
+                f"{page} asks for the figure {found[1]}, which docs/figures.py does not have."
+            )
+        value = FIGURES[found[1]]()
+        value = f"\n\n{value}\n\n" if "\n" in value else value
+        return f"<!-- figure: {found[1]} -->{value}<!-- end -->"
+
+    filled = MARK.sub(write, text)
+    rest = re.search(r"<!-- figure:.*|<!-- end -->", MARK.sub("", text))
+    if rest or any("<!--" in found[2] for found in MARK.finditer(text)):
+        raise ValueError(f"{page} has a mark of a figure without its other end.")
+    return filled
 
 
 def _figure(compute: Callable[[], str]) -> Callable[[], str]:
@@ -473,3 +497,16 @@ def machine() -> str:
         f"{name} {known['versions'][name]}" for name in ("torch", "diffusers", "transformers")
     )
     return f"{known['cpu']}, {known['cores']} cores; Python {known['python']}, {versions}"
+
+
+def main() -> None:
+    """Write every figure into its page."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = fill(text, page.name)
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,11 @@
 
 The pages are plain Markdown. While MkDocs builds the site,
 
-- `{{ name }}` becomes the figure of that name, from `benchmarks/results` (`figures.py`);
 - `{{ commands }}` becomes the reference of the command line, from its own help;
 - a mermaid block becomes the drawing, so that a page loads nothing;
 - a link to a file beside `docs/` gets that file: a page if it is Markdown, a copy otherwise.
 
-An unknown name or a link to nothing ends the build.
+A link to nothing ends the build. Figures stand in the Markdown itself (`figures.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-import figures
-
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
 """A link to a file: before it, its target, what follows."""
 
-FIGURE = re.compile(r"\{\{ (\w+) \}\}")
+COMMANDS = "{{ commands }}"
+"""Where the reference goes, on the page `commands.md`."""
 
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add every file beside `docs/` that a page links to, and what these link to in turn."""
     pages = files.documentation_pages()
-    waiting = [(page.src_uri, _fill(page.content_string, page.src_uri)) for page in pages]
+    waiting = [(page.src_uri, page.content_string) for page in pages]
     while waiting:
         page, text = waiting.pop()
         for _, target, _ in LINK.findall(text):
@@ -55,11 +53,13 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(text: str, page: Page, **_: Any) -> str:
-    """Fill in figures, the command reference and drawings; point links at the added files."""
+    """Fill in the command reference and drawings; point links at the added files."""
     name = page.file.src_uri
     if _is_beside(name):
         page.meta["search"] = {"exclude": True}
-    text = LINK.sub(lambda found: _point(found, name), _fill(text, name))
+    if name == "commands.md":
+        text = text.replace(COMMANDS, describe_commands())
+    text = LINK.sub(lambda found: _point(found, name), text)
     return re.sub(r"^```mermaid\n(.*?)^```$", _draw, text, flags=re.DOTALL | re.MULTILINE)
 
 
@@ -83,18 +83,6 @@ def _point(found: re.Match[str], page: str) -> str:
         home = PurePosixPath(page.removeprefix("repository/")).parent
         aim = os.path.normpath(home / target).removeprefix("docs/")
     return before + os.path.relpath(aim, PurePosixPath(page).parent) + after
-
-
-def _fill(text: str, page: str) -> str:
-    """A page's text with its figures; other files are left as they are."""
-    known = {**figures.FIGURES, "commands": describe_commands}
-
-    def look_up(found: re.Match[str]) -> str:
-        if found[1] not in known:
-            raise PluginError(f"{page} asks for {found[0]}, which docs/figures.py does not have.")
-        return known[found[1]]()
-
-    return text if _is_beside(page) else FIGURE.sub(look_up, text)
 
 
 def _is_beside(page: str) -> bool:

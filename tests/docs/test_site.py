@@ -1,4 +1,4 @@
-"""The site: built strictly, complete, its figures from the stored results, nothing loaded from elsewhere.
+"""The site: built strictly, complete, nothing loaded from elsewhere; figures are those of the results.
 
 The last test needs Chromium (`apt-get install chromium`); without one it is skipped.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import html.parser
 import http.server
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,12 +41,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> object:
-    """What MkDocs calls while it builds."""
+def figures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What writes figures into the pages."""
     monkeypatch.syspath_prepend(str(DOCS))
-    import hooks
+    import figures
 
-    return hooks
+    return figures
 
 
 def test_every_public_name_has_its_place(site: Path) -> None:
@@ -80,40 +80,55 @@ def test_every_command_and_flag_has_its_place(site: Path) -> None:
             assert all(flag in page for flag in option.opts if flag.startswith("--"))
 
 
-def test_figures_come_from_the_results(
-    site: Path, hooks: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A figure follows its result: another result gives another page, and none stands there unfilled."""
-    import figures
+def test_figures_are_those_of_the_results(figures: Any) -> None:
+    """Writing the figures again changes no page: none is stale, none was edited by hand."""
+    texts = {page.name: page.read_text(encoding="utf-8") for page in figures.PAGES}
+    assert [name for name, text in texts.items() if figures.fill(text, name) != text] == []
 
-    unfilled = [
-        page.name
-        for page in site.glob("**/*.html")
-        if page.name != "log.html" and re.search(r"\{\{ \w+ \}\}", page.read_text())
-    ]
-    assert unfilled == []
-    stored = json.loads((ROOT / "benchmarks/results/shapes_fp16.json").read_text())
-    ratio = f"{stored['bf16_over_planned_median']:.1f} times nearer"
-    assert ratio in (site / "rescaling.html").read_text(encoding="utf-8")
-    text = "fp16 is {{ shapes_ratio }} times nearer."
+
+def test_a_figure_follows_its_result(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another result gives another figure, and what someone typed in its place is gone."""
     monkeypatch.setattr(figures, "_read", lambda _: {"bf16_over_planned_median": 3.25})
-    assert hooks._fill(text, "rescaling.md") == "fp16 is 3.2 times nearer."  # type: ignore[attr-defined]
+    text = "It is <!-- figure: shapes_ratio -->9.9<!-- end --> times nearer."
+    filled = "It is <!-- figure: shapes_ratio -->3.2<!-- end --> times nearer."
+    assert figures.fill(text, "rescaling.md") == filled
+    assert figures.fill(filled, "rescaling.md") == filled
 
 
-def test_a_figure_that_is_not_there_ends_the_build(hooks: object) -> None:
-    """A page that asks for an unknown figure is an error that names both."""
-    from mkdocs.exceptions import PluginError
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- figure: nothing -->1<!-- end -->",
+        "<!-- figure: score -->97 %",
+        "97 %<!-- end -->",
+        "<!-- figure: score -->97 % <!-- figure: score -->97 %<!-- end -->",
+        "<!-- figure: Score! -->97 %<!-- end -->",
+    ],
+)
+def test_a_wrong_mark_is_an_error(figures: Any, text: str) -> None:
+    """An unknown figure or half a mark is an error that names the page."""
+    with pytest.raises(ValueError, match=r"^start\.md "):
+        figures.fill(text, "start.md")
 
-    with pytest.raises(PluginError, match=r"start.md asks for \{\{ nothing \}\}"):
-        hooks._fill("{{ nothing }}", "start.md")  # type: ignore[attr-defined]
 
-
-def test_every_figure_is_used(hooks: object) -> None:
+def test_every_figure_is_used(figures: Any) -> None:
     """No figure is computed that stands on no page."""
-    import figures
+    pages = "".join(page.read_text(encoding="utf-8") for page in figures.PAGES)
+    assert [name for name in figures.FIGURES if f"<!-- figure: {name} -->" not in pages] == []
 
-    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
-    assert [name for name in figures.FIGURES if f"{{{{ {name} }}}}" not in pages] == []
+
+def test_no_line_of_text_begins_with_a_figure(figures: Any) -> None:
+    """A line that begins with a comment is HTML to a Git host, and its text loses its formatting."""
+    lines = [line for page in figures.PAGES for line in page.read_text("utf-8").splitlines()]
+    marked = [line for line in lines if re.match(r"[\s>*\-]*<!-- (figure|end)", line)]
+    assert len(marked) > 20
+    assert [line for line in marked if not re.fullmatch(r"<!-- [^>]* -->", line)] == []
+
+
+def test_no_placeholder_is_left(site: Path) -> None:
+    """Whatever is filled in while the site is built is filled in."""
+    pages = [page for page in site.glob("**/*.html") if page.name != "log.html"]
+    assert [page.name for page in pages if re.search(r"\{\{ \w+ \}\}", page.read_text())] == []
 
 
 class _Addresses(html.parser.HTMLParser):
