@@ -395,6 +395,9 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
         "journal_limit": 4.0,
         "maxima": False,
         "keep_repairs": False,
+        "num": 1,
+        "force": False,
+        "parallel": "auto",
     }
     assert set(content["stages_s"]) == {
         "prepare",
@@ -425,10 +428,13 @@ def test_the_display_sees_every_stage(save_tiny: SaveTiny, media: Path, out: Pat
         def announce(self, text: str) -> None:
             raise AssertionError(text)
 
+        def detail(self, text: str) -> None:
+            pass
+
     options = make_options(save_tiny("cogvideox"), out, media, **RUNS["cogvideox"])
     generate(options, Display())
     stages = list(dict.fromkeys(stage for stage, *_ in seen))
-    assert stages == ["load", "encode", "denoise", "decode"]
+    assert stages == ["import", "load", "encode", "denoise", "decode"]
     assert [call[2:] for call in seen if call[0] == "denoise"] == [(1, 2), (2, 2)]
     loads = [call for call in seen if call[0] == "load"]
     assert loads[-1][2] == loads[-1][3] > 0

@@ -21,7 +21,7 @@ VerboseOption = Annotated[
     typer.Option(
         "-v",
         "--verbose",
-        help="Also what libraries remark, which file gave defaults, and the traceback of an error.",
+        help="Also which file gave defaults, where the model was found, and the traceback of an error.",
     ),
 ]
 
