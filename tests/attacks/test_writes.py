@@ -45,7 +45,7 @@ class Command:
 
 COMMANDS = {
     "generate": Command(
-        ("generate", "model", "a", *SIZES, "-o", "disk/clip.mp4"),
+        ("generate", "model", "a", *SIZES, "-o", "disk/clip.mp4", "--force"),
         "clip.mp4",
         "cogvideox",
         ("clip.mp4.json",),
@@ -57,16 +57,16 @@ COMMANDS = {
         ("frames.json",),
         is_folder=True,
     ),
-    "plan": Command(("plan", "shapes", "-o", "disk/plan.json"), "plan.json"),
+    "plan": Command(("plan", "shapes", "-o", "disk/plan.json", "--force"), "plan.json"),
     "convert": Command(
         ("convert", "model", "disk/out", "--plan", "sd.json"), "out", "sd", is_folder=True
     ),
     "compare": Command(
-        ("compare", "shapes", "--prompt", "a", "-o", "disk/page.html"),
+        ("compare", "shapes", "--prompt", "a", "-o", "disk/page.html", "--force"),
         "page.html",
         beside=("page.html.json",),
     ),
-    "report": Command(("report", "kept.html.json", "-o", "disk/page.html"), "page.html"),
+    "report": Command(("report", "kept.html.json", "-o", "disk/page.html", "--force"), "page.html"),
     "check": Command(
         ("check", "model", *MIXED, "-o", "disk/mended"), "mended", "sd16", is_folder=True
     ),

@@ -207,7 +207,7 @@ def test_a_module_that_is_called_inside_of_another_is_said() -> None:
     [
         (object(), "There is no module in what was given, a object."),
         ({}, "There is no module in an empty dict."),
-        ({"unet": "weights.pt"}, "There is no module in `unet`, which is a str."),
+        ({"unet": "weights.pt"}, "There is no module in a name, 'weights.pt': load it first."),
         (
             {"vae.decode": (nn.Linear(1, 1), "decode")},
             "`vae.decode`: a Linear has no method decode.",

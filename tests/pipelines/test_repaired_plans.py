@@ -202,6 +202,7 @@ def test_a_run_keeps_its_repair_when_asked(save_tiny: Any, tmp_path: Path) -> No
         steps=1,
         height=32,
         width=32,
+        force=True,
     )
     heard = Heard()
     first = generate(options, heard)

@@ -199,11 +199,6 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "stopdown run SCRIPT",
         ),
         (
-            {"script": __file__, "on_fault": "ignore"},
-            OptionError,
-            "--on-fault ignore is unknown. Known are repair, raise and warn. Use --on-fault repair.",
-        ),
-        (
             {"script": __file__, "precision": "fp16"},
             OptionError,
             "--precision fp16 was given for a script. A script chooses the precisions of its pipelines "

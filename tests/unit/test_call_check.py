@@ -68,7 +68,9 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
     assert error.what.endswith(" values at step 2 of 2, in bf16.")
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith("; bf16 ends at 3.3895e+38).")
-    assert error.remedy == f'Use `precision="{component}=fp32"`.'
+    assert error.remedy == (
+        f'Use `precision="{component}=fp32"`. Or have it repaired in the run: `on_fault="repair"`.'
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,8 @@ def test_the_whole_message() -> None:
     assert error.expected.endswith(f'; fp16 ends at 65504). fp16 was chosen for it: "{reason}"')
     assert error.remedy == (
         'Use `precision="transformer=bf16"`, or fp32 where bf16 is slow or missing. Or run it in fp16 by a '
-        'plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.'
+        'plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`. Or have it repaired '
+        'in the run: `on_fault="repair"`.'
     )
     assert str(error) == f"{error.what} {error.expected} {error.remedy}"
 

@@ -140,13 +140,13 @@ def edit(**changes: Any) -> str:
         ),
         (
             {"elapsed_s": "soon"},
-            "The text is not a RunRecord: Expected `float`, got `str` - at `$.elapsed_s`. It is "
-            "JSON as Stopdown writes it. It may be cut off or edited; make it again.",
+            "The text is not a RunRecord: Expected `float`, got `str` - at `$.elapsed_s`. A "
+            "record is JSON as Stopdown writes it. It may be cut off or edited; make it again.",
         ),
         (
             {"decisions": [{"component": "vae"}]},
             "The text is not a RunRecord: Object missing required field `precision` - at "
-            "`$.decisions[0]`. It is JSON as Stopdown writes it. It may be cut off or edited; make "
+            "`$.decisions[0]`. A record is JSON as Stopdown writes it. It may be cut off or edited; make "
             "it again.",
         ),
     ],

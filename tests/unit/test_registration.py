@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from stopdown.app import cli
+from stopdown.app.flags import CommandOptions
 from stopdown.app.registration import add_command
 
 
@@ -78,8 +79,14 @@ def test_help_is_that_of_the_dataclass() -> None:
 def test_every_command_takes_the_fields_of_its_record() -> None:
     """No command has a parameter that its dataclass lacks, nor in another order."""
     found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
-    records = [kind for name, kind in vars(cli).items() if name.endswith("Options")]
-    taken = {tuple(entry.name for entry in fields(record)) for record in records}
+    records = [
+        kind
+        for name, kind in vars(cli).items()
+        if name.endswith("Options") and kind is not CommandOptions
+    ]
+    common = [entry.name for entry in fields(CommandOptions)]
+    own = [[entry.name for entry in fields(record)] for record in records]
+    taken = {tuple([*(x for x in names if x not in common), *common]) for names in own}
     shown = {
         tuple(parameter.name for parameter in command.params if parameter.name != "help")
         for command in found.values()

@@ -160,7 +160,7 @@ def test_an_fp32_module_without_products_inside_stays_one() -> None:
 
 def test_an_unknown_residual_is_refused() -> None:
     """The message says what there is."""
-    with pytest.raises(OptionError, match="residual='fp32'"):
+    with pytest.raises(OptionError, match='residual="fp32"'):
         rescale_(torch.nn.Linear(2, 2), (torch.ones(1, 2),), residual="fp64")
 
 

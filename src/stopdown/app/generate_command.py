@@ -405,9 +405,9 @@ def _open_journal(
 _TOLD_APART_BY = (
     *("prompt", "negative", "image", "video", "steps", "seed"),
     *("frames", "height", "width", "guidance", "mask", "control_image", "strength"),
-    *("lora", "scheduler"),
+    "lora",
 )
-"""Options that make another run; what the others decide is seen in the pipeline."""
+"""Options that make another run; what the others decide is seen in the pipeline, its scheduler, too."""
 
 
 def _read_request(options: GenerateOptions) -> Request:

@@ -99,8 +99,10 @@ def report(
 
 def find_record(path: Path) -> Path:
     """The record that is meant: the file itself, or the one beside an output or page that was named."""
+    if not path.name or path.suffix == ".json":
+        return path
     beside = find_record_path(path)
-    return beside if path.suffix != ".json" and beside.is_file() else path
+    return beside if beside.is_file() else path
 
 
 def name_page(record: Path) -> Path:

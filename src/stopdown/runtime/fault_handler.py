@@ -229,7 +229,7 @@ class FaultHandler:
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
         error = make_error(case.fault, found)
-        if self.on_fault == "raise":
+        if self.on_fault == "raise" and case.fault.precision != "fp32":
             error.remedy += ' Or have it repaired in the run: `on_fault="repair"`.'
         return error
 
