@@ -312,7 +312,9 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
     @functools.cache
     def record() -> Mapping[str, Sequence[RecordedCall]]:
         requests = list_requests(
-            work.pipe, work.plan.prompts, dataclasses.replace(request, steps=work.plan.steps)
+            work.pipe,
+            work.plan.prompts,
+            dataclasses.replace(request, steps=work.plan.steps or request.steps),
         )
         return record_calls(work.pipe, requests, progress)
 
