@@ -479,8 +479,8 @@ def _word_card(work: _Work) -> str:
             "value of theirs overflows fp16. The model computes what the original computes.\n\n"
             "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
             "not fit these weights**: what they add is of another scale, and the picture is wrong "
-            "without an error. Load them into the original, and convert that: `stopdown.make_plan(pipe)` "
-            "plans with what is loaded."
+            "without an error. Fuse a LoRA into the original (`pipe.fuse_lora()`), save that, and plan and "
+            "convert what was saved."
         )
     else:
         what = "No weight had to be rescaled. It was cast to fp16."
