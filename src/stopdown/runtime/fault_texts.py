@@ -139,7 +139,10 @@ def _describe_inputs(inputs: list[torch.Tensor], precision: str) -> str:
     spoilt = sum(sum(count_non_finite(tensor)) for tensor in inputs)
     if spoilt:
         return f"Its inputs already held {spoilt} values that are not finite."
-    largest = max((measure_amax(tensor) for tensor in inputs), default=0.0)
+    floats = [tensor for tensor in inputs if tensor.is_floating_point()]
+    if not floats:
+        return "It was given integers alone."
+    largest = max(measure_amax(tensor) for tensor in floats)
     found = find_format(precision)
     ends = f"; {precision} ends at {found.largest:.5g}" if found else ""
     return f"Its inputs were finite (largest {largest:.5g}{ends})."
