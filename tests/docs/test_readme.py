@@ -87,3 +87,11 @@ def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -
         name = {"source": "SOURCE", "prompt": "PROMPT"}.get(entry.name, flag)
         line = next(line for line in shown.splitlines() if name in line and "Usage" not in line)
         assert len(line.split()) > 3
+
+
+def test_the_chinese_readme_is_the_same() -> None:
+    """It has the same blocks, in the same order, as many headings and the same links."""
+    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
+    for pattern in (r"^```.*?^```$", r"^#+ ", r"\]\(((?!#|README)[^)]+)\)", r"^\| `[^|]*\|"):
+        both = [re.findall(pattern, text, re.DOTALL | re.MULTILINE) for text in (README, chinese)]
+        assert both[0] == [found.replace("、", ", ") for found in both[1]], pattern
