@@ -24,6 +24,8 @@ def read_cells(path: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default::stopdown.StopdownWarning")
+@pytest.mark.filterwarnings("default::ResourceWarning")  # a picture that a cell shows stays open
+@pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.name)
 def test_a_notebook_runs(
     path: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
