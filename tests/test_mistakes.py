@@ -42,6 +42,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --colour red", 2, "No such option: --colour"),
     ("generate shapes a --steps many", 2, "Invalid value for '--steps'"),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
+    ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
     ("generate shapes ''", 2, "The prompt is empty. .* Write what it shows"),
     # models
     ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*Write for example owner/name"),

@@ -28,11 +28,18 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stopdown.errors import OutputError
+from stopdown.errors import InputError, OutputError
+
+if TYPE_CHECKING:
+    import filelock
 
 Replaces = Callable[[Path], str]
 """Why what stands at a path must stay, in words such as `a plan`; empty when it may be replaced."""
+
+LOCK = ".lock"
+"""The file in a folder that says that a process holds it."""
 
 _PROBE_BYTES = 65536
 
@@ -165,6 +172,42 @@ def find_record_path(output: str | os.PathLike[str]) -> Path:
     """Where the record of an output stands: `clip.mp4.json` beside `clip.mp4`."""
     path = Path(output)
     return path.with_name(path.name + ".json")
+
+
+# ---------------------------------------------------------------------------------------------
+# A folder for one process
+
+
+def lock_folder(folder: Path, busy: InputError) -> filelock.BaseFileLock:
+    """An existing folder's lock, held by this process until it is released.
+
+    Raises:
+        InputError: `busy`, when another process holds it.
+    """
+    import filelock
+
+    lock = filelock.FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout as error:
+        raise busy from error
+    return lock
+
+
+@contextmanager
+def held_folder(folder: Path, busy: InputError) -> Iterator[None]:
+    """An existing folder for this process alone within the block, after which its lock is gone.
+
+    Raises:
+        InputError: `busy`, when another process holds it.
+    """
+    lock = lock_folder(folder, busy)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # Windows removes it when it is released
+            (folder / LOCK).unlink()
+        lock.release()
 
 
 # ---------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,6 +32,7 @@ from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, check_number, read_request
 from stopdown.batch.records import BatchRecord, Item, ItemResult
 from stopdown.errors import InputError, OptionError
+from stopdown.outputs import held_folder
 from stopdown.records import to_json
 
 if TYPE_CHECKING:
@@ -325,9 +326,11 @@ def _place_image(options: BatchOptions, item: Item) -> Item:
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
+    from stopdown.batch.prompts import naming_line
+
     names = ("frames", "height", "width", "steps", "guidance")
     own = {name: x for name in names if (x := getattr(item, name)) is not None}
-    try:
+    with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
         return read_request(
             dataclasses.replace(options, image=None, **own),
             prompt=item.prompt,
@@ -335,12 +338,6 @@ def _read_request(options: BatchOptions, item: Item) -> Request:
             steps=own.get("steps", options.steps),
             seed=options.seed if item.seed is None else item.seed,
         )
-    except OptionError as error:
-        raise OptionError(
-            f"Line {item.line} of the prompts {options.prompts}: {error.what}",
-            expected=error.expected,
-            remedy=error.remedy,
-        ) from error
 
 
 def _refuse_other_folder(store: Store) -> None:
@@ -360,30 +357,17 @@ def _refuse_other_folder(store: Store) -> None:
     )
 
 
-@contextmanager
-def _held(store: Store) -> Iterator[None]:
+def _held(store: Store) -> AbstractContextManager[None]:
     """The output for this process alone, where it is a folder."""
-    import filelock
-
     from stopdown.batch.stores import Folder
 
     if not isinstance(store, Folder):
-        yield
-        return
-    lock = filelock.FileLock(store.path / ".lock")
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        raise InputError(
-            f"Another batch writes into {store.path} just now.",
-            remedy="Wait for it, or name another folder with -o.",
-        ) from error
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):  # Windows removes it when it is released
-            (store.path / ".lock").unlink()
-        lock.release()
+        return contextlib.nullcontext()
+    busy = InputError(
+        f"Another batch writes into {store.path} just now.",
+        remedy="Wait for it, or name another folder with -o.",
+    )
+    return held_folder(store.path, busy)
 
 
 # ---------------------------------------------------------------------------------------------

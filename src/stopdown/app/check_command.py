@@ -118,15 +118,9 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     """
     begun = time.perf_counter()
     _refuse(options)
-    from stopdown.pipelines.sources import find_missing, refuse, resolve_source
+    from stopdown.pipelines.sources import find_missing, refuse, resolve_name
 
-    found = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        variant=options.variant,
-        with_weights=False,
-    )
+    found = resolve_name(options, with_weights=False)
     if found.kind in ("bundled", "folder"):
         refuse(found.name, find_missing(found))
     load_libraries(display or Silent())
@@ -221,14 +215,9 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.number_formats import FORMATS
     from stopdown.pipelines.loader import load_pipeline
-    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.pipelines.sources import resolve_name, verify_source
 
-    source = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        variant=options.variant,
-    )
+    source = resolve_name(options)
     verify_source(source)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
     return load_pipeline(source, torch_dtypes=dtypes)

@@ -42,6 +42,7 @@ from stopdown.outputs import (
     check_target,
     find_free,
     find_record_path,
+    held_folder,
     write_numbered,
     written_beside,
 )
@@ -219,24 +220,16 @@ def _find_source(options: CompareOptions, display: Display) -> Source:
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
     """The folder of finished cells for this process alone; an empty one is removed at the end."""
-    import filelock
-
     folder.mkdir(exist_ok=True)
-    lock = filelock.FileLock(folder / ".lock")
+    busy = InputError(
+        f"Another comparison is keeping its cells in {folder} just now.",
+        expected="It removes them when it is done.",
+        remedy="Wait for it, or name another page with -o.",
+    )
     try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        raise InputError(
-            f"Another comparison is keeping its cells in {folder} just now.",
-            expected="It removes them when it is done.",
-            remedy="Wait for it, or name another page with -o.",
-        ) from error
-    try:
-        yield
+        with held_folder(folder, busy):
+            yield
     finally:
-        with contextlib.suppress(OSError):  # Windows removes it when it is released
-            (folder / ".lock").unlink()
-        lock.release()
         with contextlib.suppress(OSError):  # cells are in it
             folder.rmdir()
 

@@ -117,15 +117,12 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
         OptionError: a LoRA or the scheduler is refused.
     """
     from stopdown.pipelines.extras import find_scheduler, parse_lora
-    from stopdown.pipelines.sources import resolve_source, verify_descriptions, verify_source
+    from stopdown.pipelines.sources import resolve_name, verify_descriptions, verify_source
 
     loras = tuple(parse_lora(text) for text in options.lora)
     scheduler = find_scheduler(options.scheduler) if options.scheduler else ""
-    found = resolve_source(
-        options.source,
-        revision=options.revision,
-        config=options.config,
-        variant=options.variant,
+    found = resolve_name(
+        options,
         with_weights=with_weights,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )

@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.prompts import is_url
+from stopdown.batch.prompts import is_url, naming_line
 from stopdown.batch.records import Item
 from stopdown.environment import choose_device, probe_formats
-from stopdown.errors import InputError, OptionError, StopdownError
+from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import find_class
 from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
 from stopdown.pipelines.selection import Selection, select_pipeline
-from stopdown.pipelines.sources import fingerprint, resolve_source, verify_source
+from stopdown.pipelines.sources import fingerprint, resolve_name, verify_source
 from stopdown.plans.choice import choose_plan
 from stopdown.plans.loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
@@ -143,7 +143,8 @@ class Prepared:
         tasks: dict[str, Task] = {}
         notes = []
         for item, request in asked:
-            digest = _at_line(item, _check_item, self.chosen, item, request)
+            with naming_line(item):
+                digest = _check_item(self.chosen, item, request)
             signed = _sign(shared, request, digest)
             if signed in tasks:
                 notes.append(f"Line {item.line} asks for the same as line {tasks[signed].line}.")
@@ -176,17 +177,14 @@ def prepare(
     """
     told = progress or (lambda stage, what, done, total: None)
     device = choose_device(settings.device)
-    source = resolve_source(
-        settings.source,
-        revision=settings.revision,
-        variant=settings.variant,
-        config=settings.config,
-        progress=lambda what, done, total: told("download", what, done, total),
+    source = resolve_name(
+        settings, progress=lambda what, done, total: told("download", what, done, total)
     )
     verify_source(source)
     first = _read_first(item, request)
     with quiet_libraries():
-        chosen = _at_line(item, select_pipeline, source, first)
+        with naming_line(item):
+            chosen = select_pipeline(source, first)
         facts, supports = gather_facts(chosen.source, chosen.configs), probe_formats(device)
         plan, name = _find_known(known, settings.precision, fingerprint(chosen.source)), "its plan"
         if plan is None:
@@ -210,7 +208,8 @@ def _read_first(item: Item, request: Request) -> Request:
     """The first request with its picture: it decides which pipeline class serves all."""
     if item.image is None:
         return request
-    return dataclasses.replace(request, image=_at_line(item, read_picture, item.image))
+    with naming_line(item):
+        return dataclasses.replace(request, image=read_picture(item.image))
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
@@ -271,20 +270,6 @@ def _name_item(item: Item, signed: str) -> str:
     """Its name, or words of its prompt and its hash."""
     words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
     return item.name or f"{words or 'item'}-{signed[:12]}"
-
-
-def _at_line(item: Item, do: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call, and name the line in what it refuses."""
-    try:
-        return do(*given, **named)
-    except StopdownError as error:
-        if not isinstance(error, InputError):
-            raise
-        raise type(error)(
-            f"Line {item.line} of the prompts: {error.what}",
-            expected=error.expected,
-            remedy=error.remedy,
-        ) from error
 
 
 def read_picture(given: str) -> Any:

@@ -13,6 +13,7 @@ import io
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,20 @@ _FORMS = (
     "Prompts are a text file with one prompt a line, a .jsonl file or a .csv file with the fields "
     f"{', '.join(_FIELDS)}, in UTF-8"
 )
+
+
+@contextmanager
+def naming_line(
+    item: Item, prompts: str = "", kind: type[InputError] = InputError
+) -> Iterator[None]:
+    """Errors of a kind within the block name the item's line, and the prompts file where it is given."""
+    try:
+        yield
+    except kind as error:
+        where = f"Line {item.line} of the prompts {prompts}".rstrip()
+        raise type(error)(
+            f"{where}: {error.what}", expected=error.expected, remedy=error.remedy
+        ) from error
 
 
 def read_items(given: str) -> list[Item]:

@@ -29,7 +29,7 @@ from stopdown.outputs import find_record_path
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.sources import fingerprint, resolve_source, verify_source
+from stopdown.pipelines.sources import fingerprint, resolve_name, verify_source
 from stopdown.plans.applier import load_planned
 from stopdown.plans.loader import Loaded, gather_facts, load_decided
 from stopdown.records import Plan, RunRecord, from_json
@@ -72,12 +72,7 @@ class Worker:
         settings = job.settings
         self._job, self.device = job, choose_device(device)
         self.store: Store = open_store(settings.output)
-        found = resolve_source(
-            settings.source,
-            revision=settings.revision,
-            config=settings.config,
-            variant=settings.variant,
-        )
+        found = resolve_name(settings)
         verify_source(found)
         self._source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(self._source) != job.fingerprint:

@@ -43,6 +43,7 @@ from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file
 from stopdown.number_formats import name_dtype
+from stopdown.outputs import LOCK, lock_folder
 from stopdown.parallel.ranks import Ranks
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
@@ -93,15 +94,13 @@ class _Layers:
 
     _depth = 0
 
-    def _put_layers(self, pipe: Any, patches: Patches, count_repairs: Callable[[], int]) -> None:
+    def _put_layers(self, pipe: Any, patches: Patches) -> None:
         for callee in find_callees(pipe):
-            layer = functools.partial(self._stand, callee, count_repairs)
-            intercept(callee, layer, patches, Rank.JOURNAL)
+            intercept(callee, functools.partial(self._stand, callee), patches, Rank.JOURNAL)
 
     def _stand(
         self,
         callee: Callee,
-        count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -111,14 +110,13 @@ class _Layers:
             return call(*args, **kwargs)
         self._depth += 1
         try:
-            return self._answer(callee, count_repairs, call, args, kwargs)
+            return self._answer(callee, call, args, kwargs)
         finally:
             self._depth -= 1
 
     def _answer(
         self,
         callee: Callee,
-        count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -154,6 +152,7 @@ class Journal(_Layers):
         self._notes: list[str] = []
         self._answered = self._written = self._number = 0
         self._ranks: Ranks | None = None
+        self._count_repairs: Callable[[], int] = lambda: 0
         self._stopped = False
         self._digest = ""
         _refuse_foreign(self.folder)
@@ -216,7 +215,8 @@ class Journal(_Layers):
             self._begin(head)
         elif count := len(self._list_entries()):
             self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
-        self._put_layers(pipe, patches, count_repairs)
+        self._count_repairs = count_repairs
+        self._put_layers(pipe, patches)
 
     def _begin(self, head: dict[str, Any]) -> None:
         """Start anew: without a head that can be read, no call can be trusted."""
@@ -235,7 +235,6 @@ class Journal(_Layers):
     def _answer(
         self,
         callee: Callee,
-        count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -254,12 +253,12 @@ class Journal(_Layers):
         if found is not None:
             self._answered += 1
             return _give(found, call, args, kwargs, sources)
-        repairs = count_repairs()
+        repairs = self._count_repairs()
         output = call(*args, **kwargs)
         begun = time.perf_counter()
         if not self._stopped:
             drawn = _read_drawn(sources, before)
-            self._write(number, callee, digest, output, drawn, count_repairs() > repairs)
+            self._write(number, callee, digest, output, drawn, self._count_repairs() > repairs)
         self.own_s += time.perf_counter() - begun
         return output
 
@@ -401,12 +400,11 @@ class Follower(_Layers):
 
     def put_on(self, pipe: Any, patches: Patches) -> None:
         """Intercept the component calls of a pipeline as the journal does."""
-        self._put_layers(pipe, patches, lambda: 0)
+        self._put_layers(pipe, patches)
 
     def _answer(
         self,
         callee: Callee,
-        count_repairs: Callable[[], int],
         call: Call,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -499,7 +497,7 @@ def _write_whole(path: Path, content: bytes) -> None:
 def _refuse_foreign(folder: Path) -> None:
     """Refuse a folder with other things in it, before anything is written there."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        is_own = path.name in (_HEAD, ".lock") or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
+        is_own = path.name in (_HEAD, LOCK) or path.match(_PARTS) or _ENTRY.fullmatch(path.name)
         if not is_own or not path.is_file():
             raise InputError(
                 f"The folder {folder} is no journal: it holds {path.name}.",
@@ -515,21 +513,18 @@ def _lock_folder(folder: Path) -> filelock.BaseFileLock:
         InputError: another process holds it.
         OutputError: it cannot be made or written.
     """
+    busy = InputError(
+        f"The journal {folder} is in use by another run.",
+        remedy="Wait for it, or name another folder for the journal.",
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(folder / ".lock")
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        raise InputError(
-            f"The journal {folder} is in use by another run.",
-            remedy="Wait for it, or name another folder for the journal.",
-        ) from error
+        return lock_folder(folder, busy)
     except OSError as error:
         raise OutputError(
             f"The journal {folder} cannot be written: {error.strerror}.",
             remedy="Name another folder for the journal.",
         ) from error
-    return lock
 
 
 def _describe_pipeline(pipe: Any) -> dict[str, Any]:
