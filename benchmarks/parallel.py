@@ -24,6 +24,7 @@ import torch.distributed._functional_collectives as functional
 from full_folders import write_configs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from stopdown.environment import describe_machine
 from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.strategies import Strategy, predict
 from stopdown.patches import Patches
@@ -172,7 +173,11 @@ def main(write: Callable[[str], object] = print) -> None:
         for ranks in range(1, 9):
             rows.append(measure(folder, ranks))
             write(json.dumps(rows[-1]))
-    result = {"command": "python benchmarks/parallel.py", "torch": torch.__version__, "rows": rows}
+    result = {
+        "command": "python benchmarks/parallel.py",
+        "machine": describe_machine(),
+        "rows": rows,
+    }
     (RESULTS / "parallel.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (RESULTS / "parallel.md").write_text(write_table(rows), encoding="utf-8")
 

@@ -287,6 +287,31 @@ def certificate_table() -> str:
 
 
 @_figure
+def parallel_table() -> str:
+    """What each of several devices sends, holds and computes in a step of CogVideoX-5B."""
+    return _make_table(
+        (
+            "devices",
+            "sent by each a step",
+            "messages",
+            "values in the transformer",
+            "products a step",
+        ),
+        [
+            (
+                row["ranks"],
+                f"{row['sent_gib_per_step']:.2f} GiB",
+                row["messages_per_step"],
+                f"{row['transformer_values_gib']:.2f} GiB",
+                f"{row['transformer_tflop']:.0f} TFLOP",
+            )
+            for row in _read("parallel")["rows"]
+            if row["ranks"] in (1, 2, 4, 8)
+        ],
+    )
+
+
+@_figure
 def faults_repaired() -> str:
     rows = _read("fault_matrix")["rows"]
     return f"{sum(x['passes'] for x in rows)} of {len(rows)}"

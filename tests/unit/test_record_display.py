@@ -48,6 +48,8 @@ def test_a_repr_fits_a_terminal(components: int) -> None:
     lines = text.splitlines()
     assert lines[0].startswith("Plan(")
     assert "source='shapes'" in text
+    assert text.count("ComponentPlan(") == min(components, 6)  # the rest is counted
+    assert lines[-1] == ")"
     assert len(lines) <= 22
     assert max(map(len, lines)) <= 80
 
