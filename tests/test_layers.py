@@ -18,7 +18,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files", "record_display"),
     ("call_names", "number_formats", "outputs", "records", "toml_files"),
     ("environment", "frame_faults", "numerics", "patches", "randomness"),
-    ("media", "module_paths"),
+    ("mapped_weights", "media", "module_paths"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
     ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles", "model_needs"),

@@ -10,7 +10,6 @@ are missing. One store serves all strategies of a run: what it holds once is not
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.errors import OutputError
+from stopdown.mapped_weights import is_mapped, map_copy
 from stopdown.memory.eight_bits import Packed, pack
 from stopdown.memory.strategies import Placement
 from stopdown.pipelines.call_interception import Call
@@ -215,27 +214,8 @@ class WeightStore:
         """A copy to load from: in host memory, or mapped from a file, which takes none."""
         if self._place is None:
             return tensor.detach().to("cpu", copy=True)
+        if is_mapped(tensor):
+            return tensor.detach()  # `_own` gives the tensor another storage
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(dir=self._place))
-        path = self._folder / f"{len(self._kept)}-{id(tensor)}.bin"
-        _reserve(path, tensor.nbytes)
-        kept = torch.from_file(str(path), shared=True, size=tensor.nbytes, dtype=torch.uint8)
-        if os.name == "posix":
-            path.unlink()  # its room is given back when nobody maps it any more, also after a kill
-        return kept.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-
-
-def _reserve(path: Path, size_bytes: int) -> None:
-    """Take the room on the disk now: values written into a mapping of a full one end the process."""
-    try:
-        with path.open("wb") as file:
-            if size_bytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-    except OSError as error:
-        raise OutputError(
-            f"Weights that wait on disk need {size_bytes} bytes in {path.parent.parent}: {error.strerror}.",
-            expected="On the CPU weights that do not fit into --memory wait in the folder for "
-            "temporary files.",
-            remedy="Free some space there, set TMPDIR to another disk, or give a larger --memory.",
-            by_system=True,
-        ) from error
+        return map_copy(tensor, self._folder)

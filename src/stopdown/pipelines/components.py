@@ -13,11 +13,13 @@ import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from stopdown.call_names import name_call
+from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import name_dtype
 from stopdown.pipelines.attribute_walk import find_parts
 
@@ -221,6 +223,17 @@ def find_stage(component: str) -> str:
     return "decode" if component in _LAST else "denoise"
 
 
+def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
+    """A component from its configuration alone, under whatever mode the caller has set."""
+    if module_class.__module__.startswith("transformers"):
+        config = module_class.config_class.from_pretrained(folder, local_files_only=True)
+        # Not the class itself: its inner models would have the dtype that the config was stored with.
+        built: torch.nn.Module = module_class._from_config(config, dtype=torch.get_default_dtype())
+        return built
+    config = module_class.load_config(folder, local_files_only=True)
+    return module_class.from_config(config)
+
+
 def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
     """Parts of a class that its authors keep in fp32 when it is loaded in a precision.
 
@@ -253,7 +266,7 @@ def cast_component_(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
     for name, tensor in module.state_dict(keep_vars=True).items():
         if tensor.is_floating_point():
             is_kept = any(part in kept for part in name.split("."))
-            tensor.data = tensor.data.to(torch.float32 if is_kept else dtype)
+            tensor.data = cast_tensor(tensor.data, torch.float32 if is_kept else dtype)
     return module
 
 

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from stopdown.environment import choose_device
 from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.graph.capture import name_parameters
+from stopdown.mapped_weights import choose_folder
 from stopdown.number_formats import FORMATS, list_some
 from stopdown.patches import Patches
 from stopdown.pipelines import hub
@@ -33,6 +35,7 @@ from stopdown.pipelines.extras import put_extras
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.mapped_components import map_component
 from stopdown.pipelines.sources import (
     Source,
     list_weight_files,
@@ -52,22 +55,27 @@ def load_pipeline(
     *,
     torch_dtypes: Dtypes,
     progress: Progress | None = None,
+    mapped: Path | None = None,
 ) -> Any:
     """The Diffusers pipeline of a source, on the CPU, in evaluation mode.
+
+    Weights that are large beside the machine's memory lie in temporary files and are mapped.
 
     Args:
         source: what `resolve_source` gave, and `verify_source` let pass.
         torch_dtypes: dtype of each component.
         progress: called with the component, its bytes loaded so far and the bytes in all.
+        mapped: map them in this folder, however small they are; not those of a single file.
 
     Raises:
         SourceError: the weights do not fit their model, or a single file cannot be identified.
+        OutputError: they are mapped, and the disk is full.
     """
     with quiet_libraries():
         if source.kind == "file":
             pipe = _load_single_file(source, torch_dtypes, progress)
         else:
-            pipe = _load_folder(source, torch_dtypes, progress)
+            pipe = _load_folder(source, torch_dtypes, progress, mapped)
         put_extras(pipe, source)
         return pipe
 
@@ -96,7 +104,9 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
     )
 
 
-def _load_folder(source: Source, dtypes: Dtypes, progress: Progress | None) -> Any:
+def _load_folder(
+    source: Source, dtypes: Dtypes, progress: Progress | None, mapped: Path | None
+) -> Any:
     sizes = {
         name: sum(path.stat().st_size for path in files)
         for name, files in list_weight_files(source).items()
@@ -105,10 +115,12 @@ def _load_folder(source: Source, dtypes: Dtypes, progress: Progress | None) -> A
         if (source.path / name).is_dir():
             find_class(library, class_name)  # before hours are spent on another
     components: dict[str, Any] = {}
+    needed = count_bytes(source, dtypes)
+    mapped = mapped or choose_folder(needed, choose_device("cpu").memory_bytes)
     done, total = 0, sum(sizes.values())
     for name, size in sizes.items():
         _report(progress, name, done, total)
-        components[name] = _load_component(source, name, choose_dtype(dtypes, name))
+        components[name] = _load_component(source, name, choose_dtype(dtypes, name), mapped)
         done += size
     _report(progress, "pipeline", done, total)
     return _build_pipeline(source, components)
@@ -126,13 +138,29 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
-def _load_component(source: Source, name: str, dtype: torch.dtype) -> Any:
+def count_bytes(source: Source, dtypes: Dtypes) -> int:
+    """Bytes of a folder's weights in these dtypes."""
+    return sum(
+        math.prod(entry.shape) * choose_dtype(dtypes, name).itemsize
+        for name, files in list_weight_files(source).items()
+        for path in files
+        for entry in read_header(path).values()
+    )
+
+
+def _load_component(source: Source, name: str, dtype: torch.dtype, mapped: Path | None) -> Any:
     library, class_name = source.components[name]
     folder = source.path / name
     variant, files = find_weights(folder, source.variant)
-    tensors = {key: entry for path in files for key, entry in read_header(path).items()}
+    stored = {path: read_header(path) for path in files}
+    tensors = {key: entry for header in stored.values() for key, entry in header.items()}
+    module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
-        model, report = find_class(library, class_name).from_pretrained(
+        if mapped is not None:
+            module = map_component(module_class, folder, dtype, stored, mapped)
+            if module is not None:
+                return module
+        model, report = module_class.from_pretrained(
             folder,
             dtype=dtype,
             use_safetensors=True,

@@ -10,14 +10,12 @@ lifetimes of the real thing, and no values.
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from stopdown.graph.capture import build_fake
 from stopdown.number_formats import name_dtype
-from stopdown.pipelines.components import find_kept_fp32
+from stopdown.pipelines.components import build_module, find_kept_fp32
 from stopdown.pipelines.loader import describing_failures, find_class, limited_building
 from stopdown.pipelines.sources import Source
 
@@ -32,7 +30,7 @@ def build_empty_component(
     """
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
-    factory = functools.partial(_build, module_class, source.path / name)
+    factory = functools.partial(build_module, module_class, source.path / name)
     failures = describing_failures(source.path / name, class_name, has_weights=False)
     with failures, limited_building():
         module = build_fake(factory, dtype)
@@ -45,17 +43,7 @@ def build_empty_component(
 def build_component(source: Source, name: str) -> torch.nn.Module:
     """One component of a source from its configuration, under whatever mode the caller has set."""
     library, class_name = source.components[name]
-    return _build(find_class(library, class_name), source.path / name)
-
-
-def _build(module_class: Any, folder: Path) -> torch.nn.Module:
-    if module_class.__module__.startswith("transformers"):
-        config = module_class.config_class.from_pretrained(folder, local_files_only=True)
-        # Not the class itself: its inner models would have the dtype that the config was stored with.
-        built: torch.nn.Module = module_class._from_config(config, dtype=torch.get_default_dtype())
-        return built
-    config = module_class.load_config(folder, local_files_only=True)
-    return module_class.from_config(config)
+    return build_module(find_class(library, class_name), source.path / name)
 
 
 def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:

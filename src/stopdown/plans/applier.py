@@ -19,6 +19,7 @@ from stopdown.accumulation import accumulating
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import name_parameters
+from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.attribute_walk import find_parts
@@ -189,7 +190,7 @@ def _widen(module: torch.nn.Module) -> None:
     """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
     for tensor in name_parameters(module).values():
         if tensor.is_floating_point():
-            tensor.data = tensor.data.float()
+            tensor.data = cast_tensor(tensor.data, torch.float32)
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:

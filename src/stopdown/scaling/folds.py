@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from stopdown.arguments import hook_arguments
 from stopdown.errors import InputError, ScalingError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
@@ -280,7 +281,7 @@ def _cast_parts(
     for name, tensor in name_parameters(module).items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, fp32_modules) else dtype
-            _replace_data(tensor, tensor.data.to(wanted), patches, keep=keep)
+            _replace_data(tensor, cast_tensor(tensor.data, wanted), patches, keep=keep)
     if stream is not None:
         wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)

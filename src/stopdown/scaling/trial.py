@@ -35,7 +35,7 @@ from stopdown.scaling.folds import cast_, fold_scaling
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
 
-_CONVOLUTIONS = frozenset(
+_PRODUCTS = frozenset({torch.nn.functional.linear}) | frozenset(
     getattr(torch, f"conv{transposed}{rank}d")
     for transposed in ("", "_transpose")
     for rank in (1, 2, 3)
@@ -44,8 +44,8 @@ _CONVOLUTIONS = frozenset(
 LARGEST_ERROR = 0.05
 """Relative 2-norm error against fp32 that is not believed, unless bf16 makes more."""
 
-MOST_FLOPS_ON_CPU = 1e10
-"""A call with more of them is not tried on a processor: its fp16 convolutions would take minutes."""
+MOST_FLOPS_ON_CPU = 2e13
+"""A call with more of them is not tried on a processor: it would take many minutes."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +171,8 @@ def _counting(module: torch.nn.Module) -> Iterator[list[float]]:
 
 def _add_bf16(module: torch.nn.Module, calls: Sequence[Call], runs: Sequence[Run]) -> list[Run]:
     """The same runs with what bf16 makes of them, where they will be tried and compared."""
+    if not any(_may_run(module, run) and not run.draws for run in runs):
+        return list(runs)
     with cast_(module, torch.bfloat16):
         return [
             replace(run, bf16_rel_err=_measure_bf16(module, call, run))
@@ -198,7 +200,7 @@ def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
     """A call with its floating arguments in `dtype`: times stay in fp32, unless that does not run."""
     function, args, kwargs = call
     given = _cast_all((args, dict(kwargs or {})), dtype, least_dim=2)
-    with _WideConvolutions():
+    with WideProducts():
         try:
             return run_call(module, function, *given)[0]
         except RuntimeError:
@@ -206,10 +208,10 @@ def _run_cast(module: torch.nn.Module, call: Call, dtype: torch.dtype) -> Any:
             return run_call(module, function, *given)[0]
 
 
-class _WideConvolutions(TorchFunctionMode):
-    """Convolutions of fp16 on a processor summed in fp32 and rounded once, as devices' kernels do.
+class WideProducts(TorchFunctionMode):
+    """Linears and convolutions of fp16 on a processor summed in fp32 and rounded once, as devices do.
 
-    A processor without instructions for fp16 takes ten times as long for its own. Operands of several
+    A processor without instructions for fp16 takes many times as long for its own. Operands of several
     dtypes are left to the kernel, which refuses them.
     """
 
@@ -217,7 +219,7 @@ class _WideConvolutions(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _CONVOLUTIONS:
+        if func not in _PRODUCTS:
             return func(*args, **kwargs)
         tensors = list(iterate_tensors((args, kwargs)))
         if any(x.dtype != torch.float16 or x.device.type != "cpu" for x in tensors):

@@ -1,0 +1,470 @@
+"""Checkpoints of full size, run: fp32, bf16, plain fp16, fp16 by a measured plan and by a certificate.
+
+A folder with the real configuration of one component is written, every layer at its full width, weights
+in bf16; the other components are tiny. Weights are drawn, with the magnitudes that users reported:
+a residual stream that grows from 8e4 to some 1e6, gated products and outputs of T5's `wo` beyond 65504,
+rows of unequal size, a few channels that are eight times the others. Then the folder is sampled twice
+over small latents, from disk, within a limit of memory. Each stage runs in a process of its own. The
+first call of the component gets fp32's arguments in every format, so its error is that of one call.
+
+Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices do; attention is torch's.
+
+    python benchmarks/full_size_runs.py CogVideoX-2B
+    python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from full_size_configs import MODELS, T5_XXL  # noqa: E402 (the path is set above)
+
+from stopdown.environment import describe_machine  # noqa: E402
+
+PROMPT = "a red circle moving left on a grey background"
+STEPS = 2
+LIMIT_BYTES = 2 << 30
+SHARD_BYTES = 1 << 30
+STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate")
+ENTRY, GROWTH = 14, 5.7
+"""Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
+LOUD_ROWS, LOUDNESS = 4, 8.0
+_TINY_T5 = {**T5_XXL, "num_layers": 1, "d_ff": 64, "num_heads": 1}
+_TINY_VAE = {
+    "down_block_types": ["CogVideoXDownBlock3D"] * 4,
+    "up_block_types": ["CogVideoXUpBlock3D"] * 4,
+    "block_out_channels": [8, 8, 8, 8],
+    "latent_channels": 16,
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint.
+
+    Attributes:
+        base: its configurations in `full_size_configs`.
+        component: that has its full size.
+        others: configuration of the components that are made tiny.
+        changed: entries of the component's configuration that are not those of `base`.
+        request: fields of the request.
+    """
+
+    base: str
+    component: str
+    others: dict[str, dict[str, Any]]
+    changed: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
+
+
+_VIDEO = {"frames": 9, "height": 128, "width": 128, "prompt": PROMPT}
+_TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
+CASES = {
+    "CogVideoX-2B": Case(
+        "CogVideoX-5B",
+        "transformer",
+        _TINY_COGVIDEOX,
+        {"num_attention_heads": 30, "num_layers": 30, "use_rotary_positional_embeddings": False},
+        _VIDEO,
+    ),
+    "CogVideoX-5B": Case("CogVideoX-5B", "transformer", _TINY_COGVIDEOX, {}, _VIDEO),
+}
+
+
+def write_folder(name: str, folder: Path) -> int:
+    """Write a checkpoint with drawn weights; bytes of its large component."""
+    case = CASES[name]
+    pipeline, parts = MODELS[case.base]
+    folder.mkdir(parents=True)
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.42.1"}
+    written = 0
+    for part, (library, kind, config) in parts.items():
+        index[part] = [library, kind]
+        config = case.others.get(part, config)
+        config = {**config, **(case.changed if part == case.component else {})}
+        size = _write_part(folder / part, library, kind, config, is_large=part == case.component)
+        written += size if part == case.component else 0
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return written
+
+
+def _write_part(
+    folder: Path, library: str, kind: str, config: dict[str, Any], *, is_large: bool
+) -> int:
+    import diffusers
+    import transformers
+
+    from stopdown.pipelines.tiny_pipelines import make_t5_tokenizer
+
+    made = getattr(diffusers if library == "diffusers" else transformers, kind)
+    folder.mkdir()
+    if kind == "T5Tokenizer":
+        make_t5_tokenizer().save_pretrained(folder)
+        return 0
+    if kind.endswith("Scheduler"):
+        made(**{k: v for k, v in config.items() if not k.startswith("_")}).save_pretrained(folder)
+        return 0
+    if kind.endswith("ImageProcessor"):
+        made().save_pretrained(folder)
+        return 0
+    with torch.device("meta"):
+        if library == "transformers":
+            full = made.config_class(**{k: v for k, v in config.items() if k != "model_type"})
+            full.save_pretrained(folder)
+            module, stem = made(full), "model"
+        else:
+            module, stem = made(**config), "diffusion_pytorch_model"
+            module.save_config(folder)
+    return _write_weights(module, folder, stem, is_large=is_large)
+
+
+def _write_weights(module: torch.nn.Module, folder: Path, stem: str, *, is_large: bool) -> int:
+    """Shards of at most about `SHARD_BYTES` and their index."""
+    from safetensors.torch import save_file
+
+    draw, groups, held = Draw(module, is_large=is_large), [dict[str, torch.Size]()], 0
+    for name, parameter in module.named_parameters():
+        if held > SHARD_BYTES:
+            groups.append({})
+            held = 0
+        groups[-1][name] = parameter.shape
+        held += 2 * parameter.numel()
+    files: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        file = f"{stem}-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {name: draw(name, shape) for name, shape in group.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        files.update(dict.fromkeys(group, file))
+    total = sum(2 * parameter.numel() for parameter in module.parameters())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+class Draw:
+    """Weights in bf16 as of a trained model, roughly, and as large as users reported."""
+
+    def __init__(self, module: torch.nn.Module, *, is_large: bool) -> None:
+        from stopdown.pipelines.tiny_pipelines import STREAMS
+
+        self._stream = STREAMS.get(type(module).__name__) if is_large else None
+        self._is_t5 = type(module).__name__ == "T5EncoderModel"
+        self._generator = torch.Generator().manual_seed(0)
+        numbers = [_number(name) for name, _ in module.named_parameters()]
+        self._blocks = 1 + max(numbers, default=0)
+
+    def __call__(self, name: str, shape: torch.Size) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=torch.float32)
+        if len(shape) > 1:
+            tensor.normal_(0, math.prod(shape[1:]) ** -0.5, generator=self._generator)
+            rows = torch.randn(shape[0], generator=self._generator).mul_(0.5).sub_(0.125).exp_()
+            tensor *= rows.view(-1, *[1] * (len(shape) - 1))
+        else:
+            tensor.normal_(0, 0.05, generator=self._generator)
+            tensor += 0.0 if name.endswith("bias") else 1.0
+        return self._enlarge(name, tensor).bfloat16()
+
+    def _enlarge(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        path = name.rpartition(".")[0]
+        if self._stream is None:
+            return tensor
+        if self._is_t5:
+            return tensor * _T5_SIZES.get(path.rpartition(".")[2], 1.0)
+        is_writer = re.fullmatch(self._stream.writers, path)
+        carries = re.fullmatch(self._stream.carriers, path) and name.endswith("bias")
+        if not (is_writer or carries or re.fullmatch(self._stream.buffers, name)):
+            return tensor
+        tensor[:LOUD_ROWS] *= LOUDNESS
+        depth = _number(name) / max(1, self._blocks - 1)
+        return tensor * 2.0 ** round(ENTRY + GROWTH * depth)
+
+
+_T5_SIZES = {"q": 0.125, "layer_norm": 4.0, "wi_0": 8.0, "wi_1": 32.0, "wo": 1.0, "o": 32.0}
+"""Of layers of T5's encoder, so that its gated products and what `wo` gives leave fp16."""
+
+
+def _number(name: str) -> int:
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else 0
+
+
+def make_request(name: str) -> Any:
+    from stopdown.pipelines.requests import Request
+
+    fields = dict(CASES[name].request)
+    if fields.pop("picture", False):
+        shape = (fields["height"], fields["width"], 3)
+        fields["image"] = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    return Request(steps=STEPS, arguments={"output_type": "latent"}, **fields)
+
+
+class Watch:
+    """Peak of this process's memory that is no mapped file, read every 20 ms."""
+
+    def __init__(self) -> None:
+        self.peak = _read_anonymous()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._ended.wait(0.02):
+            self.peak = max(self.peak, _read_anonymous())
+
+    def restart(self) -> int:
+        """The peak so far; a new one begins."""
+        before, self.peak = max(self.peak, _read_anonymous()), _read_anonymous()
+        return before
+
+
+def _read_anonymous() -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+)", text)[1]) * 1024  # type: ignore[index]
+
+
+@dataclass
+class Calls:
+    """What goes into the component and comes out, and fp32's arguments for its first call."""
+
+    given: Any = None
+    first: Any = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    elapsed_s: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def following(self, pipe: Any, component: str) -> Iterator[None]:
+        """While it is on, the component's calls are kept."""
+        from stopdown.patches import Patches
+        from stopdown.pipelines.call_interception import Rank, intercept
+        from stopdown.pipelines.components import find_callees
+
+        with Patches() as patches:
+            for callee in find_callees(pipe):
+                if callee.component_name == component:
+                    intercept(callee, self._follow, patches, Rank.RECORD)
+            yield
+
+    def _follow(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        from torch.utils import _pytree as pytree
+
+        from stopdown.numerics import iterate_tensors
+
+        if not self.outputs and self.given is not None:
+            dtypes = [x.dtype if isinstance(x, torch.Tensor) else None
+                      for x in pytree.tree_leaves((args, kwargs))]  # fmt: skip
+            leaves, spec = pytree.tree_flatten(self.given)
+            cast = [x if dtype is None else x.to(dtype)
+                    for x, dtype in zip(leaves, dtypes, strict=True)]  # fmt: skip
+            args, kwargs = pytree.tree_unflatten(cast, spec)
+        if not self.outputs:
+            self.first = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        begun = time.perf_counter()
+        output = call(*args, **kwargs)
+        self.elapsed_s.append(round(time.perf_counter() - begun, 1))
+        self.outputs.append(next(iterate_tensors(output)).detach().float())
+        return output
+
+
+def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
+    """Load as the stage says, sample, and compare with what fp32 gave."""
+    from stopdown.environment import choose_device, probe_formats
+    from stopdown.memory.offloader import make_offloader, predict_run
+    from stopdown.pipelines.requests import build_arguments
+    from stopdown.pipelines.selection import select_pipeline
+    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.plans.choice import choose_loader
+    from stopdown.plans.loader import gather_facts
+
+    watch, request, device = Watch(), make_request(name), choose_device("cpu")
+    source = resolve_source(folder / "model")
+    verify_source(source)
+    chosen = select_pipeline(source, request)
+    facts = gather_facts(chosen.source, chosen.configs)
+    precision = str(folder / _PLANS[stage]) if stage in _PLANS else stage
+    begun = time.perf_counter()
+    loader = choose_loader(chosen.source, precision, facts, probe_formats(device), device,
+                           request=request)  # fmt: skip
+    loaded = loader(move=False)
+    load_s, load_peak = time.perf_counter() - begun, watch.restart()
+    pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
+    pipe.set_progress_bar_config(disable=True)
+    fit = predict_run(pipe, arguments, steps=STEPS, fused=True)
+    offloader = make_offloader(pipe, fit, LIMIT_BYTES, store=folder)
+    calls, reference = Calls(), folder / "fp32.pt"
+    stored = torch.load(reference, weights_only=False) if stage != "fp32" else None
+    calls.given = None if stored is None else stored["first"]
+    with offloader, calls.following(pipe, CASES[name].component), torch.no_grad(), wide(stage):
+        watch.restart()
+        base = watch.peak - owned(pipe)
+        begun = time.perf_counter()
+        latents = read_latents(pipe(**arguments))
+        elapsed_s, peak = time.perf_counter() - begun, watch.restart()
+    kept = {"first": calls.first, "outputs": calls.outputs, "latents": latents}
+    if stage == "fp32":
+        torch.save(kept, reference)
+    row = {
+        "load_s": load_s, "load_peak_bytes": load_peak, "strategy": offloader.taken.strategy.name,
+        "predicted_bytes": offloader.taken.peak_bytes, "measured_bytes": peak - base,
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "calls_s": calls.elapsed_s, "elapsed_s": elapsed_s,
+    }  # fmt: skip
+    return row | (compare(kept, stored) if stored is not None else describe(kept))
+
+
+_PLANS = {"fp16 by plan": "plan.json", "fp16 by certificate": "certificate.json"}
+
+
+def wide(stage: str) -> Any:
+    """Products of fp16 summed in fp32, where the format is fp16."""
+    from stopdown.scaling.trial import WideProducts
+
+    return WideProducts() if stage.startswith("fp16") else nullcontext()
+
+
+def owned(pipe: Any) -> int:
+    """Bytes of parameters and buffers that stay while the pipeline runs."""
+    from stopdown.pipelines.components import find_components
+
+    modules = find_components(pipe).values()
+    tensors = [x for m in modules for x in (*m.parameters(), *m.buffers())]
+    return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
+
+
+def read_latents(result: Any) -> torch.Tensor:
+    found: torch.Tensor = result[0] if isinstance(result, tuple) else next(iter(result.values()))
+    return found.detach().float()
+
+
+def compare(kept: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """Relative 2-norm errors of the first call and of the latents."""
+    from stopdown.numerics import relative_l2
+
+    first, latents = kept["outputs"][0], kept["latents"]
+    finite = bool(latents.isfinite().all())
+    return {
+        "non_finite": int((~first.isfinite()).sum()), "values": first.numel(),
+        "call_error": relative_l2(first, stored["outputs"][0]) if first.isfinite().all() else None,
+        "latents_error": relative_l2(latents, stored["latents"]) if finite else None,
+    }  # fmt: skip
+
+
+def describe(kept: dict[str, Any]) -> dict[str, Any]:
+    return {"output_rms": float(kept["outputs"][0].square().mean().sqrt()),
+            "latents_rms": float(kept["latents"].square().mean().sqrt())}  # fmt: skip
+
+
+def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
+    """Make a plan by measuring or from the weights alone."""
+    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.certified import certify_plan
+    from stopdown.plans.plan_files import write_plan
+
+    watch, source = Watch(), str(folder / "model")
+    stages: dict[str, float] = {}
+    begun = time.perf_counter()
+
+    def follow(what: str, which: str, done: int, total: int) -> None:
+        stages.setdefault(
+            f"{what} {which}" if what != "load" else what, time.perf_counter() - begun
+        )
+
+    request = make_request(name)
+    if stage == "plan":
+        made = make_plan(source, prompts=() if request.prompt is None else (request.prompt,),
+                         request=request, device="cpu", progress=follow)  # fmt: skip
+    else:
+        made = certify_plan(source, request=request, progress=follow)
+    elapsed_s = time.perf_counter() - begun
+    write_plan(made, folder / f"{'plan' if stage == 'plan' else 'certificate'}.json")
+    entry = next(x for x in made.components if x.component == CASES[name].component)
+    exponents = entry.scaling.exponents.values()
+    return {
+        "elapsed_s": elapsed_s, "peak_bytes": watch.restart(), "precision": entry.precision,
+        "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "headroom_bits": entry.scaling.headroom_bits, "folds": len(exponents),
+        "exponents": [min(exponents, default=0), max(exponents, default=0)],
+        "multiplies": len(entry.scaling.multiplies),
+        "fp32_modules": list(entry.scaling.fp32_modules), "certified": entry.scaling.certified,
+        "bounded": entry.scaling.bounded, "values": entry.scaling.values,
+        "reasons": entry.reasons, "stages_s": stages,
+    }  # fmt: skip
+
+
+def weights_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
+    """Write the folder."""
+    begun = time.perf_counter()
+    return {"bytes": write_folder(name, folder / "model"), "elapsed_s": time.perf_counter() - begun}
+
+
+_MAKERS = {"weights": weights_stage, "plan": plan_stage, "certify": plan_stage}
+
+
+def run_all(name: str, stages: list[str], folder: Path) -> None:
+    for stage in (*(() if (folder / "model").exists() else ("weights",)), *stages):
+        command = [sys.executable, __file__, name, "--one", stage, "--folder", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            row = {"failure": f"exit {done.returncode}: {done.stderr.strip()[-600:]}"}
+        else:
+            row = json.loads(done.stdout.strip().splitlines()[-1])
+        print(name, stage, json.dumps(row)[:1500], flush=True)
+        store(name, stage, row)
+
+
+def store(name: str, stage: str, row: dict[str, Any]) -> None:
+    path = RESULTS / "full_size_runs.json"
+    report = json.loads(path.read_text()) if path.is_file() else {"rows": {}}
+    rows = report["rows"]
+    rows.setdefault(name, {})[stage] = row
+    command = "python benchmarks/full_size_runs.py"
+    report = {"command": command, "machine": describe_machine(), "rows": rows}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("name", choices=list(CASES))
+    parser.add_argument("--stages", nargs="*", default=STAGES, choices=STAGES)
+    parser.add_argument("--folder", type=Path, help="keep the weights here")
+    parser.add_argument("--one", choices=("weights", *STAGES), help="one stage, in this process")
+    options = parser.parse_args()
+    if options.one:
+        make = _MAKERS.get(options.one, run_stage)
+        print(json.dumps(make(options.name, options.one, options.folder)))
+        return
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="full-size-"))
+    try:
+        run_all(options.name, list(options.stages), folder)
+    finally:
+        if options.folder is None:
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A component whose weights lie in temporary files: built empty, filled tensor by tensor.
+
+It has what its class would have loaded, bit for bit, and takes no memory that the system could not take
+back. So a model larger than memory can be measured, planned and run.
+
+**Does not catch** weights whose names, shapes or dtypes are not the class's own (quantised ones, files of
+older layouts): the class loads those itself, or says what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from stopdown.mapped_weights import map_copy
+from stopdown.number_formats import FORMATS, name_dtype
+from stopdown.pipelines.components import build_module, find_kept_fp32
+from stopdown.pipelines.headers import StoredTensor
+
+
+def map_component(
+    module_class: Any,
+    config: Path,
+    dtype: torch.dtype,
+    stored: Mapping[Path, Mapping[str, StoredTensor]],
+    folder: Path,
+) -> torch.nn.Module | None:
+    """A component with mapped weights; None where its class has to load it.
+
+    Args:
+        config: folder of its configuration.
+        dtype: of its weights; its authors may keep some in fp32.
+        stored: of each of its files, what the header says.
+        folder: for the files that are mapped.
+
+    Raises:
+        OutputError: the disk is full.
+    """
+    from accelerate import init_empty_weights
+
+    files = {key: path for path, tensors in stored.items() for key in tensors}
+    dtypes = {entry.dtype for tensors in stored.values() for entry in tensors.values()}
+    if not dtypes <= FORMATS.keys():
+        return None
+    with init_empty_weights(include_buffers=False):
+        module = build_module(module_class, config)
+    tie: Any = getattr(module, "tie_weights", None)
+    if tie is not None:
+        tie()  # an empty parameter is registered anew under each of its names
+    owners = _find_owners(module)
+    stored_as = {id(x): key for key, x in owners if key in files}
+    if {id(x) for _, x in owners} != stored_as.keys() or files.keys() - {key for key, _ in owners}:
+        return None
+    shapes = {key: entry.shape for tensors in stored.values() for key, entry in tensors.items()}
+    if any(shapes[stored_as[id(x)]] != tuple(x.shape) for _, x in owners):
+        return None
+    kept = find_kept_fp32(type(module), name_dtype(dtype))
+    made: dict[int, torch.Tensor] = {}
+    for key, empty in owners:
+        if id(empty) not in made:
+            is_kept = any(part in kept for part in key.split("."))
+            path, known = files[stored_as[id(empty)]], stored_as[id(empty)]
+            made[id(empty)] = _read(path, known, torch.float32 if is_kept else dtype, folder, empty)
+        _put(module, key, made[id(empty)])
+    return module.eval()
+
+
+def _find_owners(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Names of weights, those of one tensor each by itself, and the empty tensors there."""
+    names = module.state_dict()
+    found: Iterable[tuple[str, torch.Tensor]] = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return [(key, tensor) for key, tensor in found if key in names]
+
+
+def _read(
+    path: Path, key: str, dtype: torch.dtype, folder: Path, empty: torch.Tensor
+) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        stored = file.get_tensor(key)
+    mapped = map_copy(stored, folder, dtype if stored.is_floating_point() else None)
+    if isinstance(empty, torch.nn.Parameter):
+        return torch.nn.Parameter(mapped, requires_grad=empty.requires_grad)
+    return mapped
+
+
+def _put(module: torch.nn.Module, key: str, tensor: torch.Tensor) -> None:
+    path, _, name = key.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(tensor, torch.nn.Parameter):
+        owner.register_parameter(name, tensor)
+    else:
+        owner.register_buffer(name, tensor)
