@@ -121,6 +121,58 @@ class CheckRecord(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class FilePart(Displayed):
+    """One component of a weight file.
+
+    Attributes:
+        component: as the names in the file begin: `model.diffusion_model`; "" for all of a file.
+        weights: how many; the scales of one belong to it.
+        stored: how they are stored, with the bytes of each, most first: `scaled fp8`, `Q8_0`, `bf16`.
+        amax: largest finite magnitude, scales included; None where none can be unpacked.
+        largest: the weight that has it.
+        scales: smallest and largest magnitude of scales; empty without any.
+        unread: weights whose values cannot be unpacked here.
+    """
+
+    component: str
+    weights: int
+    stored: dict[str, int]
+    amax: float | None
+    largest: str
+    scales: tuple[float, ...] = ()
+    unread: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class FileCheck(Displayed):
+    """What a weight file holds, found without knowing the model.
+
+    Attributes:
+        source: the file as it was named.
+        format: `safetensors`, `GGUF flux`.
+        contents: what it is by its names, a sentence.
+        size_bytes: of the file.
+        device: what it was judged for; "" for all that are known.
+        parts: its components.
+        rescaled: what it says of weights that are rescaled already; "" for nothing.
+        findings: worst first.
+        elapsed_s: seconds in all.
+    """
+
+    source: str
+    format: str
+    contents: str
+    size_bytes: int
+    device: str
+    parts: tuple[FilePart, ...]
+    rescaled: str
+    findings: tuple[Finding, ...]
+    elapsed_s: float
+    kind: str = "file-check"
+    schema: int = field(default=SCHEMA)
+
+
+@dataclass(frozen=True, repr=False)
 class CallSummary(Displayed):
     """All calls of one component in one run.
 

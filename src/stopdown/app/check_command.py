@@ -1,7 +1,12 @@
-"""`stopdown check`, as a plain function: a source in, what will go wrong out."""
+"""`stopdown check`, as a plain function: a source in, what will go wrong out.
+
+A weight file that is named without anything about a model is looked at as a file: what it holds, with
+what in it. Options that only a model has (a precision, its configurations) check it as one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -22,8 +27,9 @@ from stopdown.app.flags import (
 from stopdown.app.remedies import name_source
 from stopdown.app.request_options import refuse_ignored, refuse_unknown_device
 from stopdown.errors import OptionError
+from stopdown.number_formats import format_bytes
 from stopdown.outputs import check_target, written_beside
-from stopdown.records import CheckRecord, Finding, Price, to_json
+from stopdown.records import CheckRecord, FileCheck, FilePart, Finding, Price, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,6 +37,20 @@ if TYPE_CHECKING:
     from stopdown.dtype_rules.check import Checked
 
 GIB = 2**30
+WEIGHT_FILES = (".safetensors", ".gguf")
+_OF_MODELS = (
+    "precision",
+    "config",
+    "sums",
+    "frames",
+    "height",
+    "width",
+    "fix",
+    "output",
+    "variant",
+)
+"""Options about a model; with one of them a file is checked as the model that it holds."""
+
 NOT_WRITTEN = (
     "casts of arguments are no part of a folder: after loading it call stopdown.mend(pipe)."
 )
@@ -40,19 +60,21 @@ NOT_WRITTEN = (
 class CheckOptions(SourceOptions):
     """Find what will go wrong with dtypes, before a run.
 
-    Nothing is loaded, and the device need not be here. Exit code 1 means findings.
+    Nothing is loaded, and the device need not be here. Exit code 1 means findings. Of a weight file it
+    says what it holds; with --precision or --config it is checked as the model that it belongs to.
 
     Examples:
       stopdown check zai-org/CogVideoX-5b --device v100
       stopdown check shapes --precision fp16 --device t4
+      stopdown check flux1-dev-Q4_0.gguf
     """
 
     source: Annotated[
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hub id, Diffusers folder (its configs are enough), single .safetensors file, or "
-            "bundled model: shapes.",
+            help="Hub id, Diffusers folder (its configs are enough), weight file (.safetensors or .gguf), "
+            "or bundled model: shapes.",
         ),
     ]
     precision: Annotated[
@@ -99,13 +121,73 @@ def main(options: CheckOptions) -> int:
     """Run the command and print its page; 1 with a finding of something wrong."""
     from stopdown.app.progress import open_console, open_display
 
+    is_file = is_weight_file(options)
     with open_display(options, is_short=True) as display:
-        record = check(options, display)
+        record = check_file(options, display) if is_file else check(options, display)
     if options.json:
         sys.stdout.write(to_json(record))
+    elif isinstance(record, FileCheck):
+        print_file(record, open_console(highlight=False))
     else:
         print_check(record, open_console(highlight=False))
     return choose_code(record)
+
+
+def is_weight_file(options: CheckOptions) -> bool:
+    """Whether a weight file is named, and nothing that only a model has is asked.
+
+    Raises:
+        OptionError: of a GGUF file something is asked that only a model has.
+    """
+    from stopdown.pipelines.sources import find_kind
+
+    kind, suffix = find_kind(options.source), Path(options.source).suffix.lower()
+    if kind != "file" or suffix not in WEIGHT_FILES:
+        return False
+    asked = [
+        entry.name
+        for entry in dataclasses.fields(options)
+        if entry.name in _OF_MODELS and getattr(options, entry.name) != entry.default
+    ]
+    if asked and suffix == ".gguf":
+        raise OptionError(
+            f"--{asked[0]} was given, and {options.source} is a GGUF file.",
+            expected="Such a file is looked at without a model.",
+            remedy=f"Leave --{asked[0]} away.",
+        )
+    return not asked
+
+
+def check_file(options: CheckOptions, display: Display | None = None) -> FileCheck:
+    """What a weight file holds, and what of it would go wrong.
+
+    Raises:
+        SourceError: the file is not whole.
+        OptionError: the device is unknown; a package that reads such files is missing.
+    """
+    from stopdown.pipelines.headers import DamagedFileError
+    from stopdown.pipelines.sources import describe_damage, refuse
+
+    refuse_ignored(options.source, options.revision, options.config)
+    refuse_unknown_device(options.device, takes_profile=True)
+    shown = display or Silent()
+    shown.progress("import", "PyTorch", 0, 0)
+    from stopdown.dtype_rules.file_values import inspect_file
+    from stopdown.pipelines.weight_files import open_weight_file
+
+    path = Path(options.source).expanduser()
+    try:
+        file = open_weight_file(path)
+    except (DamagedFileError, OSError) as error:
+        refuse(options.source, [describe_damage(path, error)])
+        raise
+    found = inspect_file(file, options.source, options.device, shown.progress)
+    return replace(
+        found,
+        findings=tuple(
+            replace(x, remedy=name_source(x.remedy, options.source)) for x in found.findings
+        ),
+    )
 
 
 def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
@@ -231,7 +313,7 @@ def _save(pipe: Any, folder: Path) -> None:
         pipe.save_pretrained(part)
 
 
-def choose_code(record: CheckRecord) -> int:
+def choose_code(record: CheckRecord | FileCheck) -> int:
     """Exit code: 0 without a finding of something wrong, 1 with one."""
     from stopdown.dtype_rules.findings import is_fault
 
@@ -253,7 +335,48 @@ def print_check(record: CheckRecord, console: Console) -> None:
         show(record.judged)
     for line in record.mended:
         show(("mended ", "bold"), line)
-    for finding in record.findings:
+    _print_findings(record.findings, console)
+    if record.prices:
+        _print_prices(record.prices, console)
+
+
+def print_file(record: FileCheck, console: Console) -> None:
+    """Print what a file holds, component by component, and the findings, worst first."""
+    from rich.text import Text
+
+    from stopdown.app.progress import print_prose
+
+    where = f", judged for {record.device}" if record.device else ""
+    title = f": {record.format}, {record.contents}{where}"
+    print_prose(console, Text.assemble((record.source, "bold"), title))
+    if record.rescaled:
+        print_prose(console, f"Rescaled already: {record.rescaled}.")
+    for part in record.parts:
+        print_prose(console, f"- {part.component or 'others'}: {_describe_part(part)}")
+    _print_findings(record.findings, console)
+
+
+def _describe_part(part: FilePart) -> str:
+    stored = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in part.stored.items())
+    said = [f"{part.weights} weights", stored]
+    if part.amax is not None:
+        said.append(f"the largest value is {part.amax:.4g} ({part.largest})")
+    if part.unread:
+        said.append(f"{part.unread} cannot be unpacked here")
+    if part.scales:
+        said.append(f"scales from {part.scales[0]:.3g} to {part.scales[1]:.3g}")
+    return "; ".join(said)
+
+
+def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
+    from rich.text import Text
+
+    from stopdown.app.progress import print_prose
+
+    def show(*parts: Any) -> None:
+        print_prose(console, Text.assemble(*parts))
+
+    for finding in findings:
         show(
             (f"\n{finding.severity}: ", "bold"),
             f"{finding.kind} at ",
@@ -262,10 +385,8 @@ def print_check(record: CheckRecord, console: Console) -> None:
         show(f"  {finding.evidence}")
         show(f"  {finding.why}")
         show(("  → ", "bold"), finding.remedy)
-    if not record.findings:
+    if not findings:
         show("No findings.")
-    if record.prices:
-        _print_prices(record.prices, console)
 
 
 def _print_prices(prices: tuple[Price, ...], console: Console) -> None:

@@ -16,7 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -61,11 +61,13 @@ class StoredTensor:
         dtype: `fp16`, `bf16`, `fp32`, `int64`…, or the header's own name when it is none of ours.
         shape: as stored.
         size_bytes: length of its values.
+        start: where they begin, behind the header.
     """
 
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
+    start: int = field(default=0, compare=False)
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
@@ -102,13 +104,24 @@ def encode_header(header: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a safetensors file says of itself.
+
+    Raises:
+        DamagedFileError: its header cannot be read.
+        OSError: the file cannot be read.
+    """
+    metadata = _read_json(path)[0].get("__metadata__", {})
+    _check_metadata(metadata)
+    return metadata
+
+
 def read_rescaled(path: Path) -> str:
     """What a file says of rescaled weights in it; "" when it says nothing, or is no such file."""
     try:
-        metadata = _read_json(path)[0].get("__metadata__")
+        return read_metadata(path).get(RESCALED_ENTRY, "")
     except (DamagedFileError, OSError):
         return ""
-    return str(metadata.get(RESCALED_ENTRY, "")) if isinstance(metadata, dict) else ""
 
 
 def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> bytes:
@@ -157,7 +170,7 @@ def _parse_entry(name: str, entry: Any) -> tuple[StoredTensor, int, int]:
         raise DamagedFileError(
             f"the tensor {name[:200]!r} takes {end - start} bytes and its shape needs {expected}"
         )
-    return StoredTensor(our_name, shape, end - start), start, end
+    return StoredTensor(our_name, shape, end - start, start), start, end
 
 
 def _is_entry(entry: Any) -> bool:

@@ -603,12 +603,18 @@ def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
     try:
         read_header(path)
     except (DamagedFileError, OSError) as error:
-        yield Problem(
-            DAMAGED,
-            f"The weights {path} are damaged or cut off: {error}.",
-            f"A safetensors file begins with a header that describes every byte of {owner}.",
-            f"Delete {os.path.realpath(path)} and download or save it again.",
-        )
+        yield describe_damage(path, error, owner)
+
+
+def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
+    """What is said of a weight file that is not whole, whose `owner` it describes."""
+    kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
+    return Problem(
+        DAMAGED,
+        f"The weights {path} are damaged or cut off: {error}.",
+        f"A {kind} file begins with a header that describes every byte of {owner}.",
+        f"Delete {os.path.realpath(path)} and download or save it again.",
+    )
 
 
 def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:

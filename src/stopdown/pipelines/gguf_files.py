@@ -1,0 +1,122 @@
+"""GGUF files: what they hold, their values, and the scales of their blocks.
+
+The `gguf` package reads the header and knows how each type is unpacked; here is where the fp16 scales
+lie in a block, which it does not tell. A block's values are proportional to them, so a power of two is
+folded in by multiplying them alone, as far as fp16 holds that.
+
+**Catches** files that are cut off, of another format, or with a header that cannot be read.
+**Does not catch** a type whose scales are spread over its block (IQ1_M): it has no entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import OptionError, take_one_line
+from stopdown.pipelines.headers import DamagedFileError
+
+SCALES: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+}
+"""Type → the bytes of a block at which its fp16 scales begin (ggml's `ggml-common.h`)."""
+
+PLAIN = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp64"}
+"""Types that are no blocks → our name."""
+
+_MOST_VALUES = 2**20
+
+
+def require_gguf() -> Any:
+    """The `gguf` package.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    try:
+        import gguf
+    except ImportError as error:
+        raise OptionError(
+            "A GGUF file was given, and the package gguf is not installed.",
+            expected="It reads the header, and knows how each type is packed.",
+            remedy="Install it: pip install 'stopdown[gguf]'",
+        ) from error
+    return gguf
+
+
+def open_gguf(path: Path, mode: str = "r") -> Any:
+    """A reader over a GGUF file, whose values stay on disk.
+
+    Args:
+        mode: `r`, or `r+` to write through what it gives.
+
+    Raises:
+        DamagedFileError: it is no whole GGUF file.
+        OptionError: the package is not installed.
+    """
+    gguf = require_gguf()
+    try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise DamagedFileError("it does not begin with the letters GGUF")
+        return gguf.GGUFReader(path, mode)
+    except DamagedFileError:
+        raise
+    except Exception as error:  # the reader says nothing of its own about what is cut off
+        raise DamagedFileError(
+            f"its header or a tensor is not whole ({take_one_line(error, 120)})"
+        ) from error
+
+
+def read_texts(reader: Any) -> dict[str, str]:
+    """The texts among a file's metadata."""
+    gguf = require_gguf()
+    texts = {}
+    for name, entry in reader.fields.items():
+        if entry.types and entry.types[0] == gguf.GGUFValueType.STRING:
+            texts[name] = bytes(entry.parts[entry.data[0]]).decode("utf-8", "replace")
+    return texts
+
+
+def unpack_rows(tensor: Any) -> Iterator[torch.Tensor]:
+    """The values of a tensor in fp32, some rows at a time; nothing where the package cannot unpack it.
+
+    Args:
+        tensor: of a reader.
+    """
+    gguf = require_gguf()
+    name, data = tensor.tensor_type.name, tensor.data
+    if not data.size:
+        return
+    rows = data.reshape(-1, data.shape[-1]) if data.ndim else data.reshape(1, 1)
+    step = max(1, _MOST_VALUES // max(1, rows.shape[-1]))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        if name not in PLAIN or name == "BF16":
+            try:
+                part = gguf.quants.dequantize(part, tensor.tensor_type)
+            except NotImplementedError:
+                return
+        yield torch.from_numpy(part.astype("float32"))
+
+
+def read_scales(tensor: Any) -> torch.Tensor:
+    """The scales of a tensor's blocks, `[blocks, scales]` fp16; no blocks for a type without an entry."""
+    gguf = require_gguf()
+    _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    blocks = tensor.data.reshape(tensor.data.size // size, size)
+    parts = [
+        torch.from_numpy(blocks[:, at : at + 2].copy()).view(torch.float16)
+        for at in SCALES.get(tensor.tensor_type.name, ())
+    ]
+    return torch.cat(parts, 1) if parts else torch.empty(0, 1, dtype=torch.float16)
