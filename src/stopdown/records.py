@@ -596,6 +596,8 @@ class Scaling(Displayed):
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
         trial: what the module gave when it was run once with all that; None where nobody tried.
+        layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs, to
+            the exponents of its input and its output; without those that have none.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -617,6 +619,7 @@ class Scaling(Displayed):
     range_note: str = ""
     note: str = ""
     trial: Trial | None = None
+    layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)

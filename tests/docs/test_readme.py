@@ -12,6 +12,7 @@ from documentation import Run, read_blocks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+OTHER_PROGRAMS = (ROOT / "docs" / "other-programs.md").read_text(encoding="utf-8")
 MAKE = ("make demo", "make test")
 """Not run here: the first installs everything anew, the second is this very run."""
 
@@ -30,19 +31,19 @@ def test_it_has_the_two_commands() -> None:
 
 
 def test_every_extra_is_named() -> None:
-    """The table of extras has each extra of the package."""
+    """The README's table has each extra of the package, or the page of the programs that it is for."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(extras)
+    assert set(re.findall(r"'\.\[(\w+)\]'", README + OTHER_PROGRAMS)) == set(extras)
 
 
 def test_every_command_is_named(run: Run) -> None:
-    """The table of commands has each command, with what it answers."""
+    """The README's table or the page of other programs has each command, with what it answers."""
     from stopdown.app import cli
 
     known = {x.name or x.callback.__name__ for x in cli.app.registered_commands}
-    table = README.split("## All commands")[1]
+    table = README.split("## All commands")[1] + OTHER_PROGRAMS
     assert set(re.findall(r"`stopdown (\w+)`", table)) == known
 
 

@@ -26,6 +26,7 @@ from stopdown.app import (
     defaults_file,
     doctor_command,
     explain_command,
+    export_command,
     generate_command,
     plan_command,
     report_command,
@@ -39,6 +40,7 @@ from stopdown.app.compare_command import CompareOptions
 from stopdown.app.convert_command import ConvertOptions
 from stopdown.app.doctor_command import DoctorOptions
 from stopdown.app.explain_command import ExplainOptions
+from stopdown.app.export_command import ExportOptions
 from stopdown.app.generate_command import GenerateOptions
 from stopdown.app.plan_command import PlanOptions
 from stopdown.app.registration import add_command
@@ -76,6 +78,7 @@ add_command(app, "generate", GenerateOptions, generate_command.main)
 add_command(app, "batch", BatchOptions, batch_command.main)
 add_command(app, "plan", PlanOptions, plan_command.main)
 add_command(app, "convert", ConvertOptions, convert_command.main)
+add_command(app, "export", ExportOptions, export_command.main)
 add_command(
     app,
     "run",

@@ -69,7 +69,9 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
 
 def _list_exponents(scaling: Scaling) -> Iterator[str]:
     outputs = {str(number): exponent for number, exponent in scaling.outputs.items()}
-    for table in (scaling.exponents, scaling.eps, scaling.multiplies, outputs):
+    inputs = {path: ends[0] for path, ends in scaling.layers.items()}
+    results = {path: ends[1] for path, ends in scaling.layers.items()}
+    for table in (scaling.exponents, scaling.eps, scaling.multiplies, outputs, inputs, results):
         for name, exponent in table.items():
             if abs(exponent) > LARGEST_EXPONENT:
                 yield f"the exponent {str(exponent)[:20]} of {name[:40]!r}"
@@ -86,6 +88,9 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
     for name in (*scaling.eps, *(scaling.kept_buffers or ())):
         if not _PATH.fullmatch(name):
             yield f"the attribute {name[:40]!r}"
+    for name in scaling.layers:
+        if not _is_parameter(name):
+            yield f"the layer {name[:40]!r}"
     for name in (*scaling.multiplies, *scaling.fp32_modules, *_list_stream(scaling.stream)):
         if name and not _PATH.fullmatch(name):
             yield f"the module {name[:40]!r}"

@@ -82,6 +82,8 @@ class Problem:
         kept_buffers: buffers that every call was captured with in their own dtype.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
         outputs: number of an output that the component returns in fp32 to its unknown.
+        layers: module path of a product with a weight, `path[0:64]` for a block of its outputs, to the
+            unknowns of its input and output in each call of it.
         apart: the system before unknowns of like modules were merged; None when none were.
     """
 
@@ -96,6 +98,7 @@ class Problem:
     kept_buffers: frozenset[str] = frozenset()
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
+    layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     apart: System | None = None
 
 
@@ -303,12 +306,29 @@ class _Stater:
             return self._state_part(node)
         split = self.call.blocks.get(node)
         for block in range(len(split)) if split else (None,):
-            if not state_equations(Operation(node, block, self)):
+            stated = Operation(node, block, self)
+            if state_equations(stated):
+                self._note_layer(stated)
+            else:
                 place = f"{self.call.capture.component}:{module_path(node)}"
                 self.problem.pinned.setdefault(operation(node) or str(node.target), []).append(
                     place
                 )
         return None
+
+    def _note_layer(self, stated: Operation) -> None:
+        """Remember what goes into a product with a parameter of the module, and what comes out."""
+        node, weight = stated.node, stated.given.get("weight")
+        if not is_kind(node, *PRODUCTS) or not isinstance(weight, Node):
+            return
+        if not self._is_parameter(weight):
+            return
+        path, split = module_path(node), self.call.blocks.get(node)
+        if stated.block is not None and split is not None:
+            start, stop = split.bounds[stated.block : stated.block + 2]
+            path = f"{path}[{start}:{stop}]"
+        ends = stated.of(stated.given["input"]), stated.out
+        self.problem.layers.setdefault(path, []).append(ends)
 
     def _state_part(self, node: Node) -> None:
         """A part of a split value is like the blocks that it covers."""

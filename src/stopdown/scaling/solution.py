@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -38,7 +38,18 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
+        layers=dict(_list_layers(problem, at)),
     )
+
+
+def _list_layers(
+    problem: Problem, at: Callable[[int], int]
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Layers whose input or output is scaled, and alike in every call."""
+    for path, calls in problem.layers.items():
+        found = {(at(source), at(result)) for source, result in calls}
+        if len(found) == 1 and found != {(0, 0)}:
+            yield path, found.pop()
 
 
 class _Reader:

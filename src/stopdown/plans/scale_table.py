@@ -1,0 +1,195 @@
+"""A plan's powers of two by layer, for programs that write such scales into their source by hand.
+
+What is stored is the value times `2**exponent`. A layer has the exponent of its input, of its weight and
+of its output; the first two add up to the third. A program that leaves its weights as they are reaches the
+same range with one factor, as stable-diffusion.cpp does: the input times `scale` before the product, the
+output over `scale` behind it, in fp32. Where a weight is folded, the table is what was folded.
+
+**Catches** plans of before the exponents of inputs and outputs were kept: they say so.
+**Does not catch** what is no layer: values that only pass between layers have no row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from stopdown.errors import PlanError
+from stopdown.records import ComponentPlan, Plan, Scaling
+
+FORMATS = ("txt", "json", "h", "py")
+"""Endings of the files that a table is written to."""
+
+
+@dataclass(frozen=True)
+class LayerScale:
+    """One layer's exponents.
+
+    Attributes:
+        layer: module path; `path[0:64]` for a block of its outputs.
+        input, weight, output: exponents.
+    """
+
+    layer: str
+    input: int
+    weight: int
+    output: int
+
+    @property
+    def scale(self) -> float:
+        """What a program multiplies the input of the unscaled weight with, and divides the output by."""
+        return 2.0**self.output
+
+
+def list_scales(scaling: Scaling) -> list[LayerScale]:
+    """The layers of a component whose exponents are not all 0, in the order of the plan."""
+    rows = [
+        LayerScale(layer, source, result - source, result)
+        for layer, (source, result) in scaling.layers.items()
+    ]
+    return rows + [LayerScale(name, 0, e, e) for name, e in _list_weights(scaling)]
+
+
+def _list_weights(scaling: Scaling) -> Iterator[tuple[str, int]]:
+    """Parameters that multiply no input: the weights of norms, tables, modulations."""
+    layers = {layer.partition("[")[0] for layer in scaling.layers}
+    for name, exponent in scaling.exponents.items():
+        bare, _, rows = name.partition("[")
+        layer, _, part = bare.rpartition(".")
+        if layer not in layers and part != "bias":
+            yield f"{bare}[{rows}" if rows else bare, exponent
+
+
+def list_entries(plan: Plan) -> list[ComponentPlan]:
+    """The components of a plan that have exponents.
+
+    Raises:
+        PlanError: there is none, or the plan does not have the exponents of layers.
+    """
+    scaled = [entry for entry in plan.components if entry.scaling.exponents]
+    if not scaled:
+        raise PlanError(
+            f"The plan for {plan.source} has no exponents.",
+            expected="Each of its components runs in fp16 as it is, or in another precision.",
+        )
+    if not any(entry.scaling.layers for entry in scaled):
+        raise PlanError(
+            f"The plan for {plan.source} does not have the exponents of inputs and outputs of layers.",
+            expected="Plans have them from this version on.",
+            remedy=f"Make it again: stopdown plan {plan.source} -o plan.json",
+        )
+    return scaled
+
+
+def write_table(plan: Plan, ending: str) -> str:
+    """The table as text, JSON, a C header or a Python module.
+
+    Args:
+        ending: one of `FORMATS`.
+
+    Raises:
+        PlanError: the plan has no exponents of layers.
+    """
+    writers = {"txt": _write_text, "json": _write_json, "h": _write_header, "py": _write_python}
+    return writers[ending](plan, list_entries(plan))
+
+
+def _describe(plan: Plan) -> list[str]:
+    return [
+        f"Powers of two by layer, of the plan {plan.seal[:12]} for {plan.source}.",
+        "Stored is the value times 2**exponent: of the input, the weight and the output of a layer.",
+        "scale is for weights as they were: input times scale, then output over scale in fp32.",
+    ]
+
+
+def _describe_rest(entry: ComponentPlan) -> list[str]:
+    """What a table of layers does not hold of a component."""
+    scaling = entry.scaling
+    said = [f"eps {place} times 2**{exponent}" for place, exponent in scaling.eps.items()]
+    said += [f"output of {path or 'all'} times 2**{e}" for path, e in scaling.multiplies.items()]
+    return said + [f"{path} in fp32" for path in scaling.fp32_modules]
+
+
+def _write_text(plan: Plan, entries: list[ComponentPlan]) -> str:
+    lines = _describe(plan)
+    for entry in entries:
+        rows = list_scales(entry.scaling)
+        width = max(len(row.layer) for row in rows)
+        lines += ["", f"{entry.component} ({entry.class_name})"]
+        lines.append(f"{'layer':<{width}}  input  weight  output  scale")
+        lines += [
+            f"{x.layer:<{width}}  {x.input:>5}  {x.weight:>6}  {x.output:>6}  {x.scale:g}"
+            for x in rows
+        ]
+        lines += [f"also: {said}" for said in _describe_rest(entry)]
+    return "\n".join(lines) + "\n"
+
+
+def _write_json(plan: Plan, entries: list[ComponentPlan]) -> str:
+    components = {
+        entry.component: {
+            "class": entry.class_name,
+            "layers": [{**asdict(row), "scale": row.scale} for row in list_scales(entry.scaling)],
+            "eps": dict(entry.scaling.eps),
+            "multiplies": dict(entry.scaling.multiplies),
+            "fp32_modules": list(entry.scaling.fp32_modules),
+        }
+        for entry in entries
+    }
+    table = {"source": plan.source, "plan": plan.seal, "components": components}
+    return json.dumps(table, indent=2) + "\n"
+
+
+def _write_header(plan: Plan, entries: list[ComponentPlan]) -> str:
+    lines = [
+        "/*",
+        *(f" * {_quote_comment(line)}" for line in _describe(plan)),
+        " */",
+        "#pragma once",
+        "",
+    ]
+    lines += [
+        "struct stopdown_scale {",
+        "    const char *layer;",
+        "    int input, weight, output;",
+        "    float scale;",
+        "};",
+    ]
+    for entry in entries:
+        name = _name_constant(entry.component)
+        lines += ["", *(f"/* also: {_quote_comment(x)} */" for x in _describe_rest(entry))]
+        lines.append(f"static const struct stopdown_scale STOPDOWN_{name}[] = {{")
+        lines += [
+            f"    {{{json.dumps(x.layer)}, {x.input}, {x.weight}, {x.output}, {_write_float(x.scale)}}},"
+            for x in list_scales(entry.scaling)
+        ]
+        lines.append("};")
+    return "\n".join(lines) + "\n"
+
+
+def _write_float(scale: float) -> str:
+    """A power of two as C has it exactly: `1.f / 32.f`, `4.f`."""
+    return f"{scale:.1f}f" if scale >= 1 else f"1.0f / {1 / scale:.1f}f"
+
+
+def _quote_comment(text: str) -> str:
+    return text.replace("*/", "* /")
+
+
+def _write_python(plan: Plan, entries: list[ComponentPlan]) -> str:
+    lines = [*(f"# {line}" for line in _describe(plan)), "# layer: (input, weight, output)"]
+    for entry in entries:
+        lines += ["", *(f"# also: {said}" for said in _describe_rest(entry))]
+        lines.append(f"{_name_constant(entry.component)} = {{")
+        lines += [
+            f"    {x.layer!r}: ({x.input}, {x.weight}, {x.output}),"
+            for x in list_scales(entry.scaling)
+        ]
+        lines.append("}")
+    return "\n".join(lines) + "\n"
+
+
+def _name_constant(component: str) -> str:
+    return re.sub(r"\W", "_", component).upper()
