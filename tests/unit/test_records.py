@@ -64,6 +64,8 @@ def draw_value(hint: Any) -> st.SearchStrategy[Any]:
     if dataclasses.is_dataclass(hint):
         return draw_record(hint)
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple and ... not in arguments:
+        return st.tuples(*map(draw_value, arguments))
     if origin is tuple:
         return st.lists(draw_value(arguments[0]), max_size=2).map(tuple)
     if origin in (dict, Mapping):
