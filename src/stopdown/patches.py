@@ -65,13 +65,16 @@ class Patches:
         _rewrite(target, value, rows)
         self._undo.append(lambda: _rewrite(target, before, rows))
 
-    def scale_tensor(self, target: torch.Tensor, exponent: int, rows: slice = slice(None)) -> None:
+    def scale_tensor(
+        self, target: torch.Tensor, exponent: int | torch.Tensor, rows: slice = slice(None)
+    ) -> None:
         """Multiply a tensor, or some rows of it, in place by `2**exponent`.
 
-        The values are kept only when multiplying back would not restore every bit. Undoing acts on
-        what the tensor holds by then, so a parameter that was cast meanwhile is scaled back too.
+        Several exponents are spread over the tensor as in any arithmetic. The values are kept only
+        when multiplying back would not restore every bit. Undoing acts on what the tensor holds by
+        then, so a parameter that was cast meanwhile is scaled back too.
         """
-        if exponent == 0:
+        if isinstance(exponent, int) and exponent == 0:
             return
         before = _take_rows(target, rows).detach()
         scaled = _scale(before, exponent)
@@ -116,10 +119,10 @@ def _rewrite(target: torch.Tensor, value: torch.Tensor, rows: slice) -> None:
         _take_rows(target, rows).copy_(value)
 
 
-def _rescale(target: torch.Tensor, exponent: int, rows: slice) -> None:
+def _rescale(target: torch.Tensor, exponent: int | torch.Tensor, rows: slice) -> None:
     _rewrite(target, _scale(_take_rows(target, rows).detach(), exponent), rows)
 
 
-def _scale(values: torch.Tensor, exponent: int) -> torch.Tensor:
-    factor = torch.tensor(exponent, device=values.device)
+def _scale(values: torch.Tensor, exponent: int | torch.Tensor) -> torch.Tensor:
+    factor = torch.as_tensor(exponent, device=values.device)
     return torch.ldexp(values, factor).to(values.dtype)

@@ -1,7 +1,9 @@
-"""LoRA and plans: captured when it is there, said when it comes after; on a tiny CogVideoX pipeline."""
+"""LoRA and plans: captured when it is there, scaled when it comes after; on a tiny CogVideoX pipeline."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from stopdown.dtype_rules.check import check
 from stopdown.dtype_rules.parameters import check_rescaled
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.numerics import relative_l2
+from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import cast_floats
 from stopdown.pipelines.components import Callee, find_components
 from stopdown.pipelines.headers import RESCALED_ENTRY
@@ -26,7 +29,15 @@ from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling import folds
+from stopdown.scaling.folds import fold_scaling
 from stopdown.testing import assert_untouched, make_pipeline
+
+
+def find_entry(plan: Plan) -> ComponentPlan:
+    """Of the transformer."""
+    return next(x for x in plan.components if x.component == "transformer")
+
 
 LAYERS = ("attn1.to_q", "attn1.to_v", "attn1.to_out.0")
 
@@ -109,7 +120,7 @@ def test_a_lora_that_is_there_is_planned_with(styled: tuple[Any, Plan]) -> None:
     pipe, plan = styled
     reference = call_transformer(pipe)
     assert relative_l2(call_transformer(build()), reference) > 0.05
-    entry = next(x for x in plan.components if x.component == "transformer")
+    entry = find_entry(plan)
     assert entry.precision == "fp16"
     assert any("lora_B" in name for name in entry.scaling.exponents)
     with assert_untouched(pipe):
@@ -137,29 +148,98 @@ def test_another_strength_and_taking_out_are_said(styled: tuple[Any, Plan]) -> N
             call_transformer(pipe, torch.float16)
 
 
-def test_a_lora_loaded_after_the_plan_is_refused(bare_plan: Plan, tmp_path: Path) -> None:
-    """At the next call, by name, with what to do; without it the call is as before."""
-    pipe = build()
+@pytest.mark.parametrize("fuse", [False, True], ids=["loaded", "fused and unloaded"])
+@pytest.mark.parametrize("cast", [False, True], ids=["fp32", "fp16"])
+def test_a_lora_loaded_after_the_plan_takes_its_exponents(
+    bare_plan: Plan, tmp_path: Path, fuse: bool, cast: bool
+) -> None:
+    """In fp32 the same bit for bit, in fp16 near; taken off, every bit is as before."""
+    original, pipe, dtype = build(), build(), torch.float16 if cast else torch.float32
+    folder = write_lora(pipe, tmp_path)
+    load_lora(pipe, folder)  # Diffusers leaves an attribute of its own behind
+    pipe.unload_lora_weights()
+    untouched = contextlib.nullcontext() if fuse else assert_untouched(pipe)
+    with untouched, apply_plan(pipe, bare_plan, cast=cast):
+        before = call_transformer(pipe, dtype)
+        for one in (original, pipe):
+            load_lora(one, folder)
+            if fuse:
+                one.fuse_lora()
+                one.unload_lora_weights()
+        reference, found = call_transformer(original), call_transformer(pipe, dtype)
+        assert relative_l2(before, reference) > 0.05
+        assert relative_l2(found, reference) < 0.01
+        assert cast or torch.equal(found, reference)
+        if not fuse:
+            pipe.unload_lora_weights()
+            assert torch.equal(call_transformer(pipe, dtype), before)
+
+
+def test_a_plan_comes_off_beneath_a_fused_lora(bare_plan: Plan, tmp_path: Path) -> None:
+    """What was fused while it was on stays fused; what of a LoRA was loaded in fp16 is rounded so."""
+    original, pipe = build(), build()
+    folder = write_lora(pipe, tmp_path)
     with apply_plan(pipe, bare_plan):
-        before = call_transformer(pipe, torch.float16)
-        load_lora(pipe, write_lora(pipe, tmp_path))
+        for one in (original, pipe):
+            load_lora(one, folder)
+            one.fuse_lora()
+        call_transformer(pipe, torch.float16)
+    bare = call_transformer(build())
+    assert relative_l2(bare, call_transformer(original)) > 0.05
+    assert relative_l2(call_transformer(pipe), call_transformer(original)) < 1e-3
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert relative_l2(call_transformer(pipe), bare) < 1e-5
+
+
+def test_an_unscaled_lora_on_scaled_weights_is_wrong(
+    bare_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing that scales it: refused under the plan, and far off without its check."""
+    monkeypatch.setattr(folds, "follow_adapters", lambda *_: None)
+    pipe, original = build(), build()
+    with apply_plan(pipe, bare_plan, cast=False):
+        for one in (original, pipe):
+            load_lora(one, write_lora(one, tmp_path))
         with pytest.raises(PlanError) as caught:
-            call_transformer(pipe, torch.float16)
-        pipe.unload_lora_weights()
-        assert torch.equal(call_transformer(pipe, torch.float16), before)
-    text = str(caught.value)
-    assert "transformer is not what its plan was put on: the adapter 'style' was loaded" in text
-    assert "make_plan(pipe)" in text
+            call_transformer(pipe)
+        assert "the adapter 'style' was loaded into 6 of its layers: it was loaded past" in str(
+            caught.value
+        )
+        assert "make_plan(pipe)" in str(caught.value)
+    with Patches() as patches:  # again, around the adapter
+        patches.defer(fold_scaling(pipe.transformer, find_entry(bare_plan).scaling).undo)
+        assert relative_l2(call_transformer(pipe), call_transformer(original)) > 0.1
+    monkeypatch.undo()
+    with Patches() as patches:
+        patches.defer(fold_scaling(pipe.transformer, find_entry(bare_plan).scaling).undo)
+        assert torch.equal(call_transformer(pipe), call_transformer(original))
 
 
-def test_a_lora_fused_after_the_plan_is_refused(bare_plan: Plan, tmp_path: Path) -> None:
-    """Also when nothing of it is left but the weights."""
+def test_a_lora_beyond_the_headroom_is_said(bare_plan: Plan, tmp_path: Path) -> None:
+    """Once, with the layer, the bits that it adds and those that there are; a small one is not."""
     pipe = build()
     with apply_plan(pipe, bare_plan):
-        load_lora(pipe, write_lora(pipe, tmp_path))
-        pipe.fuse_lora()
-        pipe.unload_lora_weights()
-        with pytest.raises(PlanError, match="'style' was fused into the pipeline's weights"):
+        load_lora(pipe, write_lora(pipe, tmp_path, size=0.01))
+        call_transformer(pipe, torch.float16)  # a warning would be an error here
+        pipe.set_adapters("style", 1e5)
+        with pytest.warns(StopdownWarning, match=r"'style' adds up to [\d.]+ bits to what trans"):
+            call_transformer(pipe, torch.float16)
+        call_transformer(pipe, torch.float16)
+
+
+def test_a_certificate_does_not_cover_a_lora(bare_plan: Plan, tmp_path: Path) -> None:
+    """Its bounds are those of the weights alone, so any adapter is said."""
+    entry = find_entry(bare_plan)
+    certified = dataclasses.replace(
+        entry, scaling=dataclasses.replace(entry.scaling, certified=True)
+    )
+    others = [x for x in bare_plan.components if x.component != "transformer"]
+    plan = seal_plan(dataclasses.replace(bare_plan, components=(*others, certified)))
+    pipe = build()
+    with apply_plan(pipe, plan):
+        load_lora(pipe, write_lora(pipe, tmp_path, size=0.01))
+        with pytest.warns(StopdownWarning, match="'style' is not covered by its certificate"):
             call_transformer(pipe, torch.float16)
 
 

@@ -548,7 +548,7 @@ def _read_program(
     kept: frozenset[str],
     singles: frozenset[str],
 ) -> Capture:
-    names = _canonical_names(module)
+    names = name_aliases(module)
     parameters: dict[str, str] = {}
     constants: dict[str, Any] = {}
     inputs: list[str] = []
@@ -582,7 +582,7 @@ def _float_dtypes(node: Node) -> list[torch.dtype]:
     return [x.dtype for x in values if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
-def _canonical_names(module: torch.nn.Module) -> dict[str, str]:
+def name_aliases(module: torch.nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer to the first name of the same tensor."""
     everything = [
         *module.named_parameters(remove_duplicate=False),

@@ -1,20 +1,21 @@
 """Whether a component is still what its plan was put on: adapters that were loaded, fused or tuned.
 
-A plan scales weights; a LoRA that is loaded afterwards adds to what is scaled by another power of
-two, and the picture is wrong without being black. So at each call of a planned component its
-modules are compared with those of the moment when the plan was put on: which classes stand there,
-which adapters each layer has, which of them are active, merged, and how strong. No weight is read.
+A plan scales weights; adapters that are loaded afterwards take the exponents of those by themselves
+(`scaling.adapters`). Other modules that add to what is scaled make a picture that is wrong without being
+black. So at each call of a planned component its modules are compared with those of the moment when the
+plan was put on: which classes stand there, which adapters each layer has, which of them are active, merged,
+and how strong. No weight is read.
 
-**Catches** a LoRA or IP-Adapter that was loaded since, fused with the pipeline's `fuse_lora` (also
-when it was unloaded again), taken out, switched or given another strength; any layer replaced.
-**Does not catch** weights rewritten in place: an adapter that was loaded, fused and unloaded on the
-component itself between two calls, without the pipeline's own methods.
+**Catches** an IP-Adapter that was loaded since, any layer replaced, an adapter that nothing scales;
+adapters of the plan that were taken out, switched or given another strength, and new ones that add more to
+a weight than there is headroom for.
+**Does not catch** weights rewritten in place.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,12 @@ from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, intercept, intercept_components
 from stopdown.pipelines.components import Callee, find_component
 from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling.adapters import list_adapter_names, list_misfitting, measure_growth
+from stopdown.scaling.folds import read_headroom
 
 _REMEDY = (
     "Take the plan off (`applied.undo()`, or load the model again), load the adapter, and then make "
-    "the plan: make_plan(pipe)."
+    "the plan: make_plan(pipe), or stopdown plan SOURCE --lora FILE."
 )
 
 
@@ -69,16 +72,11 @@ def read_structure(module: torch.nn.Module, pipe: Any) -> Structure:
     layers = [layer for layer in modules if hasattr(layer, "merged_adapters")]
     found: dict[str, list[Any]] = {}
     for layer in layers:
-        for name in _list_names(layer):
+        for name in list_adapter_names(layer):
             found.setdefault(name, []).append(layer)
     adapters = {name: _read_adapter(name, held) for name, held in found.items()}
     fused = frozenset(getattr(pipe, "_merged_adapters", ()))
     return Structure(tuple(map(type, modules)), adapters, fused)
-
-
-def _list_names(layer: Any) -> set[str]:
-    kinds = getattr(layer, "adapter_layer_names", ())
-    return {name for kind in kinds for name in getattr(layer, kind, {})}
 
 
 def _read_adapter(name: str, layers: list[Any]) -> Adapter:
@@ -88,26 +86,38 @@ def _read_adapter(name: str, layers: list[Any]) -> Adapter:
     return Adapter(len(layers), len(active), len(merged), tuple(sorted(scales)))
 
 
-def list_new(before: Structure, after: Structure) -> Iterator[str]:
-    """What was added that the exponents do not fit."""
-    for name, adapter in after.adapters.items():
+def list_new(before: Structure, after: Structure, module: torch.nn.Module) -> Iterator[str]:
+    """What was added that does not have the exponents of what it adds to."""
+    for name, why in sorted(list_misfitting(module).items()):
         if name not in before.adapters:
-            yield f"the adapter {name!r} was loaded into {adapter.layers} of its layers"
-    for name in sorted(after.fused - before.fused - before.adapters.keys()):
-        yield f"the adapter {name!r} was fused into the pipeline's weights"
-    bare = before.classes, before.adapters.keys()
-    if (after.classes, after.adapters.keys()) != bare and not _explains(before, after):
+            layers = after.adapters[name].layers
+            yield f"the adapter {name!r} was loaded into {layers} of its layers: {why.removesuffix('.')}"
+    if after.classes != before.classes and after.adapters.keys() == before.adapters.keys():
         yield f"its modules are others ({len(before.classes)} then, {len(after.classes)} now)"
 
 
-def _explains(before: Structure, after: Structure) -> bool:
-    """True when adapters that came or went account for modules that came or went."""
-    return after.adapters.keys() != before.adapters.keys()
+def list_grown(
+    module: torch.nn.Module, names: Collection[str], headroom_bits: float, certified: bool
+) -> Iterator[str]:
+    """What adapters add to a component that nobody measured with them, where that is more than fits.
+
+    Cost: for each of their layers a few products of its weight with a vector, and a host read.
+    """
+    for name in sorted(names):
+        bits, path = measure_growth(module, name)
+        if bits > headroom_bits:
+            yield (
+                f"the adapter {name!r} adds up to {bits:.1f} bits to what {path} gives, and the plan has "
+                f"{headroom_bits:.1f} bits of headroom"
+            )
+        elif certified and bits:
+            yield f"the adapter {name!r} is not covered by its certificate"
 
 
-def list_tuned(before: Structure, after: Structure) -> Iterator[str]:
+def list_tuned(before: Structure, after: Structure, planned: Set[str]) -> Iterator[str]:
     """What was changed of adapters that the exponents were found with."""
-    for name, then in before.adapters.items():
+    for name in planned & before.adapters.keys():
+        then = before.adapters[name]
         now = after.adapters.get(name)
         if now is None:
             yield f"the adapter {name!r} was taken out"
@@ -146,26 +156,29 @@ class _Post:
         self.pipe, self.entry = pipe, entry
         found = find_component(pipe, entry.component)
         self.known = read_structure(torch.nn.Module() if found is None else found, pipe)
+        self.planned = self.known.adapters.keys()
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = find_component(self.pipe, self.entry.component)
         if module is not None:
-            self._compare(read_structure(module, self.pipe))
+            self._compare(module, read_structure(module, self.pipe))
         return call(*args, **kwargs)
 
-    def _compare(self, now: Structure) -> None:
+    def _compare(self, module: torch.nn.Module, now: Structure) -> None:
         if now == self.known:
             return
-        name, added = self.entry.component, list(list_new(self.known, now))
-        scaling = self.entry.scaling
-        scaled = scaling.exponents or scaling.multiplies
-        if added and scaled:
+        name, scaling = self.entry.component, self.entry.scaling
+        added = list(list_new(self.known, now, module))
+        if added and (scaling.exponents or scaling.multiplies):
             raise PlanError(
                 f"{name} is not what its plan was put on: {'; '.join(added)}.",
-                expected="Its weights are scaled by powers of two that an adapter must share.",
+                expected="Its weights are scaled by powers of two that what is added must share.",
                 remedy=_REMEDY,
             )
-        changes = [*added, *list_tuned(self.known, now)]
+        others = now.adapters.keys() - self.planned
+        changed = [x for x in others if now.adapters[x] != self.known.adapters.get(x)]
+        grown = list_grown(module, changed, read_headroom(scaling), scaling.certified)
+        changes = [*added, *list_tuned(self.known, now, self.planned), *grown]
         if changes:
             warnings.warn(
                 f"{name} is not quite what its plan was made for: {'; '.join(changes)}. What it "

@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
 from stopdown.errors import InputError, ScalingError
-from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.graph.capture import find_kept_buffers, name_aliases, name_parameters
 from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling, Trial
+from stopdown.scaling.adapters import follow_adapters, keep_merges, unwrap_name
 from stopdown.scaling.cast_check import CHECK, CastCheck
 
 RESCALED = "stopdown_rescaled"
@@ -119,6 +120,12 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     patches = Patches()
     try:
         _fold_parameters(module, scaling.exponents, patches)
+        rows = list_rows(scaling.exponents)
+        first = name_aliases(module)
+        named = {
+            key: rows.get(name) or rows.get(unwrap_name(name), []) for key, name in first.items()
+        }
+        follow_adapters(module, scaling, named, patches)
         for place, exponent in scaling.eps.items():
             _scale_eps(module, place, exponent, patches)
         for path, exponent in scaling.multiplies.items():
@@ -260,11 +267,14 @@ def cast_(
     patches = Patches()
     if check is not None:
         patches.defer(check.accept)
+    take_out = keep_merges(module, patches) if keep else None
     try:
         _cast_parts(module, dtype, given or Scaling(), patches, keep=keep)
     except BaseException:  # memory may run out half-way
         patches.undo()
         raise
+    if take_out is not None:
+        patches.defer(take_out)
     if check is not None:
         check.accept()
     if isinstance(plan, Rescaling):
@@ -354,10 +364,20 @@ def split_name(name: str) -> tuple[str, slice]:
     return bare, slice(int(start), int(stop))
 
 
+def list_rows(exponents: Mapping[str, int]) -> dict[str, list[tuple[slice, int]]]:
+    """Each folded tensor to its blocks of rows with their exponents."""
+    found: dict[str, list[tuple[slice, int]]] = {}
+    for name, exponent in exponents.items():
+        bare, rows = split_name(name)
+        found.setdefault(bare, []).append((rows, exponent))
+    return found
+
+
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
-    named = name_parameters(module)
+    found = name_parameters(module)
+    named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     for name, exponent in exponents.items():
         bare, rows = split_name(name)
         if bare not in named or not _has_rows(named[bare], rows):

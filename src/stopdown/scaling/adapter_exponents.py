@@ -1,0 +1,172 @@
+"""Exponents of an adapter's matrices: those of the weight that they add to.
+
+A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own. What an adapter adds to it
+has to be stored so too:
+
+    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole
+    DoRA    m (W + s B A) / |W + s B A|   a magnitude for each row takes that row's k as well
+    LoHa    W + s (a1 b1) * (a2 b2)   a1's rows take k
+    LoKr    W + s kron(w1, w2)        k of row `i c + j` is split into one of i and one of j
+
+A strength, an alpha and a rank are factors besides and stay. IA3 multiplies and needs nothing.
+
+**Catches** every kind of adapter, and every shape, for which there is no such rule: it is refused.
+**Does not catch** code that adds something of its own: the eps that ComfyUI adds to the norm of a DoRA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from stopdown.errors import ScalingError
+
+Blocks = Sequence[tuple[slice, int]]
+"""Rows of a weight with their exponent; other rows have 0."""
+
+Parts = Mapping[str, torch.Tensor]
+"""A role, as PEFT names it (`lora_B`, `hada_w1_a`), to the tensor."""
+
+ROOM_BITS = -6.0
+"""Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
+
+_FREE = frozenset({"ia3_l"})
+
+
+def spread_rows(blocks: Blocks, count: int) -> torch.Tensor:
+    """The exponent of each row of a weight, `[count]` integers."""
+    rows = torch.zeros(count, dtype=torch.int32)
+    for block, exponent in blocks:
+        rows[block] = exponent
+    return rows
+
+
+def find_part_exponents(
+    parts: Parts, rows: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Role to the exponents of its tensor, of a shape that is spread over it; zeros are left out.
+
+    Args:
+        parts: of one adapter in one layer.
+        rows: `[out]` integers, exponents of the rows of the weight.
+        bias: those of the layer's bias, None where it has none.
+
+    Raises:
+        ScalingError: there is no rule; `what` is a clause without the layer's name.
+    """
+    families = {_find_family(role) for role in parts} - {"free"}
+    made: dict[str, torch.Tensor] = {}
+    for family in families:
+        made |= _FAMILIES[family](parts, rows)
+    made |= _scale_biases(parts, bias)
+    if "magnitude" in parts and rows.any():
+        made["magnitude"] = _spread(parts["magnitude"], rows, _find_row_dim(parts, rows))
+    return {role: exponents for role, exponents in made.items() if bool(exponents.any())}
+
+
+def _find_family(role: str) -> str:
+    if role in ("magnitude", "lora_B.bias", "diff_b") or role in _FREE:
+        return "free"
+    for family in _FAMILIES:
+        if role.startswith(family):
+            return family
+    raise ScalingError(f"there is no rule for {role}")
+
+
+def _scale_biases(parts: Parts, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    named = [role for role in ("lora_B.bias", "diff_b") if role in parts]
+    if named and bias is None:
+        raise ScalingError(
+            "it adds a bias to a layer without one, so the exponent of that is unknown"
+        )
+    return {role: _spread(parts[role], bias, 0) for role in named if bias is not None}
+
+
+def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All of it on B's rows, but for what A takes so that fp16 holds both."""
+    if "lora_B" not in parts or "lora_A" not in parts:
+        raise ScalingError(f"it has {', '.join(sorted(parts))} and not both matrices")
+    if "magnitude" in parts and parts["magnitude"].numel() != len(rows) and not _is_uniform(rows):
+        raise ScalingError("its magnitudes belong to columns, and the rows have several exponents")
+    shared = _choose_share(parts["lora_A"], parts["lora_B"], rows)
+    down = torch.full((1,) * parts["lora_A"].dim(), shared, dtype=torch.int32)
+    return {"lora_A": down, "lora_B": _spread(parts["lora_B"], rows - shared, 0)}
+
+
+def _choose_share(down: torch.Tensor, up: torch.Tensor, rows: torch.Tensor) -> int:
+    """The exponent that A takes: none where fp16 holds B with all of it, else up to a balance of both."""
+    if not rows.any():
+        return 0
+    first, second = _log2_amax(down), _log2_amax(up) + float(rows.min())
+    if not math.isfinite(first) or not math.isfinite(second) or second >= ROOM_BITS:
+        return 0
+    wanted = second - ROOM_BITS  # negative: what A gives up for B
+    spare = max(first - ROOM_BITS, (first - second) / 2, 0.0)
+    return -math.floor(min(-wanted, spare))
+
+
+def _log2_amax(tensor: torch.Tensor) -> float:
+    amax = float(tensor.detach().abs().max()) if tensor.numel() and not tensor.is_meta else 0.0
+    return math.log2(amax) if 0.0 < amax < math.inf else -math.inf
+
+
+def _scale_embedding(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """`W + s (B A)^T`: the rows of an embedding are A's columns."""
+    return {"lora_embedding_A": _spread(parts["lora_embedding_A"], rows, 1)}
+
+
+def _scale_diff(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"diff": _spread(parts["diff"], rows, 0)}
+
+
+def _scale_loha(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"hada_w1_a": _spread(parts["hada_w1_a"], rows, 1 if "hada_t1" in parts else 0)}
+
+
+def _scale_lokr(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    first = "lokr_w1" if "lokr_w1" in parts else "lokr_w1_a"
+    second = "lokr_w2" if "lokr_w2" in parts else "lokr_w2_a"
+    dim = 1 if "lokr_t2" in parts else 0
+    if _is_uniform(rows):
+        return {first: _spread(parts[first], rows, 0)}
+    table = rows.reshape(parts[first].shape[0], -1)  # [i, j] of row `i c + j`
+    outer, inner = table[:, 0], table[0] - table[0, 0]
+    if table.shape[1] != parts[second].shape[dim] or not torch.equal(
+        outer[:, None] + inner[None], table
+    ):
+        raise ScalingError(
+            "the exponents of the rows are not a sum of one for each factor of its Kronecker product"
+        )
+    return {first: _spread(parts[first], outer, 0), second: _spread(parts[second], inner, dim)}
+
+
+_FAMILIES = {
+    "lora_embedding": _scale_embedding,
+    "lora_": _scale_lora,
+    "hada_": _scale_loha,
+    "lokr_": _scale_lokr,
+    "diff": _scale_diff,
+}
+
+
+def _is_uniform(rows: torch.Tensor) -> bool:
+    return not len(rows) or bool((rows == rows[0]).all())
+
+
+def _find_row_dim(parts: Parts, rows: torch.Tensor) -> int:
+    """The dimension of a magnitude vector that runs over rows; 0 for one that runs over columns."""
+    shape = parts["magnitude"].shape
+    return next((dim for dim, size in enumerate(shape) if size == len(rows)), 0)
+
+
+def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Exponents of rows in the shape of a tensor: along one of its dimensions, or one for all of it."""
+    if tensor.dim() and tensor.shape[dim] == len(rows):
+        return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
+    if not _is_uniform(rows):
+        size = "x".join(map(str, tensor.shape))
+        raise ScalingError(f"a tensor of it is {size}, and {len(rows)} rows have several exponents")
+    one = rows[:1] if len(rows) else torch.zeros(1, dtype=torch.int32)
+    return one.reshape((1,) * tensor.dim())
