@@ -88,13 +88,19 @@ def put_extras(pipe: Any, source: Source) -> None:
         SourceError: a LoRA does not fit the pipeline.
         OptionError: the scheduler does not.
     """
-    if source.loras:
-        _put_loras(pipe, source.loras)
+    put_loras(pipe, source.loras)
     if source.scheduler:
         _put_scheduler(pipe, source.scheduler)
 
 
-def _put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
+def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
+    """Put LoRAs on a pipeline, each with its weight; none does nothing.
+
+    Raises:
+        SourceError: one does not fit the pipeline.
+    """
+    if not loras:
+        return
     if not hasattr(pipe, "load_lora_weights"):
         raise SourceError(
             f"{type(pipe).__name__} takes no LoRA.", remedy="Leave lora away, or merge it first."

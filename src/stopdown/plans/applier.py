@@ -8,6 +8,7 @@ leaves the format that it is cast to, or vanishes in it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from stopdown.pipelines.components import (
     find_component,
     find_components,
 )
+from stopdown.pipelines.extras import put_loras
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
@@ -314,13 +316,19 @@ def check_source(plan: Plan, source: Source, *, with_weights: bool = True) -> No
     differences = list(_compare_versions(plan))
     if not (with_weights and plan.fingerprint):
         differences += _compare_classes(plan, source) if source.components else ()
-    elif plan.fingerprint != (found := fingerprint(source)):
+    elif plan.fingerprint != (found := fingerprint(source)) and not leaves_loras(plan, source):
         differences.insert(
             0,
             f"it was made for {plan.source} with the fingerprint {plan.fingerprint[:12]}, and that "
             f"of {source.name} is {found[:12]}",
         )
     _refuse(plan, differences, f"Make its plan: stopdown plan {source.name} -o plan.json")
+
+
+def leaves_loras(plan: Plan, source: Source) -> bool:
+    """Whether a plan is one of a source without its LoRAs, which then take its exponents."""
+    bare = dataclasses.replace(source, loras=())
+    return bool(source.loras) and plan.fingerprint == fingerprint(bare)
 
 
 def _compare_classes(plan: Plan, source: Source) -> Iterator[str]:
@@ -355,7 +363,8 @@ def load_planned(
 ) -> Loaded:
     """Load a checkpoint in fp32, put its plan on, and move it to a device.
 
-    One component after the other is folded and cast, and its fp32 weights are let go.
+    One component after the other is folded and cast, and its fp32 weights are let go. LoRAs that the plan
+    was made without are put on afterwards.
 
     Args:
         name: of the plan, for the reasons: `plan.json`.
@@ -366,7 +375,9 @@ def load_planned(
         SourceError: the weights do not fit their model.
     """
     check_source(plan, source)
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=progress)
+    loras = source.loras if leaves_loras(plan, source) else ()
+    first = dataclasses.replace(source, loras=()) if loras else source
+    pipe = load_pipeline(first, torch_dtypes=torch.float32, progress=progress)
     _refuse(plan, list(_compare_components(pipe, plan)))
     off = {entry.component: Patches() for entry in plan.components}
     for entry in plan.components:
@@ -374,6 +385,7 @@ def load_planned(
     patches = Patches()
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
+    put_loras(pipe, loras)
     if device.type != "cpu" and move:
         pipe.to(device.torch_name)
     return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, off))

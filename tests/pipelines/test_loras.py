@@ -1,0 +1,284 @@
+"""LoRAs under a plan: every way to name, load, fuse, weigh and take off one, exact against the original."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lora_cases import (
+    STYLES,
+    draw_lora,
+    find_denoiser,
+    load_lora,
+    make_arguments,
+    make_family,
+    name_lora,
+)
+
+pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
+
+from stopdown.errors import ScalingError
+from stopdown.numerics import relative_l2
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import cast_floats
+from stopdown.records import Scaling
+from stopdown.scaling import cast_, fold_scaling, folds, rescale_
+
+CASES = [
+    pytest.param(
+        family, style, id=f"{family}-{style}", marks=() if family == "flux" else pytest.mark.slow
+    )
+    for family, styles in STYLES.items()
+    for style in styles
+]
+
+
+@pytest.fixture(scope="module")
+def find_scaling() -> Callable[[str], tuple[Scaling, dict[str, Any]]]:
+    """The exponents of a family's denoiser, and the call that they were found for."""
+
+    @functools.cache
+    def find(family: str) -> tuple[Scaling, dict[str, Any]]:
+        pipe = make_family(family)
+        arguments = make_arguments(pipe, family)
+        rescaling = rescale_(find_denoiser(pipe)[1], (), arguments)
+        assert rescaling.exponents
+        return rescaling.scaling, arguments
+
+    return find
+
+
+def call(pipe: Any, arguments: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The denoiser's output."""
+    with torch.no_grad():
+        output = find_denoiser(pipe)[1](**cast_floats(arguments, dtype))
+    return output[0] if isinstance(output, tuple) else output.sample  # type: ignore[no-any-return]
+
+
+def list_steps(
+    tensors: tuple[Any, Any], folder: Path, is_peft: bool
+) -> dict[str, Callable[[Any], object]]:
+    """What is done with LoRAs one after the other, by a name."""
+    first, second = tensors
+
+    def weigh(pipe: Any, names: list[str], weights: list[float]) -> None:
+        find_denoiser(pipe)[1].set_adapters(names, weights)
+
+    def on(method: str, *args: Any, **kwargs: Any) -> Callable[[Any], object]:
+        return lambda pipe: getattr(find_denoiser(pipe)[1], method)(*args, **kwargs)
+
+    steps: dict[str, Callable[[Any], object]] = {
+        "loaded": lambda pipe: load_lora(pipe, first, folder, "one"),
+        "weight changed": lambda pipe: weigh(pipe, ["one"], [0.35]),
+        "two at once": lambda pipe: (
+            load_lora(pipe, second, folder, "two"),
+            weigh(pipe, ["one", "two"], [0.7, -1.25]),
+        ),
+        "switched off": on("disable_adapters"),
+        "switched on": on("enable_adapters"),
+        "one of two": lambda pipe: weigh(pipe, ["two"], [1.5]),
+        "fused": on("fuse_lora", lora_scale=0.9),
+        "taken out of the weights": on("unfuse_lora"),
+        "two fused": lambda pipe: (
+            weigh(pipe, ["one", "two"], [0.5, 0.5]),
+            find_denoiser(pipe)[1].fuse_lora(safe_fusing=True),
+        ),
+        "taken out again": on("unfuse_lora"),
+        "one deleted": on("delete_adapters", "one"),
+        "one in its place": lambda pipe: load_lora(pipe, first, folder, "one"),
+        "unloaded": on("unload_lora"),
+    }
+    if not is_peft:
+        steps["loaded and fused"] = lambda pipe: (
+            load_lora(pipe, second, folder, "three"),
+            pipe.fuse_lora(lora_scale=0.4),
+        )
+        steps["of the fused, the weights"] = lambda pipe: pipe.unload_lora_weights()
+    return steps
+
+
+@pytest.mark.parametrize(("family", "style"), CASES)
+def test_every_step_with_loras_is_exact(
+    find_scaling: Any, family: str, style: str, tmp_path: Path
+) -> None:
+    """In fp32, on scaled weights and on the original: the same bits after each step."""
+    scaling, arguments = find_scaling(family)
+    original, pipe = make_family(family), make_family(family)
+    drawn = draw_lora(pipe, family), draw_lora(pipe, family, seed=1)
+    first, second = (name_lora(x, style, family) for x in drawn)
+    with Patches() as patches:
+        patches.defer(fold_scaling(find_denoiser(pipe)[1], scaling).undo)
+        bare = call(pipe, arguments)
+        assert torch.equal(bare, call(original, arguments))
+        for name, step in list_steps((first, second), tmp_path, style == "peft").items():
+            step(original)
+            step(pipe)
+            wanted, found = call(original, arguments), call(pipe, arguments)
+            assert torch.equal(wanted, found), (name, relative_l2(found, wanted))
+            is_off = name in ("switched off", "unloaded") or name.startswith("taken out")
+            assert is_off or relative_l2(wanted, bare) > 0.002, name
+    wanted = find_denoiser(original)[1].state_dict()
+    for name, tensor in find_denoiser(pipe)[1].state_dict().items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize(("family", "style"), CASES)
+def test_a_lora_on_fp16_weights_is_near(
+    find_scaling: Any, family: str, style: str, tmp_path: Path
+) -> None:
+    """Loaded, weighed and fused in fp16: nearer to fp32 than bf16 is."""
+    scaling, arguments = find_scaling(family)
+    original, pipe, brain = (make_family(family) for _ in range(3))
+    tensors = name_lora(draw_lora(pipe, family, size=0.2), style, family)
+    with Patches() as patches:
+        rescaling = fold_scaling(find_denoiser(pipe)[1], scaling)
+        patches.defer(rescaling.undo)
+        cast_(find_denoiser(pipe)[1], torch.float16, rescaling)
+        find_denoiser(brain)[1].to(torch.bfloat16)
+        for one in (original, pipe, brain):
+            load_lora(one, tensors, tmp_path, "one")
+            find_denoiser(one)[1].set_adapters(["one"], [0.8])
+        for fuse in (False, True):
+            if fuse:
+                for one in (original, pipe, brain):
+                    find_denoiser(one)[1].fuse_lora()
+            wanted = call(original, arguments)
+            errors = [
+                relative_l2(call(one, arguments, dtype), wanted)
+                for one, dtype in ((pipe, torch.float16), (brain, torch.bfloat16))
+            ]
+            assert errors[0] < errors[1] / 3
+
+
+@pytest.mark.parametrize(("family", "style"), CASES)
+def test_without_their_exponents_loras_are_wrong(
+    find_scaling: Any, family: str, style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first test shows is not so when nothing scales the LoRA."""
+    monkeypatch.setattr(folds, "follow_adapters", lambda *_: None)
+    scaling, arguments = find_scaling(family)
+    original, pipe = make_family(family), make_family(family)
+    fold_scaling(find_denoiser(pipe)[1], scaling)
+    for one in (original, pipe):
+        load_lora(one, name_lora(draw_lora(pipe, family), style, family), tmp_path, "one")
+    assert relative_l2(call(pipe, arguments), call(original, arguments)) > 0.003
+
+
+def make_configs() -> dict[str, Any]:
+    """Kinds of adapters besides LoRA without a bias, by name."""
+    from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig
+
+    layers = ["attn.to_q", "attn.to_v", "to_out.0", "net.2", "proj_out", "norm1.linear"]
+    biased = ["to_out.0", "net.2", "norm1.linear"]
+    return {
+        "dora": LoraConfig(r=2, use_dora=True, target_modules=layers),
+        "bias": LoraConfig(r=2, lora_bias=True, target_modules=biased),
+        "rslora": LoraConfig(r=2, use_rslora=True, target_modules=layers),
+        "loha": LoHaConfig(r=2, target_modules=layers),
+        "lokr": LoKrConfig(r=2, target_modules=["attn.to_v", "to_out.0"]),
+        "lokr of four": LoKrConfig(r=2, decompose_both=True, target_modules=["to_out.0"]),
+        "ia3": IA3Config(target_modules=layers, feedforward_modules=["net.2"]),
+    }
+
+
+def fill(module: torch.nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Random values for an adapter `a`; what its state dict has."""
+    made, found = torch.Generator().manual_seed(seed), {}
+    for name, tensor in module.named_parameters():
+        if ".a." in f"{name}.":
+            drawn = torch.rand(tensor.shape, generator=made) + 0.5
+            is_factor = "magnitude" in name or "ia3" in name
+            tensor.data.mul_(drawn) if is_factor else tensor.data.copy_((drawn - 1) * 4)
+            found[name] = tensor.detach().clone()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # of IA3
+@pytest.mark.parametrize("kind", ["dora", "bias", "rslora", "loha", "lokr", "lokr of four", "ia3"])
+def test_other_kinds_of_adapters_are_exact(find_scaling: Any, kind: str) -> None:
+    """By PEFT alone: loaded, merged, taken out, and when the exponents come off beneath a merged one."""
+    from peft import inject_adapter_in_model
+
+    scaling, arguments = find_scaling("flux")
+    original, pipe = make_family("flux"), make_family("flux")
+    rescaling = fold_scaling(pipe.transformer, scaling)
+    for one in (original, pipe):
+        inject_adapter_in_model(make_configs()[kind], one.transformer, adapter_name="a")
+    bare = call(original, arguments)
+    pipe.transformer.load_state_dict(fill(original.transformer), strict=False)
+
+    def compare(what: str) -> None:
+        wanted = call(original, arguments)
+        assert torch.equal(call(pipe, arguments), wanted), what
+        assert relative_l2(wanted, bare) > 1e-5, what
+
+    def on(method: str) -> None:
+        for one in (original, pipe):
+            for layer in one.transformer.modules():
+                if hasattr(layer, "merged_adapters"):
+                    getattr(layer, method)()
+
+    compare("loaded")
+    on("merge")
+    compare("merged")
+    on("unmerge")
+    compare("taken out")
+    on("merge")
+    rescaling.undo()
+    compare("the exponents are off")
+    on("unmerge")
+    compare("taken out without them")
+
+
+def test_an_untrained_dora_does_nothing(find_scaling: Any) -> None:
+    """PEFT measures its magnitudes on the scaled weights: they have the exponents already."""
+    from peft import inject_adapter_in_model
+
+    scaling, arguments = find_scaling("flux")
+    pipe = make_family("flux")
+    bare = call(pipe, arguments)
+    fold_scaling(pipe.transformer, scaling)
+    inject_adapter_in_model(make_configs()["dora"], pipe.transformer, adapter_name="a")
+    assert relative_l2(call(pipe, arguments), bare) < 1e-5
+
+
+def test_a_swapped_and_a_saved_lora_are_as_they_were(find_scaling: Any, tmp_path: Path) -> None:
+    """`hotswap` writes over scaled matrices; a file that is saved holds the LoRA of the original."""
+    from safetensors.torch import load_file
+
+    scaling, arguments = find_scaling("flux")
+    original, pipe = make_family("flux"), make_family("flux")
+    fold_scaling(pipe.transformer, scaling)
+    first, second = (
+        name_lora(draw_lora(pipe, "flux", seed=seed), "diffusers", "flux") for seed in (0, 1)
+    )
+    for one in (original, pipe):
+        load_lora(one, first, tmp_path, "one")
+        call(one, arguments)
+        load_lora(one, second, tmp_path, "one", hotswap=True)
+    assert torch.equal(call(pipe, arguments), call(original, arguments))
+    pipe.transformer.save_lora_adapter(tmp_path, adapter_name="one")
+    saved = load_file(tmp_path / "pytorch_lora_weights.safetensors")
+    assert {name.removeprefix("transformer.") for name in second} == set(saved)
+    assert all(torch.equal(second[f"transformer.{name}"], x) for name, x in saved.items())
+    assert torch.equal(call(pipe, arguments), call(original, arguments))
+
+
+def test_a_kind_without_a_rule_is_refused(find_scaling: Any) -> None:
+    """By its name and its layer, when that is called."""
+    from peft import FourierFTConfig, inject_adapter_in_model
+
+    scaling, arguments = find_scaling("flux")
+    pipe = make_family("flux")
+    fold_scaling(pipe.transformer, scaling)
+    config = FourierFTConfig(n_frequency=8, target_modules=["single_transformer_blocks.0.proj_out"])
+    inject_adapter_in_model(config, pipe.transformer, adapter_name="a")
+    with pytest.raises(
+        ScalingError, match=r"'a' cannot take the exponents of single.*no rule for fourierft"
+    ):
+        call(pipe, arguments)
