@@ -510,6 +510,14 @@ def _make_shadow(
         raise describe_failure(error, module) from error
 
 
+def casts_weights(module: torch.nn.Module) -> bool:
+    """Whether weights are cast to their input's dtype at each call, as ComfyUI's operations do.
+
+    Such a module computes in whatever it is called with, so its weights stay as they are stored.
+    """
+    return any(getattr(part, "comfy_cast_weights", False) for part in module.modules())
+
+
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
     """Floating buffers outside the checkpoint in fp32 or wider.
 

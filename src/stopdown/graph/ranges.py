@@ -177,6 +177,8 @@ class _Runner(torch.fx.Interpreter):
         self.extra_traceback = False  # it would write the graph's node into our errors
         self.capture, self.tensors = capture, tensors
         self.named = name_parameters(module)
+        devices = (x.device for x in tensors.values() if isinstance(x, torch.Tensor) and x.dim())
+        self.device = next(devices, None)  # weights that wait elsewhere are brought there
         self.masked = find_masked(capture.graph.graph)
         self.ranges: dict[str, tuple[Range, ...]] = {}
 
@@ -196,7 +198,8 @@ class _Runner(torch.fx.Interpreter):
             found = self.tensors[node.name]
         if isinstance(found, torch.Generator):
             return found.clone_state()  # the caller's own stays where it is
-        return found.detach().float() if found.dtype in _HALVES else found.detach()
+        found = found.detach() if self.device is None else found.detach().to(self.device)
+        return found.float() if found.dtype in _HALVES else found
 
     def _compute(self, node: Node) -> Any:
         if is_kind(node, "assertion"):

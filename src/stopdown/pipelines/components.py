@@ -83,6 +83,8 @@ class Adapter:
         find_callees: the calls that are known before it runs, in order.
         name_modules: modules whose calls are found as they happen, by name; none where all are known.
         is_pipeline: one call of the program is a run, whose scheduler counts the steps.
+        read_step: the step from 0, and the number of steps, by the keywords of a component call;
+            None where they do not say.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Adapter:
     find_callees: Callable[[Any], tuple[Callee, ...]]
     name_modules: Callable[[Any], dict[str, torch.nn.Module]] = lambda program: {}
     is_pipeline: bool = False
+    read_step: Callable[[Mapping[str, Any]], tuple[int, int] | None] = lambda kwargs: None
 
 
 def find_adapter(program: Any) -> Adapter:
@@ -178,6 +181,53 @@ ONE_CALL = Adapter(
 """A single component call."""
 
 
+def _holds_network(program: Any) -> bool:
+    """Whether this is ComfyUI's MODEL, CLIP or VAE: an object with a patcher, or a patcher itself."""
+    return hasattr(getattr(program, "patcher", program), "patches_uuid")
+
+
+def _find_networks(program: Any) -> dict[str, torch.nn.Module]:
+    if hasattr(program, "first_stage_model"):
+        return {"vae": program.first_stage_model}
+    if hasattr(program, "cond_stage_model"):
+        parts = program.cond_stage_model.named_modules()
+        return {
+            path.rpartition(".")[0] or path: part
+            for path, part in parts
+            if path.endswith("transformer") and isinstance(part, torch.nn.Module)
+        }
+    return {"diffusion_model": program.model.diffusion_model}
+
+
+def _list_network_calls(program: Any) -> tuple[Callee, ...]:
+    callees: list[Callee] = []
+    stage = "encode" if hasattr(program, "cond_stage_model") else "denoise"
+    for name, module in _find_networks(program).items():
+        is_vae = hasattr(program, "first_stage_model")
+        known = list_methods(name, module) if is_vae else (Callee(name, module, "forward", stage),)
+        callees += [dataclasses.replace(callee, keeps=GENERAL_KEEPS) for callee in known]
+    return tuple(callees)
+
+
+def _read_sigmas(kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """ComfyUI's samplers name the noise levels of a run, and that of a call.
+
+    Cost: a host read.
+    """
+    options = kwargs.get("transformer_options") or {}
+    levels, level = options.get("sample_sigmas"), options.get("sigmas")
+    if levels is None or level is None:
+        return None
+    reached = int((levels >= level.max() * (1 - 1e-6)).sum())
+    return max(reached, 1) - 1, len(levels) - 1
+
+
+COMFYUI = Adapter(
+    "comfyui", _holds_network, _find_networks, _list_network_calls, read_step=_read_sigmas
+)
+"""ComfyUI's MODEL, CLIP and VAE, as they are loaded at a call."""
+
+
 def _find_outermost(program: Any) -> dict[str, torch.nn.Module]:
     """The outermost modules of any program, and the owners of the methods that it names."""
     parts = find_parts(program)
@@ -213,7 +263,7 @@ GENERAL = Adapter(
 )
 """Any program: its modules are found by walking its attributes, their calls as they happen."""
 
-_OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, GENERAL)
+_OWN_ADAPTERS = (DIFFUSERS, ONE_CALL, COMFYUI, GENERAL)
 
 
 def find_stage(component: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from stopdown.accumulation import accumulating
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
-from stopdown.graph.capture import name_parameters
+from stopdown.graph.capture import casts_weights, name_parameters
 from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
@@ -181,6 +181,8 @@ def apply_precision(
         patches.defer(functools.partial(_widen, module))
     if scaling is not None:
         patches.defer(cast_(module, dtype, scaling, keep=keep).undo)
+        return
+    if casts_weights(module):  # its arguments alone say what it computes in
         return
     for tensor in module.state_dict(keep_vars=True).values() if keep else ():
         if tensor.is_floating_point():

@@ -30,7 +30,8 @@ class Notes:
     """What the modules of one component noted during its call.
 
     Attributes:
-        clamping: path of a module that clamps at the end of fp16, and the bounds of its output.
+        clamping: path of a module that clamps at the end of fp16, and the bounds of its output; "" and
+            those of what `nan_to_num` was called with.
         blocks: path and dtype of a block's output, and its bounds.
         inputs: name of an argument, the limit up to which a plan's bounds hold for it, and its bounds.
     """
@@ -50,6 +51,11 @@ class Notes:
         """Of the modules that clamp, then of the blocks, then of the inputs."""
         seen = [seen for _, seen in self.clamping]
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
+
+    def note_clamp(self, given: torch.Tensor) -> None:
+        """Note the bounds of what is clamped; nothing is read."""
+        if is_readable(given):
+            self.clamping.append(("", _bound(given)))
 
     def note_inputs(
         self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]

@@ -68,7 +68,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
     values = iter(bounds.tolist())
     pairs = zip(values, values, strict=True)  # low and high in turns
     is_finite = all([_is_finite(*next(pairs)) for _ in outputs])
-    clamped = [path for path, _ in notes.clamping if _amax(*next(pairs)) >= CLAMPED_FROM]
+    clamped = [path for path, _ in notes.clamping if _end(*next(pairs)) >= CLAMPED_FROM]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
     spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]

@@ -4,20 +4,29 @@ Transformers' T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-
 What comes out is finite and wrong. Such modules are known by their code alone: a `clamp`, `clip` or
 `nan_to_num` beside `finfo` or `65504`.
 
-**Catches** clamps written in the `forward` of a module.
-**Does not catch** clamps in functions that `forward` calls, and in attention processors.
+`nan_to_num` turns NaN into zeros as well, so nothing of it shows in what a module returns (ComfyUI's
+Flux and Z-Image do so). What it is called with is looked at (`watch_clamps`), wherever that is.
+
+**Catches** `clamp` and `clip` written in the `forward` of a module; every `torch.nan_to_num` with an end of
+fp16 for Inf.
+**Does not catch** `clamp` and `clip` in functions that `forward` calls, and in attention processors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import FP16
+from stopdown.patches import Patches
 
 CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
@@ -40,3 +49,55 @@ def _clamps(module_class: type[torch.nn.Module]) -> bool:
     except (OSError, TypeError):  # code without a file
         return False
     return bool(_CLAMP.search(source) and _END.search(source))
+
+
+class _Thread(threading.local):
+    note: Callable[[torch.Tensor], object] | None = None
+
+
+_thread = _Thread()
+_patches = Patches()
+_CHANGING = threading.RLock()
+_watchers: list[Patches] = []
+
+
+@contextlib.contextmanager
+def noting_clamps(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    """Have `note` given what this thread clamps by `nan_to_num`, while that is watched."""
+    before, _thread.note = _thread.note, note
+    try:
+        yield
+    finally:
+        _thread.note = before
+
+
+def watch_clamps(patches: Patches) -> None:
+    """Look at what `torch.nan_to_num` is called with, until `patches` is undone."""
+    with _CHANGING:
+        if not _watchers:
+            _put_on()
+        _watchers.append(patches)
+    patches.defer(functools.partial(_leave, patches))
+
+
+def _leave(patches: Patches) -> None:
+    with _CHANGING:
+        _watchers.remove(patches)
+        if not _watchers:
+            _patches.undo()
+
+
+def _put_on() -> None:
+    original = torch.nan_to_num
+
+    @functools.wraps(original)
+    def nan_to_num(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if _thread.note is not None and not torch.compiler.is_compiling():
+            ends = [
+                x for x in (*args[1:3], *map(kwargs.get, ("posinf", "neginf"))) if x is not None
+            ]
+            if input.dtype == torch.float16 and any(abs(x) >= CLAMPED_FROM for x in ends):
+                _thread.note(input)
+        return original(input, *args, **kwargs)
+
+    _patches.set_attribute(torch, "nan_to_num", nan_to_num)

@@ -73,9 +73,10 @@ def name_fault(fault: Fault) -> str:
         return fault.found
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
+        where = f", the first in {clamped[0]}" if clamped[0] else ""
         return (
             f"`{fault.component}` gave a finite result of values that were not: {len(clamped)} "
-            f"clamps at the end of fp16 were hit, the first in {clamped[0]}{place}"
+            f"clamps at the end of fp16 were hit{where}{place}"
         )
     outputs = [t for t in iterate_tensors(fault.output) if t.is_floating_point()]
     counts = [count_non_finite(tensor) for tensor in outputs]

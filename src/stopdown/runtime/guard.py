@@ -87,6 +87,7 @@ from stopdown.runtime.agreement import (
     refuse_other_runs,
 )
 from stopdown.runtime.call_check import CallCheck, check_call
+from stopdown.runtime.clamps import noting_clamps, watch_clamps
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
@@ -240,6 +241,7 @@ class Guard:
         if self.adapter.is_pipeline:
             put_run_layer(self.pipe, self.run, self._patches)
         self._listen()
+        watch_clamps(self._patches)
         if self._ranks is not None:
             self._ranks.watch(self._patches)
             refuse_other_runs(self._ranks, self.pipe, self._plan)
@@ -477,7 +479,8 @@ class Guard:
         guarded.keep_latest(args, kwargs, self.pipe)
         self.own_s += time.perf_counter() - begun
         is_mixed = any(x.state.dtype is not None for x in self._components.values())
-        return guarded.state.call(guarded.callee, call, args, kwargs, is_mixed=is_mixed)
+        with noting_clamps(guarded.component.notes.note_clamp):
+            return guarded.state.call(guarded.callee, call, args, kwargs, is_mixed=is_mixed)
 
     def _call_checked(
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -516,7 +519,7 @@ class Guard:
                     call,
                     check,
                     guarded.precision,
-                    self.steps.find_step(guarded.callee),
+                    self._find_step(guarded),
                     self._name_place(guarded),
                     self._name_reason(guarded),
                     not self.adapter.is_pipeline
@@ -546,10 +549,19 @@ class Guard:
             self._announce(sentence)
         return check
 
+    def _find_step(self, guarded: GuardedCall) -> int | None:
+        """The step that the latest call belongs to, from 0; None outside of denoising."""
+        if self.adapter.is_pipeline:
+            return self.steps.find_step(guarded.callee)
+        found = self.adapter.read_step(guarded.latest.kwargs)
+        return None if found is None else found[0]
+
     def _name_place(self, guarded: GuardedCall) -> str:
         """` at step 2 of 28`, or ` at its call 3` where no scheduler counts steps."""
         if self.adapter.is_pipeline:
             return self.steps.name_step(guarded.callee)
+        if (found := self.adapter.read_step(guarded.latest.kwargs)) is not None:
+            return f" at step {found[0] + 1} of {found[1]}"
         return f" at its call {guarded.count + self.options.calls_before}"
 
     def _name_reason(self, guarded: GuardedCall) -> str:

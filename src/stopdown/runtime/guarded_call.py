@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from stopdown.bounds.input_limits import name_inputs
-from stopdown.number_formats import name_dtype
+from stopdown.graph.capture import casts_weights
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import find_argument_names
-from stopdown.pipelines.components import Callee, read_precisions
+from stopdown.pipelines.call_interception import find_argument_names, find_float_dtype
+from stopdown.pipelines.components import Callee
 from stopdown.pipelines.step_caches import save_caches
 from stopdown.randomness import Restore, save_random
 from stopdown.records import CallSummary
@@ -142,10 +142,17 @@ class GuardedCall:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: its arguments are noted, nothing is read."""
         if not self.precisions:
-            self.precisions = tuple(map(name_dtype, read_precisions(self.module)))
+            self._note_precisions(args, kwargs)
         notes = self.component.notes
         notes.clear()
         notes.note_inputs(self.limits, name_inputs(args, kwargs, find_argument_names(self.callee)))
+
+    def _note_precisions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What it computes in: the dtypes of its weights, or of its arguments where weights follow them."""
+        if casts_weights(self.module):
+            named = dict(zip(find_argument_names(self.callee), args, strict=False))
+            self.state.computes_in = find_float_dtype({**named, **kwargs})
+        self.precisions = self.state.name_precisions()
 
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
         """A call is over."""

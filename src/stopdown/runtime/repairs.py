@@ -72,6 +72,7 @@ class ComponentState:
         dtype: what it was cast to; None while it runs in what it was loaded in.
         applied: what is in force: a plan's part and repairs.
         planned: what a plan put there before any repair.
+        computes_in: what its weights are cast to at each call; None where they are used as they are.
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
     """
@@ -80,6 +81,7 @@ class ComponentState:
     dtype: torch.dtype | None = None
     applied: tuple[Adjustment, ...] = ()
     planned: tuple[Adjustment, ...] = ()
+    computes_in: torch.dtype | None = None
     is_compiled: bool = False
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
@@ -139,7 +141,7 @@ class ComponentState:
         """
         if self.dtype is None and not is_mixed:
             return call(*args, **kwargs)
-        dtype = self.dtype or next(iter(read_precisions(self.module)), None)
+        dtype = self.dtype or next(iter(self.read_precisions()), None)
         return (
             call(*args, **kwargs) if dtype is None else call_cast(callee, call, args, kwargs, dtype)
         )
@@ -207,7 +209,7 @@ class ComponentState:
     def _put(self, repair: Adjustment) -> None:
         if repair.action == "fp32-module":
             module = self.module.get_submodule(repair.path)
-            around = read_precisions(self.module)[0]
+            around = self.read_precisions()[0]
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         apply_precision(self.module, repair.precision, repair.scaling, self._patches)
@@ -251,8 +253,14 @@ class ComponentState:
         return 0 if self._calibration is None else self._calibration.calls
 
     def name_precisions(self) -> tuple[str, ...]:
-        """Formats of its weights, most of them first."""
-        return tuple(name_dtype(dtype) for dtype in read_precisions(self.module))
+        """Formats that it computes in, that of most of its weights first."""
+        return tuple(map(name_dtype, self.read_precisions()))
+
+    def read_precisions(self) -> tuple[torch.dtype, ...]:
+        """What it computes in: the dtypes of its weights, or what they are cast to at each call."""
+        if self.computes_in is not None:
+            return (self.dtype or self.computes_in,)
+        return read_precisions(self.module)
 
 
 def merge_scalings(

@@ -16,7 +16,12 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
 from stopdown.errors import InputError, ScalingError
-from stopdown.graph.capture import find_kept_buffers, name_aliases, name_parameters
+from stopdown.graph.capture import (
+    casts_weights,
+    find_kept_buffers,
+    name_aliases,
+    name_parameters,
+)
 from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
@@ -245,8 +250,9 @@ def cast_(
     """Cast a module in place, keeping the fp32 modules of a rescaling in fp32 between cast hooks.
 
     A rescaling with an fp32 residual stream gets the casts of its stream as well.
-    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so. So a
-    rescaled module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
+    Buffers outside the checkpoint that are fp32 (rotary frequencies, position tables) stay so, and so do
+    weights that the code casts at each call (`casts_weights`): there only hooks are put. So a rescaled
+    module goes to fp16 by `cast_(module, torch.float16, rescaling)`, not by `.half()`:
 
         rescaling = rescale_(module, args)
         cast_(module, torch.float16, rescaling)
@@ -288,7 +294,8 @@ def _cast_parts(
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
     wide = frozenset() if stream is None else frozenset(stream.kept)
-    for name, tensor in name_parameters(module).items():
+    named_tensors = {} if casts_weights(module) else name_parameters(module)
+    for name, tensor in named_tensors.items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, fp32_modules) else dtype
             _replace_data(tensor, cast_tensor(tensor.data, wanted), patches, keep=keep)

@@ -1,0 +1,265 @@
+"""The nodes. Each says what it takes and gives; the work is done elsewhere, and imported there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from comfy_api.latest import ComfyExtension, io, ui
+
+from .sessions import Options, Session, guard_clip, guard_model, guard_vae
+
+CATEGORY = "stopdown"
+Report = io.Custom("STOPDOWN_REPORT")
+
+_FAULTS = ["repair", "raise", "warn"]
+
+
+def _list_models() -> list[Any]:
+    return [
+        io.Model.Input("model", optional=True, tooltip="The model that a sampler runs."),
+        io.Clip.Input("clip", optional=True, tooltip="The text encoders."),
+        io.Vae.Input("vae", optional=True, tooltip="The autoencoder."),
+    ]
+
+
+def _list_outputs() -> list[Any]:
+    return [
+        io.Model.Output("model_out", display_name="model"),
+        io.Clip.Output("clip_out", display_name="clip"),
+        io.Vae.Output("vae_out", display_name="vae"),
+        Report.Output("report_out", display_name="report"),
+    ]
+
+
+def _choose_fault() -> Any:
+    return io.Combo.Input(
+        "on_fault",
+        options=_FAULTS,
+        default="repair",
+        tooltip="repair: bring the layer into range and run the same step again. "
+        "raise: stop the run and name the layer. warn: name it in the log and go on.",
+    )
+
+
+def _guard_all(session: Session, model: Any, clip: Any, vae: Any) -> Any:
+    return io.NodeOutput(
+        None if model is None else guard_model(model, session),
+        None if clip is None else guard_clip(clip, session),
+        None if vae is None else guard_vae(vae, session),
+        session,
+    )
+
+
+class RunInFp16(io.ComfyNode):
+    """Models that compute in fp16, each brought into range by exponents."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownRunInFp16",
+            display_name="Run in fp16",
+            category=CATEGORY,
+            description="Computes in fp16, also where ComfyUI would take bf16 or fp32. Layers whose "
+            "values do not fit are rescaled by powers of two: the picture is that of fp32, not black.",
+            inputs=[
+                *_list_models(),
+                io.Combo.Input(
+                    "when",
+                    options=["at a fault", "plan first"],
+                    default="at a fault",
+                    tooltip="at a fault: run, and rescale the layers that overflow. plan first: "
+                    "measure the first run in fp32, and rescale all layers from the start.",
+                ),
+                _choose_fault(),
+                io.String.Input(
+                    "plan_file",
+                    default="",
+                    tooltip="A .json file, or a folder: plans are read from there; with "
+                    "'plan first' they are written there when there are none.",
+                ),
+            ],
+            outputs=_list_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        when: str,
+        on_fault: str,
+        plan_file: str,
+        model: Any = None,
+        clip: Any = None,
+        vae: Any = None,
+    ) -> io.NodeOutput:
+        """The models, guarded and in fp16."""
+        options = Options(on_fault, fp16=True, plans=when == "plan first", plan_file=plan_file)
+        return _guard_all(Session(options), model, clip, vae)
+
+
+class Guard(io.ComfyNode):
+    """Models that run as ComfyUI runs them, and whose faults are named and repaired."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownGuard",
+            display_name="Guard against black pictures",
+            category=CATEGORY,
+            description="Looks at what each step gives. NaN, Inf and clamped values are traced to "
+            "the component, layer and step where they begin, and repaired in the run.",
+            inputs=[*_list_models(), _choose_fault()],
+            outputs=_list_outputs(),
+        )
+
+    @classmethod
+    def execute(
+        cls, on_fault: str, model: Any = None, clip: Any = None, vae: Any = None
+    ) -> io.NodeOutput:
+        """The models, guarded."""
+        return _guard_all(Session(Options(on_fault)), model, clip, vae)
+
+
+class ShowReport(io.ComfyNode):
+    """What a guard saw, as text and as a picture."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownReport",
+            display_name="Guard report",
+            category=CATEGORY,
+            description="What the guard saw and did in the run that made these images.",
+            inputs=[
+                io.Image.Input("images", tooltip="The result: the report waits for it."),
+                Report.Input("report", tooltip="Of Run in fp16, or of Guard."),
+            ],
+            outputs=[
+                io.Image.Output("images_out", display_name="images"),
+                io.String.Output("text"),
+                io.Image.Output("picture"),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, images: Any, report: Session) -> io.NodeOutput:
+        """The images as they came, the text and the picture."""
+        from .reports import draw_text, write_report
+
+        runs = report.take_runs()
+        text = write_report(runs)
+        picture = draw_text(text, is_faulty=any(record.repairs for _, record in runs))
+        return io.NodeOutput(images, text, picture, ui=ui.PreviewText(text))
+
+
+class Doctor(io.ComfyNode):
+    """What this machine computes in."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownDoctor",
+            display_name="Doctor",
+            category=CATEGORY,
+            description="Which formats this machine computes natively, and what is wrong with its "
+            "setup.",
+            inputs=[],
+            outputs=[io.String.Output("text")],
+            is_output_node=True,
+            not_idempotent=True,
+        )
+
+    @classmethod
+    def execute(cls) -> io.NodeOutput:
+        """The doctor's card."""
+        from .reports import write_health
+
+        text = write_health()
+        return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+class Explain(io.ComfyNode):
+    """The cause of a message, or of a picture that is black."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownExplain",
+            display_name="Explain",
+            category=CATEGORY,
+            description="Finds the cause of an error message, a log or a faulty picture, and what "
+            "helps.",
+            inputs=[
+                io.String.Input(
+                    "message", multiline=True, default="", tooltip="An error message, or a log."
+                ),
+                io.Image.Input("images", optional=True, tooltip="Pictures that look wrong."),
+            ],
+            outputs=[io.String.Output("text")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, message: str, images: Any = None) -> io.NodeOutput:
+        """The causes."""
+        from .reports import write_causes
+
+        text = write_causes(message, images)
+        return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+class SaveFp16Checkpoint(io.ComfyNode):
+    """A model's weights in fp16, with the exponents that a run found."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        """What it takes and gives."""
+        return io.Schema(
+            node_id="StopdownSaveFp16",
+            display_name="Save fp16 checkpoint",
+            category=CATEGORY,
+            description="Writes the model with its exponents folded into the weights, LoRA included. "
+            "The file has the same names and shapes, and other programs read it.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model that was sampled."),
+                Report.Input(
+                    "report", tooltip="Of Run in fp16, after the run that made the images."
+                ),
+                io.Image.Input("images", tooltip="The result: saving waits for it."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="diffusion_models/stopdown_fp16",
+                    tooltip="Below ComfyUI's output folder.",
+                ),
+            ],
+            outputs=[io.String.Output("text")],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(
+        cls, model: Any, report: Session, images: Any, filename_prefix: str
+    ) -> io.NodeOutput:
+        """Where it was written."""
+        from .files import save_fp16
+
+        text = save_fp16(model, report, filename_prefix)
+        return io.NodeOutput(text, ui=ui.PreviewText(text))
+
+
+class StopdownExtension(ComfyExtension):
+    """The nodes of this pack."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """All of them."""
+        return [RunInFp16, Guard, ShowReport, Doctor, Explain, SaveFp16Checkpoint]
+
+
+async def comfy_entrypoint() -> StopdownExtension:
+    """Asked by ComfyUI when it starts."""
+    return StopdownExtension()

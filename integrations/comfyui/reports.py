@@ -1,0 +1,100 @@
+"""Texts that nodes show: what a guard saw, the machine, causes. And any of them as a picture."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+WIDTH = 92
+"""Characters of a line."""
+
+_FAULT, _GOOD = (186, 56, 40), (38, 120, 72)
+
+
+def write_report(runs: Sequence[tuple[str, Any]]) -> str:
+    """What was seen and done.
+
+    Args:
+        runs: the model and its guard's record, of each run.
+    """
+    lines: list[str] = []
+    for name, record in runs:
+        for call in record.calls:
+            precision = ", ".join(call.precisions)
+            faults = f"{call.non_finite} of {call.calls}" if call.non_finite else "none"
+            lines.append(
+                f"{name}: {call.component} in {precision}: {call.calls} calls, {faults} faulty."
+            )
+        lines += [
+            f"{name}: {place}, found in an earlier run, was put on." for place in record.reused
+        ]
+        for repair in record.repairs:
+            lines += ["", f"{repair.module_path}: {repair.kind}, {repair.action}.", repair.evidence]
+            lines += [repair.reason, *(f"Tried: {tried}" for tried in repair.tried)]
+        lines += [f"Not watched: {text}" for text in record.unwatched]
+    if not runs:
+        lines = ["Nothing was run since the last report."]
+    return "\n".join(lines)
+
+
+def write_health() -> str:
+    """What `stopdown doctor` prints."""
+    from stopdown.app.doctor_command import diagnose, print_health
+
+    return _print(lambda console: print_health(diagnose(None), console))
+
+
+def write_causes(message: str, images: Any) -> str:
+    """What `stopdown explain` prints of a message and of pictures.
+
+    Args:
+        images: `[B, H, W, 3]` floating in 0 to 1, or None.
+    """
+    import stopdown
+    from stopdown.app.explain_command import print_diagnosis
+
+    found = [stopdown.explain(message)] if message.strip() else []
+    if images is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, image in enumerate(images):
+                path = Path(folder) / f"image_{number + 1}.png"
+                _open_picture(image).save(path)
+                found.append(stopdown.explain(path))
+    if not found:
+        return "Give it a message, a log or images."
+    return "\n\n".join(_print(lambda console, x=x: print_diagnosis(x, console)) for x in found)
+
+
+def _open_picture(image: Any) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(image.nan_to_num().clamp(0, 1).mul(255).round().byte().cpu().numpy())
+
+
+def _print(show: Any) -> str:
+    from rich.console import Console
+
+    console = Console(file=io.StringIO(), width=WIDTH, highlight=False, color_system=None)
+    show(console)
+    return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+
+def draw_text(text: str, *, is_faulty: bool) -> Any:
+    """A text as an image `[1, H, W, 3]`, with a bar that is red where there was a fault."""
+    import numpy as np
+    import torch
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(14)
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
+    height = 20 * len(lines) + 32
+    picture = Image.new("RGB", (800, height), (250, 250, 248))
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((0, 0, 8, height), fill=_FAULT if is_faulty else _GOOD)
+    for number, line in enumerate(lines):
+        draw.text((24, 16 + 20 * number), line, fill=(24, 24, 24), font=font)
+    return torch.from_numpy(np.asarray(picture).astype("float32") / 255)[None]

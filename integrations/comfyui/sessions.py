@@ -1,0 +1,239 @@
+"""Guards around the calls that ComfyUI makes of a MODEL, a CLIP or a VAE.
+
+ComfyUI loads weights, patches LoRA into them and moves them between devices as it likes. So
+nothing of a guard stays on a model: it is put on when ComfyUI has loaded what it is about to run (the
+sampler's wrapper, or a call of `encode` or `decode`), and comes off, to the last bit, before ComfyUI
+goes on. What it found is kept by the session and put on again at the next run.
+
+Weights that ComfyUI leaves in host memory and patches at each call (`--lowvram` with a LoRA) are
+patched for the run, as ComfyUI does for weights that it loads: exponents can be folded into them then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+KEY = "stopdown"
+"""By which ComfyUI knows our wrappers."""
+
+_CALLS = {
+    "vae": ("decode", "encode", "decode_tiled", "encode_tiled"),
+    "clip": ("encode_from_tokens", "encode_from_tokens_scheduled"),
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a node was asked for.
+
+    Attributes:
+        on_fault: `repair`, `raise` or `warn`.
+        fp16: compute in fp16, whatever ComfyUI would choose.
+        plans: measure the first run in fp32 and plan it.
+        plan_file: where plans are read from, and written to; "" keeps them in memory.
+    """
+
+    on_fault: str = "repair"
+    fp16: bool = False
+    plans: bool = False
+    plan_file: str = ""
+
+
+@dataclass
+class Session:
+    """The runs of one node's models, and what was seen in them.
+
+    Attributes:
+        options: of the node.
+        runs: name of the model and its guard's record, of each run since they were taken last.
+        plans: by the same names.
+        calls: the first and the last call of each component in the latest run, by model and component.
+    """
+
+    options: Options
+    runs: list[tuple[str, Any]] = field(default_factory=list)
+    plans: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
+    _cache: Any = None
+
+    @contextlib.contextmanager
+    def guarding(self, name: str, program: Any, run: Callable[[], Any]) -> Iterator[None]:
+        """Around one run of a model that ComfyUI has loaded.
+
+        Args:
+            name: `model`, `clip` or `vae`.
+            program: the MODEL's patcher, the CLIP or the VAE.
+            run: makes the same run once more, to be measured.
+        """
+        from stopdown.patches import Patches
+        from stopdown.runtime.guard import Guard, GuardOptions
+        from stopdown.runtime.repair_cache import RepairCache
+
+        self._cache = self._cache or RepairCache()
+        with Patches() as patches:
+            apply_weight_functions(program, patches)
+            plan = self._find_plan(name, program, run)
+            options = GuardOptions(
+                on_fault=self.options.on_fault,  # type: ignore[arg-type]
+                announce=log.warning,
+                plan=plan,
+                repair_cache=None if plan else self._cache,
+            )
+            if self.options.fp16:
+                put_casts(program, patches)
+            self.calls[name] = keep_calls(program, patches)
+            guard = Guard(program, options).put_on()
+            try:
+                yield
+            finally:
+                guard.remove()
+                self.runs.append((name, guard.record))
+
+    def take_runs(self) -> list[tuple[str, Any]]:
+        """The runs so far, which are forgotten here."""
+        runs, self.runs = self.runs, []
+        return runs
+
+    def _find_plan(self, name: str, program: Any, run: Callable[[], Any]) -> Any:
+        """The plan of a model: of an earlier run, of the file, or made now; None where none is wanted."""
+        from pathlib import Path
+
+        import stopdown
+
+        if name in self.plans or not (self.options.plans or self.options.plan_file):
+            return self.plans.get(name)
+        path = Path(self.options.plan_file) if self.options.plan_file else None
+        if path is not None and path.suffix != ".json":
+            path = path / f"{name}.json"
+        if path is not None and path.is_file():
+            plan = stopdown.read_plan(path)
+        elif self.options.plans:
+            plan = stopdown.make_plan(program, run=run)
+            if path is not None:
+                stopdown.write_plan(plan, path)
+        else:
+            return None
+        self.plans[name] = plan
+        return plan
+
+
+def guard_model(model: Any, session: Session) -> Any:
+    """A clone of a MODEL whose sampling is guarded."""
+    import torch
+    from comfy.patcher_extension import WrappersMP
+
+    clone = model.clone()
+    if session.options.fp16:
+        clone.set_model_compute_dtype(torch.float16)
+
+    def sample(executor: Any, guider: Any, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(executor, guider, *args, **kwargs)
+        with session.guarding("model", guider.inner_model.current_patcher, run):
+            return run()
+
+    clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, sample)
+    return clone
+
+
+def guard_clip(clip: Any, session: Session) -> Any:
+    """A clone of a CLIP whose encoding is guarded."""
+    return _guard_calls(clip.clone(), "clip", session)
+
+
+def guard_vae(vae: Any, session: Session) -> Any:
+    """A copy of a VAE that shares its weights, and whose encoding and decoding is guarded."""
+    import torch
+
+    clone = copy.copy(vae)
+    if session.options.fp16:
+        clone.patcher = vae.patcher.clone()
+        clone.patcher.set_model_compute_dtype(torch.float16)
+        clone.vae_dtype = torch.float16
+    return _guard_calls(clone, "vae", session)
+
+
+def _guard_calls(program: Any, name: str, session: Session) -> Any:
+    """The same object with a guard around its calls, the outermost of which counts."""
+    running: list[str] = []
+
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(original, *args, **kwargs)
+        if running:
+            return run()
+        import comfy.model_management
+
+        running.append(name)
+        try:
+            comfy.model_management.load_models_gpu([program.patcher])
+            with session.guarding(name, program, run):
+                return run()
+        finally:
+            running.pop()
+
+    for method in _CALLS[name]:
+        if callable(original := getattr(program, method, None)):
+            setattr(program, method, functools.partial(call, original))
+    return program
+
+
+def put_casts(program: Any, patches: Any) -> None:
+    """Have text encoders computed in fp16: ComfyUI gives them fp32, and takes fp32 from them."""
+    import torch
+
+    from stopdown.pipelines.call_interception import put_cast
+    from stopdown.pipelines.components import find_callees
+
+    if hasattr(program, "cond_stage_model"):
+        for callee in find_callees(program):
+            put_cast(callee, torch.float16, patches)
+
+
+def apply_weight_functions(program: Any, patches: Any) -> None:
+    """Apply what ComfyUI would do to a weight at each call, for one run.
+
+    Cost: a copy of each weight that has such functions, in the memory where it waits.
+    """
+    import torch
+
+    from stopdown.pipelines.components import find_components
+
+    for component in find_components(program).values():
+        for module in component.modules():
+            for name in ("weight", "bias"):
+                functions = getattr(module, f"{name}_function", None)
+                tensor = getattr(module, name, None)
+                if functions and isinstance(tensor, torch.Tensor):
+                    value = tensor.detach().clone()
+                    for function in functions:
+                        value = function(value)
+                    before = tensor.data
+                    patches.defer(functools.partial(setattr, tensor, "data", before))
+                    tensor.data = value.to(before.dtype)
+                    patches.set_attribute(module, f"{name}_function", [])
+
+
+def keep_calls(program: Any, patches: Any) -> dict[str, list[Any]]:
+    """The first and the last call of each component, by name; they fill in while the program runs."""
+    from stopdown.pipelines.call_interception import Rank, intercept
+    from stopdown.pipelines.components import find_callees
+    from stopdown.plans.call_recorder import RecordedCall
+
+    kept: dict[str, list[Any]] = {}
+
+    def keep(callee: Any, call: Any, args: Any, kwargs: Any) -> Any:
+        plain = {key: value for key, value in kwargs.items() if key != "transformer_options"}
+        known = kept.setdefault(callee.name, [])
+        known[1:] = [RecordedCall(callee, args, plain)]  # after the first one
+        return call(*args, **kwargs)
+
+    for callee in find_callees(program):
+        intercept(callee, functools.partial(keep, callee), patches, Rank.RECORD)
+    return kept
