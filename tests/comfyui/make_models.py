@@ -116,7 +116,7 @@ def make_flux() -> None:
 
 def make_z_image() -> None:
     """Clamped: the product in a feed-forward, as in the real model; black: the last layer's."""
-    config = {"patch_size": 2, "in_channels": 16, "dim": 128, "cap_feat_dim": 64, "n_layers": 2}
+    config = {"patch_size": 2, "in_channels": 16, "dim": 256, "cap_feat_dim": 64, "n_layers": 2}
     module = NextDiT(image_model="lumina2", **config, qk_norm=True, **NARROW_Z_IMAGE, **MADE)
     weights = draw(module)
     black = spread(dict(weights), "cap_embedder.1", "cap_embedder.1", 1.0)

@@ -32,8 +32,8 @@ def _detect_narrow(state_dict: Any, key_prefix: str, *args: Any, **kwargs: Any) 
 
 
 NARROW_Z_IMAGE = {
-    "n_heads": 1,
-    "n_kv_heads": 1,
+    "n_heads": 2,
+    "n_kv_heads": 2,
     "axes_dims": [32, 48, 48],
     "axes_lens": [1536, 512, 512],
     "rope_theta": 256.0,
