@@ -809,8 +809,8 @@ def test_what_comes_into_out_meanwhile_stays(
     convert_made("sd", folder, out, plan, leave=leave)
     copy = convert_module.copy_descriptions
 
-    def come(*arguments: Any) -> None:
-        copy(*arguments)
+    def come(*arguments: Any, **options: Any) -> None:
+        copy(*arguments, **options)
         (out / "mine").write_text("")
 
     monkeypatch.setattr(convert_module, "copy_descriptions", come)

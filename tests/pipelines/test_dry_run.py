@@ -23,7 +23,7 @@ from stopdown.pipelines.dry_run import (
     make_arguments,
 )
 from stopdown.pipelines.skeletons import copy_skeleton
-from stopdown.plans.certified import CallListener
+from stopdown.plans.dry_calls import CallListener
 from stopdown.testing import make_pipeline
 
 SIZES = {"height": 64, "width": 64, "num_inference_steps": 3, "output_type": "np"}

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from stopdown import testing
 from stopdown.errors import SourceError
 from stopdown.pipelines import hub, sources
+from stopdown.pipelines.component_classes import limited_building
 from stopdown.pipelines.headers import StoredTensor, choose_weights, find_weights
 from stopdown.pipelines.hub import choose_files
-from stopdown.pipelines.loader import limited_building, load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import (
     fingerprint,
     read_stored_dtypes,

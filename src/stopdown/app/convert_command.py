@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,13 @@ class ConvertOptions(RequestOptions):
         tuple[str, ...],
         typer.Option(help="Component to write as it is stored; give it again for more."),
     ] = ()
+    call: Annotated[
+        str | None,
+        typer.Option(
+            help="For a file with one component: a recorded call to measure with, FILE or "
+            "vae.decode=FILE."
+        ),
+    ] = None
     allow_eps: Annotated[
         bool,
         typer.Option(
@@ -98,6 +106,10 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
+    from stopdown.plans.component_calls import read_call
+
+    if options.call is not None:
+        request = dataclasses.replace(request, arguments=read_call(options.call))
 
     allowed: dict[Literal["eps", "overwrite"], bool] = {
         "eps": options.allow_eps,

@@ -94,6 +94,13 @@ class PlanOptions(RequestOptions):
             "those that cost nothing."
         ),
     ] = "measured"
+    call: Annotated[
+        tuple[str, ...],
+        typer.Option(
+            help="For a file with one component: a recorded call of it, FILE or vae.decode=FILE; give it "
+            "again for more."
+        ),
+    ] = ()
     certify: Annotated[
         bool,
         typer.Option(
@@ -187,6 +194,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.component_calls import read_call
 
     if options.certify:
         made = _certify(source, options, request, display)
@@ -195,7 +203,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         made = make_plan(
             source,
             device=options.device,
-            prompts=options.prompt or (),
+            prompts=[*options.prompt, *map(read_call, options.call)],
             residual=options.residual,
             ranges=options.ranges,
             request=dataclasses.replace(request, steps=options.steps),
@@ -213,6 +221,7 @@ def _check_certify(options: PlanOptions) -> None:
     sizes = (options.frames, options.height, options.width, options.guidance)
     given = {
         "--prompt": options.prompt,
+        "--call": options.call,
         "--residual": options.residual != "native",
         "--ranges": options.ranges != "measured",
         "--device": options.device,

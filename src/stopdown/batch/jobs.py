@@ -26,9 +26,9 @@ from stopdown.batch.records import Item
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
+from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loader import find_class
 from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
 from stopdown.pipelines.selection import Selection, select_pipeline
 from stopdown.pipelines.sources import fingerprint, resolve_name, verify_source

@@ -47,20 +47,23 @@ from stopdown.pipelines.folders import (
     write_card,
     write_weights,
 )
-from stopdown.pipelines.headers import RESCALED_ENTRY, read_header_bytes
+from stopdown.pipelines.headers import RESCALED_ENTRY, read_header_bytes, read_rescaled
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
 from stopdown.pipelines.sources import (
     Source,
+    list_weight_files,
     read_stored_dtypes,
     resolve_source,
     verify_source,
 )
 from stopdown.plans.applier import apply_plan, check_source
-from stopdown.plans.calibrated import list_requests
-from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls
+from stopdown.plans.calibrated import list_requests, move_program
+from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls, record_run
+from stopdown.plans.component_calls import play_calls
+from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import (
@@ -143,6 +146,7 @@ def convert(
     wanted = plan if isinstance(plan, Plan) else read_plan(plan)
     found = source if isinstance(source, Source) else resolve_source(source)
     verify_source(found)
+    _refuse_rescaled(found, leave)
     target = Path(output)
     path = None if isinstance(plan, Plan) else plan
     replaces = _check_target(found, target, path, "overwrite" in allow)
@@ -158,6 +162,19 @@ def convert(
             if not work.is_file:
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
     return record
+
+
+def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
+    """Refuse weights that were multiplied by powers of two before: nothing is done twice."""
+    for name, files in list_weight_files(source).items():
+        said = next(filter(None, map(read_rescaled, files)), "") if name not in leave else ""
+        if said:
+            raise OptionError(
+                f"{source.name} was rescaled already. {said.capitalize()}.",
+                expected="Exponents are written into weights once; these are right in fp16 as they are.",
+                remedy="Use it as it is, or convert the original."
+                + (f' Or copy that component: leave="{name}".' if source.kind != "file" else ""),
+            )
 
 
 def _check_target(
@@ -288,12 +305,12 @@ def _open(
         _tell(progress, "load", what, done, total)
 
     where = choose_device(device)
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report)
+    pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
-    if where.type != "cpu":
-        pipe.to(where.torch_name)
-    pipe.set_progress_bar_config(disable=True)
+    move_program(pipe, where)
+    if not source.parts:
+        pipe.set_progress_bar_config(disable=True)
     return _Work(source, pipe, plan, tuple(leave), target.suffix == ".safetensors")
 
 
@@ -311,6 +328,8 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
     @functools.cache
     def record() -> Mapping[str, Sequence[RecordedCall]]:
+        if work.source.parts:
+            return _record_parts(work, request)
         requests = list_requests(
             work.pipe,
             work.plan.prompts,
@@ -340,6 +359,13 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
             work.problems[name] = _describe_effect(found)
+
+
+def _record_parts(work: _Work, request: Request) -> Mapping[str, Sequence[RecordedCall]]:
+    """The call that was given of a file's components, or drawn ones."""
+    if request.arguments:
+        return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
+    return draw_calls(work.source, request)
 
 
 def _describe_effect(found: Expressed) -> str:
@@ -372,8 +398,9 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
     """Write everything; the tensors of a single file that Diffusers does not read come back."""
     if work.is_file:
         return _write_file(work, part, progress)
+    held = [one.name for one in work.source.parts]
     names = [name for name in work.source.components if (work.source.described / name).is_dir()]
-    copy_descriptions(work.source.described, part, names)
+    copy_descriptions(work.source.described, part, held or names, with_index=not held)
     for number, entry in enumerate(work.plan.components):
         _tell(progress, "write", entry.component, number, len(work.plan.components))
         if _is_left(work, entry):
@@ -563,4 +590,18 @@ def _describe_load(work: _Work, output: str | Path) -> str:
         ]
         wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
     method = "from_single_file" if work.is_file else "from_pretrained"
+    if work.source.parts:
+        return _describe_load_of_part(work, output, method)
     return f'{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'
+
+
+def _describe_load_of_part(work: _Work, output: str | Path, method: str) -> str:
+    """The first component of a file; Transformers' classes read no single files."""
+    name = work.source.parts[0].name
+    library, class_name = work.source.components[name]
+    options = f'subfolder="{name}", dtype=torch.float16'
+    if work.is_file and library == "diffusers":
+        options = f'config="{work.source.described}", {options}'
+    elif work.is_file:
+        return f'{class_name}.from_pretrained(None, config=..., state_dict=load_file("{output}"))'
+    return f'{class_name}.{method}("{output}", {options})'

@@ -4,11 +4,13 @@ A weight file has no place for multiplies, fp32 modules and casts, and a `config
 norms at once or of none. So the exponents are the plan's where it is folds alone and each eps has a
 field. Else eps have to stay as they are, or the exponents are found again. In this order:
 
-1. the plan's own folds, where the eps that cannot be written change no bit of an output;
+1. the plan's own folds, where the eps that cannot be written change no bit of an output, or little of a
+   certified one;
 2. folds found anew: the eps of one field change together, all others stay as they are: exact;
-3. the plan's own folds with a change, or folds found anew with eps free: what changes least.
+3. folds found anew in which only those norms are scaled whose inputs dwarf their eps;
+4. the plan's own folds with a change, or folds found anew with eps free: what changes least.
 
-What 1 and 3 change in the component's output is measured on recorded calls, in fp32: outputs with and
+What 1, 3 and 4 change in the component's output is measured on recorded calls, in fp32: outputs with and
 without the eps that cannot be written.
 
 **Catches** every eps that the files will not hold.
@@ -17,8 +19,9 @@ without the eps that cannot be written.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +29,7 @@ import torch
 
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import (
@@ -42,6 +46,9 @@ from stopdown.scaling.trial import run_call
 
 EFFECT_LIMIT = 2.0**-11
 """Relative change of an output that passes: half a unit in the last place of fp16."""
+
+INVISIBLE = (0.0, 2.0**-24, 2.0**-20, 2.0**-16)
+"""Changes of a norm's output with which its eps may stay: none, and ever more."""
 
 Fields = Mapping[str, frozenset[str]]
 """Field of a configuration to the places whose eps it sets."""
@@ -103,7 +110,8 @@ def express_component(
             "that changes."
         )
     best: Expressed | None = None
-    for candidate, most in _find_candidates(module, planned, calls, fields):
+    certified = bool(entry.scaling.certified)
+    for candidate, most in _find_candidates(module, planned, calls, fields, certified):
         tried = replace(candidate, **_measure_effect(module, candidate, calls))
         if best is None or tried.effect < best.effect:
             best = tried
@@ -153,15 +161,68 @@ def _find_candidates(
     planned: Expressed | None,
     calls: Sequence[RecordedCall],
     fields: Fields,
+    certified: bool,
 ) -> Iterator[tuple[Expressed, float]]:
     """Exponents that files can hold but for some eps, and with which effect to look no further."""
     if planned is not None:
-        yield planned, 0.0
+        yield planned, EFFECT_LIMIT if certified else 0.0
     measured = _measure_ranges(module, calls)
     groups = list(fields.values())
-    for tied, free in ((groups, False), (groups, True), ([], True)):
-        if found := find_folds(module, measured, tied, free=free):
-            yield _write_eps(module, found, fields, anew=True), EFFECT_LIMIT
+    for free, most in _list_free(module, planned, calls):
+        if found := find_folds(module, measured, groups, free=free):
+            yield _write_eps(module, found, fields, anew=True), most
+    if groups and (found := find_folds(module, measured, free=None)):
+        yield _write_eps(module, found, fields, anew=True), EFFECT_LIMIT
+
+
+def _list_free(
+    module: torch.nn.Module, planned: Expressed | None, calls: Sequence[RecordedCall]
+) -> Iterator[tuple[Collection[str] | None, float]]:
+    """Sets of eps that may change, the smallest first, and with which effect to look no further."""
+    yield (), EFFECT_LIMIT
+    effects = measure_norms(module, planned.left, calls) if planned is not None else {}
+    known: set[str] = set()
+    for most in INVISIBLE:
+        free = {place for place, effect in effects.items() if effect <= most}
+        if free != known:
+            known = free
+            yield free, most
+    yield None, EFFECT_LIMIT
+
+
+def measure_norms(
+    module: torch.nn.Module, eps: Mapping[str, int], calls: Sequence[RecordedCall]
+) -> dict[str, float]:
+    """What each of these eps changes in its own norm's output if it stays while the input is scaled.
+
+    Args:
+        eps: `module.path.attribute` to the exponent that it should have.
+
+    Cost: a forward in fp32 for each call, and each of these norms twice more.
+    """
+    worst = dict.fromkeys(eps, 0.0)
+
+    def compare(place: str, norm: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if place in busy:
+            return
+        busy.add(place)
+        name = place.rpartition(".")[2]
+        with Patches() as patches:
+            patches.set_attribute(norm, name, math.ldexp(getattr(norm, name), -eps[place]))
+            other = norm(*args, **kwargs)
+        busy.discard(place)
+        for old, new in zip(iterate_tensors(output), iterate_tensors(other), strict=True):
+            worst[place] = max(worst[place], _compare(old, new))
+
+    busy: set[str] = set()
+    with Patches() as patches:
+        for place in eps:
+            norm = module.get_submodule(place.rpartition(".")[0])
+            hook = functools.partial(compare, place)
+            patches.defer(norm.register_forward_hook(hook, with_kwargs=True).remove)
+        for _ in _run(module, calls):
+            pass
+    return worst
 
 
 def _measure_ranges(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[Measured]:

@@ -30,10 +30,11 @@ from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
+from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import find_components, list_calls
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.loader import complete_source, find_class, load_pipeline
+from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source

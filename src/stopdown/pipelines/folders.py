@@ -39,11 +39,14 @@ _PIECE_BYTES = 1 << 24
 _LEGAL = ("license", "licence", "notice", "readme")
 
 
-def copy_descriptions(folder: Path, target: Path, components: Iterable[str]) -> None:
+def copy_descriptions(
+    folder: Path, target: Path, components: Iterable[str], *, with_index: bool = True
+) -> None:
     """Copy the index, the licences and what describes the components; no weights."""
     target.mkdir()
     for path in folder.iterdir():
-        if path.name == "model_index.json" or path.name.lower().startswith(_LEGAL):
+        is_index = path.name == "model_index.json" and with_index
+        if is_index or path.name.lower().startswith(_LEGAL):
             shutil.copyfile(path, target / path.name)
     for name in components:
         for path in sorted((folder / name).rglob("*")):

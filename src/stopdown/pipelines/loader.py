@@ -13,24 +13,30 @@ more than the weights, before memory is taken.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from stopdown.environment import choose_device
-from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
+from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import choose_folder
 from stopdown.number_formats import FORMATS, list_some
-from stopdown.patches import Patches
 from stopdown.pipelines import hub
+from stopdown.pipelines.component_classes import (
+    describe_misfit,
+    describing_failures,
+    find_class,
+    limited_building,
+)
+from stopdown.pipelines.component_files import find_parts, load_parts
 from stopdown.pipelines.components import cast_component_
+from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.extras import put_extras
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
@@ -45,9 +51,6 @@ from stopdown.pipelines.sources import (
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One dtype, or component → dtype with `default` for the others (fp32 without it)."""
-
-MOST_PARTS = 200_000
-"""Modules and parameters that a component is built of; the largest published have some thousand."""
 
 
 def load_pipeline(
@@ -68,9 +71,12 @@ def load_pipeline(
         mapped: map them in this folder, however small they are; not those of a single file.
 
     Raises:
-        SourceError: the weights do not fit their model, or a single file cannot be identified.
+        SourceError: the weights do not fit their model, or a single file cannot be identified or holds
+            a part of its pipeline.
         OutputError: they are mapped, and the disk is full.
     """
+    if source.parts:
+        raise _refuse_parts(source)
     with quiet_libraries():
         if source.kind == "file":
             pipe = _load_single_file(source, torch_dtypes, progress)
@@ -80,10 +86,40 @@ def load_pipeline(
         return pipe
 
 
+def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | None = None) -> Any:
+    """As `load_pipeline`; of a file with parts of a pipeline, an object with one attribute for each.
+
+    Raises:
+        SourceError: as `load_pipeline`.
+    """
+    if not source.parts:
+        return load_pipeline(source, torch_dtypes=torch_dtypes, progress=progress)
+    size = source.path.stat().st_size
+    _report(progress, source.path.name, 0, size)
+    with quiet_libraries():
+        made = load_parts(source, load_file(source.path))
+    for name, module in made.items():
+        cast_component_(module, choose_dtype(torch_dtypes, name))
+    _report(progress, source.path.name, size, size)
+    return SimpleNamespace(**made)
+
+
+def _refuse_parts(source: Source) -> SourceError:
+    held = " and ".join(part.name for part in source.parts)
+    return SourceError(
+        f"The file {source.path} holds the {held} of a {source.pipeline_class or 'pipeline'} and no "
+        "more.",
+        expected="A run needs all of its components.",
+        remedy=f"Give the model's Diffusers folder or Hub id. The file by itself can be planned and "
+        f"converted: stopdown plan {source.name} --certify",
+    )
+
+
 def complete_source(source: Source, *, progress: Progress | None = None) -> Source:
     """The source with its pipeline class and components, and with the folder that describes them.
 
-    A single file holds weights only: its class and components come from a configuration elsewhere.
+    A single file holds weights only: its class and components come from a configuration elsewhere. Which
+    of them it holds is in `parts`, if it is not the whole pipeline.
 
     Args:
         source: what `resolve_source` gave.
@@ -101,6 +137,7 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
         pipeline_class=found.pipeline_class,
         components=found.components,
         config=found.path,
+        parts=find_parts(source.path, found),
     )
 
 
@@ -173,100 +210,6 @@ def _load_component(source: Source, name: str, dtype: torch.dtype, mapped: Path 
     return model.eval()
 
 
-def find_class(library: str, class_name: str) -> Any:
-    """The class that a model index names, from Diffusers or Transformers and nowhere else.
-
-    Raises:
-        SourceError: the installed version has no such class, or it cannot be a component.
-    """
-    if library not in ("diffusers", "transformers"):
-        library = f"diffusers.pipelines.{library}"
-    try:
-        found = getattr(importlib.import_module(library), class_name)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        package = library.partition(".")[0]
-        version = importlib.import_module(package).__version__
-        raise SourceError(
-            f"model_index.json names the class {class_name!r} of {library}, which {package} {version} "
-            f"does not have here: {take_first_line(error)}.",
-            expected="Components are classes of the installed Diffusers and Transformers.",
-            remedy=f"A newer version may know it: pip install -U {package}",
-        ) from error
-    if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
-        raise SourceError(
-            f"model_index.json names {library}.{class_name}, which is no class of components.",
-            expected="A component is a model, scheduler, tokenizer or processor.",
-            remedy="Download or save the model again.",
-        )
-    return found
-
-
-@contextmanager
-def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
-    """No component of more parts than any has, or of far more values than are stored for it.
-
-    Without it a configuration of a few bytes takes hours, or all memory: layers are built one by one,
-    and Transformers fills what the weights lack.
-
-    Args:
-        stored: the tensors that it is loaded from; without them its values are not limited.
-
-    Raises:
-        SourceError: a limit is passed, while the component is built.
-    """
-    count, values = 0, 0
-    # Each parameter is registered once without values and once with; 2 bits are the fewest of a value.
-    most = 16 * sum(entry.size_bytes for entry in stored) + 2**24 if stored else math.inf
-
-    def register(module: torch.nn.Module, name: str, part: Any) -> None:
-        nonlocal count, values
-        count += 1
-        values += part.numel() if isinstance(part, torch.Tensor) else 0
-        if count > MOST_PARTS or values > most:
-            found = f"more than {MOST_PARTS} parts" if count > MOST_PARTS else f"{values} values"
-            raise SourceError(
-                f"A configuration describes {found}, found in {type(module).__name__}.",
-                expected="A component has as many as its weights.",
-                remedy="Download or save the model again, weights and config.json from one version.",
-            )
-
-    hooks = torch.nn.modules.module
-    with Patches() as patches:
-        patches.defer(hooks.register_module_parameter_registration_hook(register).remove)
-        patches.defer(hooks.register_module_module_registration_hook(register).remove)
-        yield
-
-
-@contextmanager
-def describing_failures(path: Path, class_name: str, *, has_weights: bool = True) -> Iterator[None]:
-    """Whatever Diffusers and Transformers raise while they build from a model's files, as a SourceError.
-
-    Args:
-        has_weights: False where only configurations are read.
-
-    Raises:
-        SourceError: instead of any other exception.
-    """
-    try:
-        yield
-    except StopdownError:
-        raise
-    except ImportError as error:
-        raise SourceError(
-            f"{class_name} in {path} needs a library that is not here: {_shorten(error)}.",
-            expected="Its config.json asks for it, as quantised weights do.",
-            remedy="Install that library, or give a model whose weights are not quantised.",
-        ) from error
-    except Exception as error:  # no list is long enough for wrong configurations
-        if has_weights:
-            raise _describe_misfit(path, class_name, _shorten(error)) from error
-        raise SourceError(
-            f"{class_name} could not be built from {path}: {_shorten(error)}.",
-            expected="The JSON files there describe it.",
-            remedy="Download or save the model again.",
-        ) from error
-
-
 def _check_report(
     folder: Path, model: torch.nn.Module, report: dict[str, Any], stored: Iterable[str]
 ) -> None:
@@ -277,7 +220,7 @@ def _check_report(
     found += [f"the shape is another in {list_some(misfits)}"] if misfits else []
     found += [f"the model has no place for {list_some(unknown)}"] if unknown else []
     if found:
-        raise _describe_misfit(folder, type(model).__name__, "; ".join(found))
+        raise describe_misfit(folder, type(model).__name__, "; ".join(found))
 
 
 def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable[str]) -> list[str]:
@@ -304,24 +247,9 @@ def _check_stored_dtypes(
     wrong = [name for name in floats & tensors.keys() if tensors[name].dtype not in FORMATS]
     if wrong:
         name = min(wrong)
-        raise _describe_misfit(
+        raise describe_misfit(
             folder, type(model).__name__, f"{name} is stored as {tensors[name].dtype}"
         )
-
-
-def _describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
-    return SourceError(
-        f"The weights in {path} do not fit their model: {reason}.",
-        expected=f"Their configuration describes a {class_name}.",
-        remedy="Download or save the model again, weights and config.json from one version.",
-    )
-
-
-def _shorten(error: Exception) -> str:
-    if "meta tensor" in str(error):
-        return "tensors of the model are missing from them"
-    text = take_one_line(error).rstrip(".")
-    return text if len(text) <= 400 else f"{text[:400]}…"
 
 
 def _build_pipeline(source: Source, components: dict[str, Any]) -> Any:
@@ -379,14 +307,15 @@ def _check_filled(module: torch.nn.Module, path: Path) -> None:
     """Diffusers leaves parameters without values when a single file lacks them."""
     empty = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if empty:
-        raise _describe_misfit(path, type(module).__name__, f"they lack {list_some(empty)}")
+        raise describe_misfit(path, type(module).__name__, f"they lack {list_some(empty)}")
 
 
 def _find_configuration(source: Source, progress: Progress | None) -> Source:
     """The Diffusers folder that describes a single file: configurations and tokenizers."""
     where = _identify_checkpoint(source) if source.config is None else source.config
-    if Path(where).expanduser().is_dir():
-        return resolve_source(Path(where))
+    folder = Path(where).expanduser()
+    if folder.is_dir():
+        return _read_component(folder) or resolve_source(folder)
     try:
         index = hub.download_index(str(where))
         described = resolve_source(index.parent)
@@ -402,21 +331,39 @@ def _find_configuration(source: Source, progress: Progress | None) -> Source:
     return described
 
 
+def _read_component(folder: Path) -> Source | None:
+    """A folder that describes one component, as a model that has no other; None for a pipeline's."""
+    if (folder / "model_index.json").exists() or not (folder / "config.json").is_file():
+        return None
+    content, place = read_description(folder / "config.json"), folder.resolve()
+    names = content.get("_class_name") or (content.get("architectures") or [""])[0]
+    library = "diffusers" if "_class_name" in content else "transformers"
+    return Source(
+        str(folder), place.parent, "component", components={place.name: (library, str(names))}
+    )
+
+
 def _identify_checkpoint(source: Source) -> str:
     """The Hub id that Diffusers takes the configuration from, by the names in the file."""
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
     tensors = read_header(source.path)
     shapes = {name: SimpleNamespace(shape=tensor.shape) for name, tensor in tensors.items()}
-    found: dict[str, str] = fetch_diffusers_config(shapes)
+    try:
+        found: str = fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    except Exception:  # sizes that no published model of this kind has
+        found = ""
     # What Diffusers does not know, it takes for Stable Diffusion 1.
-    is_fallback = "stable-diffusion-v1-5" in found["pretrained_model_name_or_path"]
-    if is_fallback and not any(name.startswith("model.diffusion_model.") for name in tensors):
+    is_fallback = "stable-diffusion-v1-5" in found
+    if not found or (
+        is_fallback and not any(name.startswith("model.diffusion_model.") for name in tensors)
+    ):
         raise SourceError(
             f"Diffusers does not know what model {source.path} is; its first tensor is "
             f"{next(iter(tensors), 'missing')!r}.",
-            expected="A single file is a whole checkpoint, such as those of Stable Diffusion, "
-            "SDXL, SD3 or Flux.",
-            remedy="Give the model's Diffusers folder or Hub id instead.",
+            expected="It knows whole checkpoints, and files with a transformer, UNet or autoencoder, by "
+            "their names.",
+            remedy="Give a Diffusers folder of the same kind of model as config, with its weights or "
+            "without.",
         )
-    return found["pretrained_model_name_or_path"]
+    return found

@@ -26,6 +26,7 @@ from stopdown.errors import ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
+from stopdown.pipelines.component_files import load_parts
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.headers import StoredTensor, encode_header, read_header, read_header_bytes
 from stopdown.pipelines.loader import load_pipeline
@@ -114,14 +115,15 @@ def _load_numbered(
     """The parameters of each component, loaded from row numbers; counted down from a number above 0."""
     import diffusers.loaders.single_file as loader
 
-    def read(*_: Any, **__: Any) -> dict[str, torch.Tensor]:
-        return {
-            name: _number(entry.shape, starts.get(name), counted_from)
-            for name, entry in tensors.items()
-        }
-
+    numbered = {
+        name: _number(entry.shape, starts.get(name), counted_from)
+        for name, entry in tensors.items()
+    }
+    if source.parts:
+        parts = load_parts(source, numbered)
+        return {name: _list_stored(module) for name, module in parts.items()}
     with Patches() as patches:
-        patches.set_attribute(loader, "load_single_file_checkpoint", read)
+        patches.set_attribute(loader, "load_single_file_checkpoint", lambda *_, **__: numbered)
         pipe = load_pipeline(source, torch_dtypes=torch.float32)
     return {name: _list_stored(module) for name, module in find_components(pipe).items()}
 

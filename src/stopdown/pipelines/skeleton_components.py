@@ -15,8 +15,8 @@ import torch
 
 from stopdown.graph.capture import build_fake
 from stopdown.number_formats import name_dtype
+from stopdown.pipelines.component_classes import describing_failures, find_class, limited_building
 from stopdown.pipelines.components import build_module, find_kept_fp32
-from stopdown.pipelines.loader import describing_failures, find_class, limited_building
 from stopdown.pipelines.sources import Source
 
 
@@ -30,8 +30,8 @@ def build_empty_component(
     """
     library, class_name = source.components[name]
     module_class = find_class(library, class_name)
-    factory = functools.partial(build_module, module_class, source.path / name)
-    failures = describing_failures(source.path / name, class_name, has_weights=False)
+    factory = functools.partial(build_module, module_class, source.described / name)
+    failures = describing_failures(source.described / name, class_name, has_weights=False)
     with failures, limited_building():
         module = build_fake(factory, dtype)
     if keep_fp32:
@@ -43,7 +43,7 @@ def build_empty_component(
 def build_component(source: Source, name: str) -> torch.nn.Module:
     """One component of a source from its configuration, under whatever mode the caller has set."""
     library, class_name = source.components[name]
-    return build_module(find_class(library, class_name), source.path / name)
+    return build_module(find_class(library, class_name), source.described / name)
 
 
 def _widen(module: torch.nn.Module, kept: tuple[str, ...]) -> None:

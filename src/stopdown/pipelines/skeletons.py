@@ -27,10 +27,10 @@ from stopdown.graph.capture import find_mode, name_parameters, renew_fakes
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import bared, copy_layers
+from stopdown.pipelines.component_classes import describing_failures, find_class
 from stopdown.pipelines.components import find_components, find_kept_fp32
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loader import describing_failures, find_class
 from stopdown.pipelines.skeleton_components import build_empty_component
 from stopdown.pipelines.sources import Source, has_weights
 
@@ -80,7 +80,7 @@ def _build(
 ) -> Any:
     """One component of a skeleton; None for one that the folder does not have."""
     library, class_name = source.components[name]
-    folder = source.path / name
+    folder = source.described / name
     if not folder.is_dir():
         return None
     if not has_weights(class_name):
@@ -143,7 +143,7 @@ def _join(source: Source, components: dict[str, Any]) -> Any:
 
     kind = getattr(diffusers, source.pipeline_class)
     taken = inspect.signature(kind.__init__).parameters
-    index = read_description(source.path / "model_index.json")
+    index = read_description(source.described / "model_index.json")
     options = {k: v for k, v in index.items() if k in taken and k not in components}
     if "add_watermarker" in taken:
         options["add_watermarker"] = False

@@ -57,13 +57,29 @@ OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
 
 
 @dataclass(frozen=True)
+class Part:
+    """A component that a single file holds without the rest of its pipeline.
+
+    Attributes:
+        name: of the component.
+        prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
+        seen_as: what Diffusers' converter of this class wants there instead.
+    """
+
+    name: str
+    prefix: str = ""
+    seen_as: str = ""
+
+
+@dataclass(frozen=True)
 class Source:
     """A model that was found, as its `model_index.json` describes it.
 
     Attributes:
         name: as it was asked for.
         path: folder, or single file.
-        kind: where it comes from.
+        kind: where it comes from; `component` where it describes a file with one component, by the folder
+            of that component alone.
         pipeline_class: name of its Diffusers class; empty for a single file.
         components: name → (library, class); empty for a single file.
         revision: commit on the Hub; empty otherwise.
@@ -72,11 +88,12 @@ class Source:
         variant: of the weights, where a component has it: `fp16`; "" for those without one.
         loras: files or Hub ids with their weights, put on when it is loaded.
         scheduler: class that takes the place of its own; "" for its own.
+        parts: of a single file without the whole pipeline: what it holds, once `complete_source` looked.
     """
 
     name: str
     path: Path
-    kind: Literal["bundled", "folder", "hub", "file"]
+    kind: Literal["bundled", "folder", "hub", "file", "component"]
     pipeline_class: str = ""
     components: dict[str, tuple[str, str]] = field(default_factory=dict)
     revision: str = ""
@@ -84,6 +101,7 @@ class Source:
     variant: str = ""
     loras: tuple[tuple[str, float], ...] = ()
     scheduler: str = ""
+    parts: tuple[Part, ...] = ()
 
     @property
     def described(self) -> Path:
@@ -350,7 +368,7 @@ def verify_descriptions(source: Source) -> None:
     Raises:
         SourceError: as `verify_source`.
     """
-    found = list(_find_refusals(source))
+    found = list(_find_refusals(source)) if source.kind != "component" else []
     for name, (_, class_name) in source.components.items():
         found += _check_configurations(source.path / name, class_name, may_lack=True)
     refuse(source.name, found)

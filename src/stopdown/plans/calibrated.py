@@ -35,7 +35,7 @@ from stopdown.pipelines.components import (
     find_components,
     read_precisions,
 )
-from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import (
     Request,
     build_arguments,
@@ -56,6 +56,7 @@ from stopdown.plans.call_recorder import (
     record_calls,
     record_run,
 )
+from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
@@ -101,7 +102,9 @@ def make_plan(
             where it is and left as it was; or a Hub id, Diffusers folder, single safetensors file,
             bundled model, or `Source`.
         prompts: what to measure, one run each: texts, or arguments of the pipeline's call by its own
-            names (a `mask_image`, `prompt_embeds`); `PROMPTS` where there are none.
+            names (a `mask_image`, `prompt_embeds`); `PROMPTS` where there are none. Of a file with parts
+            of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for a single one
+            the inner table.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
             allows it, beside fp16 matrix products; None and `native` leave it as it is.
         ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
@@ -142,7 +145,7 @@ def make_plan(
         requests, resized = _fit_size(opened, list_requests(opened.pipe, prompts, given))
         components = _plan_pipeline(opened, requests, resized, options, progress)
     else:
-        components = _plan_program(opened, run, options, progress)
+        components = _plan_program(opened, run or _play(opened, prompts), options, progress)
     return seal_plan(
         Plan(
             source=opened.name,
@@ -197,6 +200,20 @@ def _plan_program(
         return _plan_components(opened, modules, recorded, options, progress)
 
 
+def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable[[], None] | None:
+    """What makes the given calls of a file's components; None for what is no file."""
+    if not opened.fingerprint:
+        return None
+    if not given:
+        held = " and ".join(list_part_calls(opened.pipe))
+        raise OptionError(
+            f"The file {opened.name} holds no pipeline but what is called as {held}.",
+            expected="A plan rests on calls, and nothing makes them.",
+            remedy="Bound every call from the weights: --certify. Or give a recorded one: --call FILE.",
+        )
+    return functools.partial(play_calls, opened.pipe, given)
+
+
 def _explain_run(what: str) -> InputError:
     return InputError(
         what,
@@ -228,11 +245,17 @@ def _open(
         if progress is not None:
             progress("load", what, done, total)
 
-    pipe = load_pipeline(source, torch_dtypes=torch.float32, progress=report)
+    pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
     where = _choose_place(pipe, device)
-    if where.type != "cpu":
-        pipe.to(where.torch_name)
+    move_program(pipe, where)
     return _Opened(pipe, source.name, fingerprint(source), stored, where)
+
+
+def move_program(program: Any, device: Device) -> None:
+    """Move the components of a program, or a pipeline, to a device."""
+    if device.type != "cpu":
+        for module in find_components(program).values():
+            module.to(device.torch_name)
 
 
 def _find_device(program: Any) -> str:

@@ -3,15 +3,15 @@
 The pipeline is built without weights and its own code is run once, dry, so each component is captured
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
+A single file is loaded as it is stored, because its tensors are not those of the model.
 
 **Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
-**Does not catch** resolutions beyond the pipeline's default in models with group norms, single files,
-and components that the pipeline does not call.
+**Does not catch** resolutions beyond the pipeline's default in models with group norms, and components
+that the pipeline does not call.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -23,25 +23,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from stopdown.call_names import name_call
 from stopdown.environment import choose_device
-from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError, take_first_line
+from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import Capture, capture_call, name_parameters
-from stopdown.module_paths import ModulePaths
-from stopdown.numerics import iterate_tensors
-from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import put_cast
-from stopdown.pipelines.components import find_callees
-from stopdown.pipelines.dry_run import (
-    ComponentCall,
-    ComponentFailed,
-    Listener,
-    dry_run,
-    make_arguments,
-)
+from stopdown.number_formats import FORMATS
+from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
-from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
@@ -52,7 +40,8 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.calibrated import describe_scaling, sample_tensors
-from stopdown.plans.call_recorder import MOST_FRAMES, Progress, RecordedCall
+from stopdown.plans.call_recorder import Progress, RecordedCall
+from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
@@ -67,16 +56,18 @@ class Checkpoint:
     """A component's tensors on disk, one in memory at a time.
 
     Attributes:
-        files: name of a stored tensor to its file.
+        files: name of a stored tensor to its file, or to itself where it is loaded.
         aliases: name of a parameter to the names that the same tensor has.
         buffers: gives what is on no disk: tables that the code makes for itself.
         tell: called for each tensor that is read.
+        component: its name.
     """
 
-    files: Mapping[str, Path]
+    files: Mapping[str, Path | torch.Tensor]
     aliases: Mapping[str, tuple[str, ...]]
     buffers: Callable[[], Mapping[str, torch.Tensor]]
     tell: Callable[[str], None] = field(default=lambda name: None)
+    component: str = ""
 
     def load(self, name: str) -> torch.Tensor:
         """A tensor as it is stored.
@@ -87,9 +78,7 @@ class Checkpoint:
         for known in (name, *self.aliases.get(name, ())):
             if known in self.files:
                 self.tell(name)
-                with safe_open(self.files[known], framework="pt") as file:
-                    tensor: torch.Tensor = file.get_tensor(known)
-                return tensor
+                return _read(self.files[known], known)
         made = self.buffers()
         if name not in made or made[name].is_meta:
             raise SourceError(
@@ -100,6 +89,14 @@ class Checkpoint:
         return made[name]
 
 
+def _read(held: Path | torch.Tensor, name: str) -> torch.Tensor:
+    if isinstance(held, torch.Tensor):
+        return held
+    with safe_open(held, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(name)
+    return tensor
+
+
 def certify_plan(
     source: Source | str | Path,
     *,
@@ -107,35 +104,46 @@ def certify_plan(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """A plan whose exponents rest on bounds, from a Diffusers folder, Hub id or bundled model.
+    """A plan whose exponents rest on bounds, from the weights of a model.
 
     Args:
+        source: Diffusers folder, Hub id, bundled model, or single file; one with parts of a pipeline is
+            planned for these.
         precision: `fp16`.
         request: picture or video that the pipeline starts from; sizes are its defaults.
         progress: told of stage, what, done and total: tensors that were read.
 
     Raises:
-        OptionError: the precision is none that needs a plan, or the source is a single file.
+        OptionError: the precision is none that needs a plan.
         SourceError: the model is missing, damaged or refused.
 
-    Cost: captures of seconds, and one pass over the weights for each kind of call.
+    Cost: captures of seconds, and one pass over the weights for each kind of call; a single file as it is
+    stored in memory.
     """
     started = time.perf_counter()
     parse_fp16(precision, "A certificate")
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
-    source = _choose(source, request or Request())
-    dtypes = dict.fromkeys(source.components, torch.float16)
-    skeleton = build_skeleton(source, dtypes, keep_fp32=False)
-    calls, unseen = list_calls_dry(skeleton)
+    source = complete_source(source)
+    source = dataclasses.replace(
+        source, pipeline_class=choose_class(source.pipeline_class, request or Request())
+    )
+    calls, unseen = list_source_calls(source)
     modules = {  # built anew: what was run dry may have kept tensors of its calls
         name: build_empty_component(source, name, torch.float16, keep_fp32=False)
-        for name, (_, class_name) in source.components.items()
-        if has_weights(class_name) and (source.path / name).is_dir()
+        for name in list_planned(source)
     }
+    loaded = _load_file(source) if source.kind == "file" else {}
     components = tuple(
-        _plan_component(source, name, module, calls.get(name, []), unseen, progress)
+        _plan_component(
+            source,
+            module,
+            _open(source, name, module, loaded.get(name)),
+            calls.get(name, []),
+            unseen,
+            progress,
+        )
         for name, module in modules.items()
     )
     return seal_plan(
@@ -154,77 +162,33 @@ def certify_plan(
     )
 
 
-def _choose(source: Source, request: Request) -> Source:
-    if source.kind == "file":
-        raise OptionError(
-            f"{source.name} is a single file, and a certificate was asked for.",
-            expected="Weights are read component by component from a Diffusers folder.",
-            remedy="Save the model as a folder first, or measure its plan: stopdown plan SOURCE.",
-        )
-    chosen = choose_class(source.pipeline_class, request)
-    return dataclasses.replace(source, pipeline_class=chosen)
+def list_planned(source: Source) -> list[str]:
+    """The components with weights that a completed source holds."""
+    held = [part.name for part in source.parts] or list(source.components)
+    return [
+        name
+        for name in held
+        if has_weights(source.components[name][1]) and (source.described / name).is_dir()
+    ]
 
 
-def list_calls_dry(skeleton: Any) -> tuple[dict[str, list[RecordedCall]], str]:
-    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
-
-    Args:
-        skeleton: in fp16; it is used up.
-    """
-    listener = CallListener()
-    for callee in find_callees(skeleton):
-        put_cast(callee, torch.float16, Patches())  # never undone: the skeleton is thrown away
-    try:
-        dry_run(skeleton, make_arguments(skeleton), [listener])
-    except Exception as error:  # whatever code raises without values: what was seen before counts
-        why = take_first_line(error.error if isinstance(error, ComponentFailed) else error)[:200]
-        return listener.calls, f"The pipeline could not be run dry to its end: {why}"
-    return listener.calls, ""
-
-
-class CallListener(Listener):
-    """Keeps the first call of each kind, by component."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, list[RecordedCall]] = {}
-
-    def inside(
-        self, call: ComponentCall, paths: ModulePaths
-    ) -> contextlib.AbstractContextManager[object]:
-        """A call whose code runs is the first of its kind."""
-        name = call.callee.component_name
-        kept = RecordedCall(call.callee, call.args, dict(call.kwargs))
-        self.calls.setdefault(name, []).append(kept)
-        return contextlib.nullcontext()
-
-    def end(self, call: ComponentCall) -> None:
-        """Make up an encode of a few frames of what a decoder gives: a plan holds for both directions."""
-        made = self.calls.get(call.callee.component_name, [])
-        if call.callee.method != "decode" or any(x.callee.method == "encode" for x in made):
-            return
-        picture = next(iterate_tensors(call.returned), None)
-        if picture is None:
-            return
-        shape = list(picture.shape)
-        if len(shape) == 5:
-            shape[2] = min(shape[2], MOST_FRAMES)
-        if len(shape) == 5 or "num_frames" not in made[-1].kwargs:
-            encode = dataclasses.replace(
-                call.callee, name=name_call(call.callee.component_name, "encode"), method="encode"
-            )
-            picture = torch.zeros(shape, dtype=torch.float16)
-            made.append(RecordedCall(encode, (picture,), {}, made_up=True))
+def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of a single file's components, in the one 16-bit format that it has, else in fp32."""
+    stored = {entry for counts in read_stored_dtypes(source).values() for entry in counts}
+    only = stored.pop() if len(stored) == 1 and stored <= {"fp16", "bf16"} else "fp32"
+    program = load_program(source, torch_dtypes=FORMATS[only].torch_dtype)
+    return {name: name_parameters(getattr(program, name)) for name in list_planned(source)}
 
 
 def _plan_component(
     source: Source,
-    name: str,
     module: torch.nn.Module,
+    checkpoint: Checkpoint,
     made: list[RecordedCall],
     unseen: str,
     progress: Progress | None,
 ) -> ComponentPlan:
-    checkpoint = _open(source, name, module)
+    name = checkpoint.component
     named = ((key, checkpoint.load(key)) for key in sorted(module.state_dict()))
     digest = sample_tensors(named)
     bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
@@ -242,12 +206,18 @@ def _plan_component(
     return describe_scaling(bare, dataclasses.replace(scaling, trial=_UNTRIED), "fp16", 0)
 
 
-def _open(source: Source, name: str, module: torch.nn.Module) -> Checkpoint:
-    files: dict[str, Path] = {}
-    for path in list_weight_files(source)[name]:
+def _open(
+    source: Source,
+    name: str,
+    module: torch.nn.Module,
+    loaded: Mapping[str, torch.Tensor] | None,
+) -> Checkpoint:
+    files: dict[str, Path | torch.Tensor] = dict(loaded or {})
+    for path in list_weight_files(source)[name] if loaded is None else ():
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
-    return Checkpoint(files, _find_aliases(module), functools.cache(lambda: _make(source, name)))
+    buffers = functools.cache(lambda: _make(source, name))
+    return Checkpoint(files, _find_aliases(module), buffers, component=name)
 
 
 def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -287,7 +257,8 @@ def _capture(
 
 def _fall_back(source: Source, bare: ComponentPlan, why: str) -> ComponentPlan:
     """The component in bf16 where its weights are stored so, else in fp32."""
-    stored = read_stored_dtypes(source).get(bare.component, {})
+    counts = read_stored_dtypes(source)
+    stored = counts.get(bare.component, counts.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), dict(stored))
     precision = "bf16" if facts.stored_mostly == "bf16" else "fp32"
     return dataclasses.replace(bare, precision=precision, reasons=(why,))

@@ -12,6 +12,7 @@ from stopdown.environment import Device, Support
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import (
     cast_component_,
     find_callees,
@@ -19,7 +20,7 @@ from stopdown.pipelines.components import (
     find_kept_fp32,
     list_calls,
 )
-from stopdown.pipelines.loader import find_class, load_pipeline
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
 from stopdown.plans.precision import (
     ComponentFacts,

@@ -340,7 +340,9 @@ def pick(op: Operation) -> None:
     sources = [x for x in parent.all_input_nodes if is_float(x)]
     if not is_float(op.node):
         return
-    if is_split(parent) or is_kind(parent, "order"):
+    if is_kind(parent, "rotations"):
+        _rotate(op, sources[int(op.node.args[1])], sources[2])  # type: ignore[call-overload]
+    elif is_split(parent) or is_kind(parent, "order"):
         op.system.equate(op.out, *(op.of(x) for x in sources))
     elif is_kind(parent, "variance_mean") and op.node.args[1] == 0:
         op.system.relate((op.out, -1), (op.of(sources[0]), 2))
@@ -352,6 +354,16 @@ def pick(op: Operation) -> None:
         op.system.pin(op.out)  # orthonormal columns, whatever the length of the input's
     else:
         op.system.pin(op.out, *(op.of(x) for x in sources))
+
+
+def rotate(op: Operation) -> None:
+    """ComfyUI's fused rotary embedding: the result is like what is turned; angles are taken by values."""
+    _rotate(op, op.given["x"], op.given["freqs_cis"])
+
+
+def _rotate(op: Operation, source: Node, table: Node) -> None:
+    op.system.equate(op.out, op.of(source))
+    op.system.pin(op.of(table))
 
 
 def polar(op: Operation) -> None:
@@ -402,6 +414,7 @@ RULES: dict[str, Rule] = {
     "interpolate": interpolate_linearly,
     "pick": pick,
     "polar": polar,
+    "rotate": rotate,
     "extremum": extremum,
 }
 """Rules by the names that the table of operations gives them."""

@@ -214,20 +214,20 @@ def find_folds(
     calls: Sequence[Measured],
     groups: Sequence[Collection[str]] = (),
     *,
-    free: bool = False,
+    free: Collection[str] | None = (),
 ) -> Scaling | None:
     """Exponents by folding alone, as files can hold them; None when there are none.
 
     Args:
         groups: `module.path.attribute` of eps that only change together.
-        free: let each other eps change by itself; otherwise they stay as they are.
+        free: others that may change, each by itself; None for all. The rest stays as it is.
     """
     problem = state_problem(module, calls)
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
     for group in groups:
         problem.system.equate(*[places.pop(name, ZERO) for name in group])
-    if not free:
-        problem.system.pin(*places.values())
+    fixed = () if free is None else places.keys() - free
+    problem.system.pin(*[places[name] for name in sorted(fixed)])
     for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
         if solution := solve_problem(problem, hard_top_bits=bits, fp32_modules=False):
             return describe_solution(problem, solution)

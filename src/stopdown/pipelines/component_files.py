@@ -1,0 +1,177 @@
+"""Files that hold components without the rest of their pipeline, as most are published for ComfyUI.
+
+Which ones, the names say. Diffusers' own converter of each class is given the file's names and shapes
+without values; a component is in the file when every tensor of it comes out. Programs put prefixes before
+the names (`model.diffusion_model.`), and some converters need one: both are tried. Text encoders have the
+names of Transformers.
+
+**Catches** parts of a model that lack tensors, or whose shapes are not those of the configuration.
+**Does not catch** other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.errors import SourceError
+from stopdown.number_formats import list_some
+from stopdown.pipelines.component_classes import (
+    describe_misfit,
+    describing_failures,
+    find_class,
+    limited_building,
+)
+from stopdown.pipelines.headers import read_header
+from stopdown.pipelines.skeleton_components import build_empty_component
+from stopdown.pipelines.sources import Part, Source, has_weights
+
+_WHOLE = (
+    ("model.diffusion_model.",),
+    ("first_stage_model.", "vae."),
+    ("cond_stage_model.", "conditioner.", "text_encoders."),
+)
+"""A whole checkpoint has names of each of these kinds."""
+
+_PREFIX = re.compile(
+    r"(model\.diffusion_model|diffusion_model|first_stage_model|vae|net|cond_stage_model\.transformer"
+    r"|conditioner\.embedders\.\d\.transformer|text_encoders\.\w+(\.transformer)?)\."
+)
+_WANTED = ("model.diffusion_model.", "vae.")
+"""Prefixes without which a converter of Diffusers finds nothing."""
+
+_HEAD = re.compile(r"^((text_model|language_model|model)\.)+")
+"""What versions of Transformers put before the names of one encoder, or leave away."""
+
+
+def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
+    """The components that a file holds; () for a whole checkpoint.
+
+    Args:
+        path: single file.
+        described: with the classes and configurations of its pipeline.
+
+    Raises:
+        SourceError: none of them is in the file.
+
+    Cost: each component built once without weights, unless the file is whole.
+    """
+    shapes = {name: entry.shape for name, entry in read_header(path).items()}
+    if all(any(name.startswith(kind) for name in shapes) for kind in _WHOLE):
+        return ()
+    found, taken = [], set[frozenset[str]]()
+    for name, (_, class_name) in described.components.items():
+        if has_weights(class_name) and (described.described / name).is_dir():
+            part = _find_part(described, name, shapes, taken)
+            found += [part] if part else []
+    if not found:
+        raise SourceError(
+            f"The file {path} holds no whole component of a {described.pipeline_class or 'model'} as "
+            f"{described.described} describes it; its first tensor is {next(iter(shapes), 'missing')!r}.",
+            expected="All tensors of a component are there, in the names and shapes that Diffusers and "
+            "Transformers read.",
+            remedy="Give a Diffusers folder of the same kind of model as config, with its weights or "
+            "without.",
+        )
+    return tuple(found)
+
+
+def _find_part(
+    described: Source, name: str, shapes: Mapping[str, tuple[int, ...]], taken: set[frozenset[str]]
+) -> Part | None:
+    module = build_empty_component(described, name, torch.float32)
+    for part in _list_parts(name, shapes):
+        seen = frozenset(original for original in shapes if original.startswith(part.prefix))
+        if seen not in taken and _is_held(module, rename(part, shapes)):
+            taken.add(seen)
+            return part
+    return None
+
+
+def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
+    """As the names stand, without each prefix that they have, and with each that a converter wants."""
+    found = dict.fromkeys(found[0] for key in shapes if (found := _PREFIX.match(key)))
+    for prefix in (*found, ""):
+        for wanted in ("", *_WANTED):
+            yield Part(name, prefix, wanted)
+
+
+def rename(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file holds under a part's prefix, by the names that its class is loaded from."""
+    return {
+        part.seen_as + name.removeprefix(part.prefix): value
+        for name, value in tensors.items()
+        if name.startswith(part.prefix)
+    }
+
+
+def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether these names and shapes become every tensor of a component; of tied ones, one name."""
+    wanted: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
+    if _is_foreign(module):
+        wanted = {_HEAD.sub("", name): x for name, x in wanted.items()}
+        shapes = {_HEAD.sub("", name): shape for name, shape in shapes.items()}
+    elif not wanted.keys() <= shapes.keys():
+        shapes = _convert_shapes(module, shapes)
+    found = {id(x) for name, x in wanted.items() if shapes.get(name) == tuple(x.shape)}
+    return found >= {id(x) for x in wanted.values()}
+
+
+def _is_foreign(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("transformers")
+
+
+def _convert_shapes(
+    module: Any, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """What Diffusers' converter of a class makes of these tensors; nothing where they are not its own."""
+    from diffusers.loaders import single_file_model as single_file
+
+    kind = single_file._get_single_file_loadable_mapping_class(type(module))
+    if kind is None:
+        return {}
+    convert = single_file.SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    try:
+        made = convert(checkpoint=empty, config=dict(module.config))
+    except Exception:  # whatever it raises for the names of another model
+        return {}
+    return {name: tuple(x.shape) for name, x in made.items()}
+
+
+def load_parts(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The components that a file holds in fp32, from tensors by the names of the file.
+
+    Raises:
+        SourceError: the weights do not fit their model.
+    """
+    return {part.name: _load_part(source, part, tensors).eval() for part in source.parts}
+
+
+def _load_part(source: Source, part: Part, tensors: Mapping[str, torch.Tensor]) -> Any:
+    library, class_name = source.components[part.name]
+    kind, seen = find_class(library, class_name), rename(part, tensors)
+    folder = source.described / part.name
+    with describing_failures(source.path, class_name), limited_building():
+        if library == "transformers":
+            config = kind.config_class.from_pretrained(folder, local_files_only=True)
+            module, report = kind.from_pretrained(
+                None, config=config, state_dict=seen, dtype=torch.float32, output_loading_info=True
+            )
+            missing = sorted(map(str, report["missing_keys"]))
+        else:
+            module = kind.from_single_file(
+                seen,
+                config=str(source.described),
+                subfolder=part.name,
+                local_files_only=True,
+                dtype=torch.float32,
+            )
+            missing = [name for name, x in module.named_parameters() if x.is_meta]
+    if missing:
+        raise describe_misfit(source.path, class_name, f"they lack {list_some(missing)}")
+    return module

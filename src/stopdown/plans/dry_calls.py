@@ -1,0 +1,159 @@
+"""Calls that a pipeline makes of its components, from a dry run: shapes without values, or drawn ones.
+
+Drawn values are random. They are enough to measure what a change of eps does, and not what a plan must
+hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.call_names import name_call
+from stopdown.errors import SourceError, take_first_line
+from stopdown.module_paths import ModulePaths
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.components import find_callees
+from stopdown.pipelines.dry_run import (
+    ComponentCall,
+    ComponentFailed,
+    Listener,
+    dry_run,
+    make_arguments,
+)
+from stopdown.pipelines.requests import Request, find_target
+from stopdown.pipelines.skeletons import build_skeleton
+from stopdown.pipelines.sources import Source
+from stopdown.plans.call_recorder import MOST_FRAMES, RecordedCall
+
+SMALL = {"height": 256, "width": 256, "frames": 9}
+"""Sizes of a drawn call: eps matter as much in a small picture."""
+
+
+def list_source_calls(
+    source: Source, sizes: Mapping[str, int | None] | None = None
+) -> tuple[dict[str, list[RecordedCall]], str]:
+    """As `list_calls_dry`, of a completed source.
+
+    Args:
+        sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
+
+    Raises:
+        SourceError: a single file is described by the configuration of a component alone.
+    """
+    if not source.pipeline_class:
+        raise SourceError(
+            f"The configuration {source.described} is that of a component, and nothing tells how a "
+            "pipeline calls it.",
+            expected="Calls come from the pipeline's own code, which its configurations describe.",
+            remedy="Give the folder of the whole pipeline as config (its weights are not read).",
+        )
+    dtypes = dict.fromkeys(source.components, torch.float16)
+    skeleton = build_skeleton(source, dtypes, keep_fp32=False)
+    found = {find_target(name, type(skeleton)): size for name, size in (sizes or {}).items()}
+    return list_calls_dry(skeleton, {name: size for name, size in found.items() if name and size})
+
+
+def list_calls_dry(
+    skeleton: Any, arguments: Mapping[str, Any] | None = None
+) -> tuple[dict[str, list[RecordedCall]], str]:
+    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
+
+    Args:
+        skeleton: in fp16; it is used up.
+        arguments: of its call, beside those that it cannot do without.
+    """
+    listener = CallListener()
+    for callee in find_callees(skeleton):
+        put_cast(callee, torch.float16, Patches())  # never undone: the skeleton is thrown away
+    try:
+        dry_run(skeleton, {**make_arguments(skeleton), **(arguments or {})}, [listener])
+    except Exception as error:  # whatever code raises without values: what was seen before counts
+        why = take_first_line(error.error if isinstance(error, ComponentFailed) else error)[:200]
+        return listener.calls, f"The pipeline could not be run dry to its end: {why}"
+    return listener.calls, ""
+
+
+class CallListener(Listener):
+    """Keeps the first call of each kind, by component."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, list[RecordedCall]] = {}
+
+    def inside(
+        self, call: ComponentCall, paths: ModulePaths
+    ) -> contextlib.AbstractContextManager[object]:
+        """A call whose code runs is the first of its kind."""
+        name = call.callee.component_name
+        kept = RecordedCall(call.callee, call.args, dict(call.kwargs))
+        self.calls.setdefault(name, []).append(kept)
+        return contextlib.nullcontext()
+
+    def end(self, call: ComponentCall) -> None:
+        """Make up an encode of a few frames of what a decoder gives: a plan holds for both directions."""
+        made = self.calls.get(call.callee.component_name, [])
+        if call.callee.method != "decode" or any(x.callee.method == "encode" for x in made):
+            return
+        picture = next(iterate_tensors(call.returned), None)
+        if picture is None:
+            return
+        shape = list(picture.shape)
+        if len(shape) == 5:
+            shape[2] = min(shape[2], MOST_FRAMES)
+        if len(shape) == 5 or "num_frames" not in made[-1].kwargs:
+            encode = dataclasses.replace(
+                call.callee, name=name_call(call.callee.component_name, "encode"), method="encode"
+            )
+            picture = torch.zeros(shape, dtype=torch.float16)
+            made.append(RecordedCall(encode, (picture,), {}, made_up=True))
+
+
+def draw_calls(source: Source, request: Request) -> dict[str, list[RecordedCall]]:
+    """Component to a call of each kind that the pipeline makes, with random values in fp32.
+
+    Args:
+        source: completed, described by a whole pipeline.
+        request: sizes; `SMALL` where there are none.
+
+    Raises:
+        SourceError: as `list_source_calls`.
+    """
+    asked = {name: getattr(request, name) for name in SMALL}
+    sizes = asked if any(asked.values()) else SMALL
+    calls, unseen = list_source_calls(source, sizes)
+    if unseen:
+        calls, _ = list_source_calls(source)
+    return {name: [_draw(call) for call in listed] for name, listed in calls.items()}
+
+
+def _draw(call: RecordedCall) -> RecordedCall:
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(path: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return _fill(str(path[-1]), tuple(value.shape), value.dtype, generator)
+
+    args, kwargs = pytree.tree_map_with_path(fill, (call.args, call.kwargs))
+    return dataclasses.replace(call, args=args, kwargs=kwargs)
+
+
+def _fill(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
+    """Values as such an argument has them."""
+    if dtype == torch.bool or "mask" in name:
+        return torch.ones(shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
+    if "timestep" in name or "sigma" in name:
+        return torch.full(shape, 500.0 if dtype.is_floating_point else 500).to(dtype).float()
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator)
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 32).reshape(shape).to(dtype)
