@@ -341,7 +341,9 @@ def pick(op: Operation) -> None:
     if not is_float(op.node):
         return
     if is_kind(parent, "rotations"):
-        _rotate(op, sources[int(op.node.args[1])], sources[2])  # type: ignore[call-overload]
+        number = op.node.args[1]
+        assert isinstance(number, int)
+        _rotate(op, sources[number], sources[2])
     elif is_split(parent) or is_kind(parent, "order"):
         op.system.equate(op.out, *(op.of(x) for x in sources))
     elif is_kind(parent, "variance_mean") and op.node.args[1] == 0:

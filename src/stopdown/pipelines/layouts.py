@@ -1,0 +1,152 @@
+"""Components in the names that single files have: tensors renamed, fused, transposed, never computed.
+
+Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
+in `knowledge/rules/layouts.toml`. Every value of a component stands in one place of its file.
+
+**Catches** classes without a table.
+**Does not catch** a wrong table. `tests/pipelines/test_layouts.py` does: what was written is read with the
+converters of Diffusers and the model code of ComfyUI.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+from stopdown.errors import ScalingError
+from stopdown.toml_files import read_rows
+
+_SUM = re.compile(r"<([^<>]*)>")
+
+
+class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
+    """How the tensors of a class are named in a single file.
+
+    Attributes:
+        class_name: in Diffusers or Transformers.
+        source: where that is known from.
+        rules: patterns over a name and what takes their place, one after the other.
+        like: class whose rules come after these.
+    """
+
+    class_name: str
+    source: str
+    rules: tuple[tuple[str, str], ...]
+    like: str = ""
+
+
+class Piece(msgspec.Struct, frozen=True, order=True):
+    """A tensor of a component, or what of it a tensor in a file has.
+
+    Attributes:
+        order: its place among the parts of a fused tensor.
+        name: in the component.
+        change: `swap`, `1x1`, `T`, or nothing.
+    """
+
+    order: int
+    name: str
+    change: str = ""
+
+
+@functools.cache
+def read_layouts() -> dict[str, Layout]:
+    """The tables by class."""
+    return {layout.class_name: layout for layout in read_rows("layouts", "layouts", Layout)}
+
+
+def lay_out(module: torch.nn.Module) -> dict[str, tuple[Piece, ...]]:
+    """Name in a single file to the tensors of a component of which it is made.
+
+    Raises:
+        ScalingError: there is no table for its class.
+    """
+    layouts, class_name = read_layouts(), type(module).__name__
+    found = layouts.get(class_name)
+    if found is None and type(module).__module__.startswith("transformers"):
+        found = Layout(class_name, "as Transformers names them", ())
+    if found is None:
+        raise ScalingError(
+            f"The names of a {class_name} in single files are not known.",
+            expected=f"They are known for {', '.join(sorted(layouts))}, and for text encoders.",
+        )
+    rules = (*found.rules, *(layouts[found.like].rules if found.like else ()))
+    names = module.state_dict().keys()
+    numbers = _count(module, names)
+    made: dict[str, list[Piece]] = {}
+    for name in names:
+        target, _, mark = _rename(name, rules, numbers).partition("@")
+        order = int(mark) if mark.isdigit() else 0
+        made.setdefault(target, []).append(Piece(order, name, "" if mark.isdigit() else mark))
+    return {target: tuple(sorted(pieces)) for target, pieces in made.items()}
+
+
+def _rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
+    for pattern, replacement in rules:
+        name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
+        name = _SUM.sub(lambda found: str(_add(found[1], numbers)), name)
+    return name
+
+
+def _add(text: str, numbers: Mapping[str, int]) -> int:
+    """`1+n1*2` as a number."""
+    return sum(
+        math.prod(numbers[x] if x in numbers else int(x) for x in product.split("*"))
+        for product in text.split("+")
+    )
+
+
+def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """The numbers that replacements name, of a component's configuration."""
+    config: Any = getattr(module, "config", {})
+
+    def read(*fields: str) -> Any:
+        values = (getattr(config, field, None) for field in fields)
+        return next((x for x in values if x is not None), 0)
+
+    layers, widths = read("layers_per_block", "num_res_blocks"), read("block_out_channels")
+    layers = layers if isinstance(layers, int) else 0
+    ups = {name.split(".")[1] for name in names if name.startswith("up_blocks.")}
+    attentive = {
+        name.split(".")[1] for name in names if re.match(r"up_blocks\.\d+\.attentions", name)
+    }
+    return {
+        "n": layers,
+        "n1": layers + 1,
+        "n2": layers + 2,
+        "last": (len(widths) if widths else read("num_layers")) - 1,
+        **{f"a{block}": 2 if block in attentive else 1 for block in ups},
+    }
+
+
+def arrange(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of a component as a single file has them; tied ones once.
+
+    Raises:
+        ScalingError: as `lay_out`.
+
+    Cost: the memory of fused tensors.
+    """
+    state, seen = module.state_dict(), set[int]()
+    made = {}
+    for target, pieces in lay_out(module).items():
+        parts = [_change(state[piece.name], piece.change) for piece in pieces]
+        if len(parts) == 1 and state[pieces[0].name].data_ptr() in seen:
+            continue
+        seen |= {state[piece.name].data_ptr() for piece in pieces}
+        made[prefix + target] = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+    return made
+
+
+def _change(tensor: torch.Tensor, change: str) -> torch.Tensor:
+    if change == "swap":
+        return torch.cat(tensor.chunk(2)[::-1])
+    if change == "1x1":
+        return tensor[..., None, None]
+    return tensor.T if change == "T" else tensor
