@@ -1,13 +1,13 @@
 """Tiny models in the files that others read: which sizes ComfyUI guesses from their shapes.
 
-A program that reads a file takes some sizes from its shapes and has others in its code; these models keep to
+A program that reads a file takes some sizes from its shapes and has others in its code; these keep to
 the latter. Each overflows in fp16 and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch

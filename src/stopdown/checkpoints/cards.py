@@ -1,6 +1,6 @@
 """What converted files say of themselves: entries in their metadata, and a card for people.
 
-Both have the plan's seal, what was done to each component, what its range rests on and what that leaves open.
+Both have the plan's seal, what was done to each component, and what its range rests on.
 """
 
 from __future__ import annotations
