@@ -133,6 +133,18 @@ def test_a_worker_whose_files_do_not_come_is_refused(tmp_path: Path) -> None:
         check_probe(here, write_probe(there), "Worker 1")
 
 
+@pytest.mark.parametrize("kind", ["folder", "url"])
+def test_a_probe_that_nobody_looked_for_is_swept(kind: str, tmp_path: Path) -> None:
+    """A worker or driver that was killed in between leaves one; items and their records stay."""
+    from stopdown.batch.stores import open_store, write_probe
+
+    store = open_store(str(tmp_path) if kind == "folder" else f"local://{tmp_path}")
+    store.write("a.mp4", b"whole")
+    write_probe(store)
+    store.sweep()
+    assert store.list_names() == {"a.mp4"}
+
+
 def test_memory_of_one_process_is_no_place_for_two(tiny: str, tmp_path: Path) -> None:
     """Outputs into `memory://` by two processes: each has a memory of its own, which is found at once."""
     options = BatchOptions(

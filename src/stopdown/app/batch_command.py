@@ -167,6 +167,7 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     with ExitStack() as stack:
         stack.enter_context(_held(store))
         store.sweep()
+        stack.callback(store.sweep)
         cluster = stack.enter_context(_connect(options, display)) if options.ray else None
         progress = _Progress(options, display, plain, begun)
         return _run(options, settings, asked, store, cluster, progress)

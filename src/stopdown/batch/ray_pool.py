@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import logging
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from stopdown.records import Plan
 _STORE_BYTES = 2**28
 """Of the object store of a cluster of our own: tasks, plans and answers, no frames."""
 
-_KNOCK_S, _NODE_S, _OPEN_S = 10.0, 120.0, 600.0
-"""Seconds for an address to answer, a machine to say its versions, the first workers to begin."""
+_KNOCK_S, _NODE_S, _OPEN_S, _LEAVING_S = 10.0, 120.0, 600.0, 30.0
+"""Seconds for an address to answer, a machine to say its versions, the first workers to begin, and for
+Ray to notice that a machine is gone."""
 
 
 @contextmanager
@@ -177,28 +179,44 @@ def _check_nodes(ray: Any) -> None:
         return found
 
     strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    asked = {
-        node["NodeManagerAddress"]: ray.remote(read_versions)
-        .options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False))
-        .remote(list(here))
+    asked = [  # several nodes may have one address
+        (
+            node,
+            ray.remote(read_versions)
+            .options(num_cpus=0, scheduling_strategy=strategy(node["NodeID"], soft=False))
+            .remote(list(here)),
+        )
         for node in ray.nodes()
         if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU"))
-    }
+    ]
     if not asked:
         raise InputError(
             "The Ray cluster has no machine with CPUs or GPUs.",
             remedy="Add one: ray start --address ADDRESS",
         )
-    for machine, task in asked.items():
+    for node, task in asked:
+        machine = node["NodeManagerAddress"]
         try:
             found = ray.get(task, timeout=_NODE_S)
         except ray.exceptions.RayError as error:
+            if _is_leaving(ray, node["NodeID"]):
+                continue
             raise InputError(
                 f"The machine {machine} of the Ray cluster does not answer: "
                 f"{take_first_line(error)[:200]}",
                 remedy="Look at it: ray status",
             ) from error
         _compare_versions(machine, here, found)
+
+
+def _is_leaving(ray: Any, identity: str) -> bool:
+    """Whether a machine that did not answer is found to be gone; Ray notices within some seconds."""
+    until = time.monotonic() + _LEAVING_S
+    while time.monotonic() < until:
+        if not any(node["NodeID"] == identity and node["Alive"] for node in ray.nodes()):
+            return True
+        time.sleep(0.5)
+    return False
 
 
 def _compare_versions(

@@ -22,6 +22,8 @@ from stopdown.batch.prompts import is_url
 from stopdown.errors import OutputError, take_first_line
 from stopdown.outputs import check_target, discard, explain_refusal, written_beside
 
+_PROBE = ".stopdown-probe-"
+
 _STRAY_S = 3600.0
 """Age at which a temporary file of another machine is taken for one that nobody writes any more."""
 
@@ -54,7 +56,7 @@ class Store(Protocol):
         """A folder in which files are made; they are in the store when the block has ended."""
 
     def sweep(self) -> None:
-        """Remove what was left under temporary names by processes that are no more."""
+        """Remove what killed processes left: temporary files, and probes that nobody looked for."""
 
 
 def open_store(given: str) -> Store:
@@ -114,7 +116,9 @@ class Folder:
         yield self.path
 
     def sweep(self) -> None:
-        """Remove old temporary files of other machines; those of this one go at the first write."""
+        """Remove probes, and old temporary files of other machines; this one's go at the first write."""
+        for probe in self.path.glob(f"{_PROBE}*"):
+            discard(probe)
         for part in self.path.glob(".stopdown-*.part"):
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > _STRAY_S:
@@ -185,9 +189,11 @@ class _Remote:
                     self._files.mv(part, self._path(path.name))
 
     def sweep(self) -> None:
-        """Remove temporary files: a batch has its place to itself."""
+        """Remove temporary files and probes: a batch has its place to itself."""
         for name in self.list_names():
-            if name.startswith(".stopdown-") and name.endswith(".part"):
+            if name.startswith(_PROBE) or (
+                name.startswith(".stopdown-") and name.endswith(".part")
+            ):
                 self.remove(name)
 
     def _path(self, name: str) -> str:
@@ -212,7 +218,7 @@ def _name_part() -> str:
 
 def write_probe(store: Store) -> str:
     """Write a small file; its name."""
-    name = f".stopdown-probe-{secrets.token_hex(8)}"
+    name = f"{_PROBE}{secrets.token_hex(8)}"
     store.write(name, b"stopdown")
     return name
 
