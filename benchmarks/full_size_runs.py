@@ -81,7 +81,7 @@ class Case:
     request: dict[str, Any] = field(default_factory=dict)
 
 
-_VIDEO = {"frames": 9, "height": 128, "width": 128, "prompt": PROMPT}
+_VIDEO = {"frames": 9, "height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
 CASES = {
     "CogVideoX-2B": Case(

@@ -44,6 +44,12 @@ from stopdown.records import Accumulation
 GROUP = 16
 """Products that are summed before an accumulator is rounded: the depth of a tensor core's step."""
 
+ROUNDING = 2.0**-11
+"""Relative error of one rounding to fp16."""
+
+SUBNORMAL = 2.0**-25
+"""Absolute error of one where fp16 has no more bits."""
+
 BACKENDS = {
     "math": SDPBackend.MATH,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -110,6 +116,36 @@ def summing_in_fp16() -> Iterator[None]:
     """
     with accumulating(Accumulation(fp16_accumulation=True)), _Emulation():
         yield
+
+
+def bound_rounded_sum(largest: float, terms: int) -> float:
+    """What no sum in fp16 exceeds on its way, roundings included.
+
+    With `|s_k| <= B` for each exact partial sum, m roundings of `(1 + d)`, `|d| <= u`, and at most `e`
+    where a sum is subnormal, an error grows by `E_k <= (1 + u) (E_{k-1} + e) + u B`. So a rounded sum is
+    at most `(B + m e) (1 + u)**m`.
+
+    Args:
+        largest: of the exact partial sums, each of them and each part of them.
+        terms: products in a sum, `GROUP` of them between two roundings.
+    """
+    rounds = math.ceil(terms / GROUP)
+    return (largest + rounds * SUBNORMAL) * (1 + ROUNDING) ** rounds
+
+
+def sum_linear_in_fp16(layer: torch.nn.Linear, terms: int, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer whose products are summed in fp16, so many terms at a time, and those sums in fp32.
+
+    Cost: a product and an addition for each piece.
+    """
+    with accumulating(Accumulation(fp16_accumulation=True)):
+        if layer.in_features <= terms:
+            return functional.linear(given, layer.weight, layer.bias)
+        pairs = zip(given.split(terms, -1), layer.weight.split(terms, -1), strict=True)
+        total = sum(functional.linear(*pair).float() for pair in pairs)
+    if layer.bias is not None:
+        total = total + layer.bias
+    return torch.as_tensor(total).to(given.dtype)
 
 
 @dataclass(frozen=True)

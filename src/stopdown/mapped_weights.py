@@ -19,14 +19,14 @@ import torch
 from stopdown.errors import OutputError
 
 SHARE = 0.25
-"""Of the machine's memory: weights that take more are mapped. Formats beside fp32 lie beside them."""
+"""Of the machine's memory: weights that take more are mapped."""
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
     """Where weights of this size are mapped; None where they are small, or the disk has no room."""
     folder = Path(tempfile.gettempdir())
     is_large = needed_bytes > SHARE * memory_bytes
-    has_room = shutil.disk_usage(folder).free > 2 * needed_bytes
+    has_room = shutil.disk_usage(folder).free > 1.5 * needed_bytes
     return folder if is_large and has_room and os.name == "posix" else None
 
 

@@ -543,6 +543,8 @@ class Accumulation(Displayed):
         fp16_reduced, bf16_reduced: sums that are split may be joined in that format.
         math_reduced: attention in plain operations may keep its scores in 16 bits.
         attention: kernels that it may use: `math`, `flash`, `efficient`, `cudnn`; empty for any.
+        fp16_sums: path of a linear layer that is summed in fp16, whatever holds for the others, to how
+            many terms are summed so before fp32 goes on.
     """
 
     fp16_accumulation: bool | None = None
@@ -550,6 +552,21 @@ class Accumulation(Displayed):
     bf16_reduced: bool | None = None
     math_reduced: bool | None = None
     attention: tuple[str, ...] = ()
+    fp16_sums: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, repr=False)
+class SumBound(Displayed):
+    """How large the sums of a linear layer get on their way, for every input.
+
+    Attributes:
+        terms: products in a sum.
+        largest: magnitude that no part of a sum exceeds as it is stored, without the roundings of
+            sums in fp16; None where it rests on no bound.
+    """
+
+    terms: int
+    largest: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -598,6 +615,7 @@ class Scaling(Displayed):
         trial: what the module gave when it was run once with all that; None where nobody tried.
         layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs, to
             the exponents of its input and its output; without those that have none.
+        sums: path of each linear layer in fp16 to its sums; empty where bounds were not asked for.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
@@ -620,6 +638,7 @@ class Scaling(Displayed):
     note: str = ""
     trial: Trial | None = None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    sums: Mapping[str, SumBound] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)

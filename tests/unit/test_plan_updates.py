@@ -15,6 +15,7 @@ from stopdown.records import (
     ComponentPlan,
     ResidualStream,
     Scaling,
+    SumBound,
     Trial,
     from_json,
     to_json,
@@ -51,6 +52,9 @@ SCALINGS = st.builds(
     range_note=st.just("Ten values are bounded."),
     note=TEXTS,
     trial=st.none() | st.builds(Trial, st.integers(0, 9), SHARES, SHARES, TEXTS),
+    sums=st.dictionaries(
+        NAMES, st.builds(SumBound, st.integers(1, 99), st.none() | SHARES), max_size=2
+    ),
 )
 FIELDS = {x.name for x in dataclasses.fields(Scaling)}
 BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(bf16_reduced=False))

@@ -101,6 +101,13 @@ class PlanOptions(RequestOptions):
             "again for more."
         ),
     ] = ()
+    accumulate: Annotated[
+        Literal["auto", "fp32", "fp16"] | None,
+        typer.Option(
+            help="How products are summed. fp32; auto: in fp16, in short pieces, where bounds show "
+            "that nothing overflows; fp16: whole sums. Without it as PyTorch's switch says."
+        ),
+    ] = None
     certify: Annotated[
         bool,
         typer.Option(
@@ -179,6 +186,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.plans.precision import parse_fp16
 
     _check_certify(options)
+    _check_accumulate(options)
     parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
     if output.suffix.lower() != ".json":
@@ -206,6 +214,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
             prompts=[*options.prompt, *map(read_call, options.call)],
             residual=options.residual,
             ranges=options.ranges,
+            accumulate=options.accumulate,
             request=dataclasses.replace(request, steps=options.steps),
             progress=display.progress,
         )
@@ -237,13 +246,32 @@ def _check_certify(options: PlanOptions) -> None:
             )
 
 
+def _check_accumulate(options: PlanOptions) -> None:
+    """Refuse sums in fp16 beside ranges that were measured.
+
+    Raises:
+        OptionError: saying what bounds them.
+    """
+    is_bounded = options.certify or options.ranges != "measured"
+    if options.accumulate in ("auto", "fp16") and not is_bounded:
+        raise OptionError(
+            f"--accumulate {options.accumulate} was given, and ranges are measured.",
+            expected="Sums in fp16 are safe where a bound holds for every input.",
+            remedy="Add --ranges auto, or --certify.",
+        )
+
+
 def _certify(source: Source, options: PlanOptions, request: Request, display: Display) -> Plan:
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.certified import certify_plan
 
     with quiet_libraries():
         return certify_plan(
-            source, precision=options.precision, request=request, progress=display.progress
+            source,
+            precision=options.precision,
+            accumulate=options.accumulate,
+            request=request,
+            progress=display.progress,
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from stopdown.accumulation import accumulating
+from stopdown.accumulation import accumulating, sum_linear_in_fp16
 from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError
 from stopdown.graph.capture import casts_weights, name_parameters
@@ -243,6 +243,9 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
     """Torch's switches as the plan wants them, during each component's calls and no longer."""
     wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
 
+    for name, accumulation in wanted.items():
+        put_sums(_find(pipe, name), accumulation, patches)
+
     def put(callee: Callee, layers: Patches) -> None:
         if callee.component_name in wanted:
             layer = functools.partial(_call_accumulating, wanted[callee.component_name])
@@ -250,6 +253,35 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
 
     if wanted:
         intercept_components(pipe, put, patches)
+
+
+def put_sums(module: torch.nn.Module, accumulation: Accumulation, patches: Patches) -> None:
+    """Sum a module's linear layers in fp16 where a plan says so.
+
+    Raises:
+        ScalingError: it has no such layer.
+    """
+    for path, terms in accumulation.fp16_sums.items():
+        _put_sums(_find_layer(module, path), terms, patches)
+
+
+def _find_layer(module: torch.nn.Module, path: str) -> torch.nn.Linear:
+    found = dict(module.named_modules()).get(path)
+    if not isinstance(found, torch.nn.Linear):
+        raise ScalingError(f"{type(module).__name__} has no linear layer {path}.")
+    return found
+
+
+def _put_sums(layer: torch.nn.Linear, terms: int, patches: Patches) -> None:
+    """Sum a layer in fp16 while its weights are fp16: a repair may widen them."""
+    plain = layer.forward
+
+    @functools.wraps(plain)
+    def forward(given: torch.Tensor) -> torch.Tensor:
+        is_narrow = layer.weight.dtype == given.dtype == torch.float16
+        return sum_linear_in_fp16(layer, terms, given) if is_narrow else plain(given)
+
+    patches.set_attribute(layer, "forward", forward)
 
 
 def _call_accumulating(

@@ -60,6 +60,7 @@ from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
+from stopdown.plans.sums import check_mode, choose_sums
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
@@ -90,6 +91,7 @@ def make_plan(
     prompts: Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     ranges: str | None = None,
+    accumulate: str | None = None,
     request: Request | None = None,
     device: str | None = None,
     progress: Progress | None = None,
@@ -110,6 +112,9 @@ def make_plan(
         ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
             can; `auto` takes bounds where they cost nothing, and measures with room where they
             are too loose. None is `measured`.
+        accumulate: `fp32` sums all products in fp32; `auto` those of linear layers in fp16 that bounds
+            show to be safe, in short pieces, and `fp16` in whole sums where they are; None leaves
+            torch's switch as it is.
         request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
             leaves the model's defaults, and draws what the pipeline cannot do without. The first,
             middle and last of `STEPS` steps are measured, unless it names others. Where no size is
@@ -134,6 +139,7 @@ def make_plan(
     """
     started = time.perf_counter()
     options = (check_residual(residual), check_ranges(ranges))
+    mode = check_mode(accumulate, bounded=options[1] != "measured")
     given = request or Request()
     steps = STEPS if given.steps is None else given.steps
     if steps < 1:
@@ -146,20 +152,19 @@ def make_plan(
         components = _plan_pipeline(opened, requests, resized, options, progress)
     else:
         components = _plan_program(opened, run or _play(opened, prompts), options, progress)
-    return seal_plan(
-        Plan(
-            source=opened.name,
-            fingerprint=opened.fingerprint,
-            pipeline=type(opened.pipe).__name__,
-            precision=FP16.name,
-            versions=read_class_versions(),
-            components=components,
-            prompts=tuple(r.prompt for r in requests if r.prompt is not None),
-            steps=steps,
-            device=str(opened.device),
-            elapsed_s=round(time.perf_counter() - started, 3),
-        )
+    made = Plan(
+        source=opened.name,
+        fingerprint=opened.fingerprint,
+        pipeline=type(opened.pipe).__name__,
+        precision=FP16.name,
+        versions=read_class_versions(),
+        components=components,
+        prompts=tuple(r.prompt for r in requests if r.prompt is not None),
+        steps=steps,
+        device=str(opened.device),
+        elapsed_s=round(time.perf_counter() - started, 3),
     )
+    return seal_plan(choose_sums(made, mode))
 
 
 def _plan_pipeline(
@@ -431,7 +436,7 @@ def describe_scaling(
         notes: what else is to be said, in whole sentences.
     """
     if not scaling.range_note:  # nobody asked for bounds: what is uncertain would be everything
-        scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=())
+        scaling = dataclasses.replace(scaling, values=0, bounded=0, uncertain=(), sums={})
     headroom = read_headroom(scaling)
     scaling = dataclasses.replace(
         scaling,

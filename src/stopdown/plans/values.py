@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 
 from stopdown.number_formats import FORMATS
-from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling
+from stopdown.records import Accumulation, ComponentPlan, Plan, ResidualStream, Scaling
 
 LARGEST_EXPONENT = 252
 """From fp32's smallest normal number, 2^-126, to beyond its largest, 2^127."""
@@ -62,9 +62,19 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
     for name, limit in scaling.limits.items():
         if not (math.isfinite(limit) and limit >= 0):
             yield f"the limit {limit} of {name[:40]!r}"
-    for kernel in entry.accumulation.attention if entry.accumulation is not None else ():
+    if entry.accumulation is not None:
+        yield from _list_accumulation(entry.accumulation)
+
+
+def _list_accumulation(accumulation: Accumulation) -> Iterator[str]:
+    for kernel in accumulation.attention:
         if kernel not in ATTENTION:
             yield f"the attention {kernel[:40]!r}"
+    for path, terms in accumulation.fp16_sums.items():
+        if not _PATH.fullmatch(path):
+            yield f"the module {path[:40]!r}"
+        if not 0 < terms <= 2**31:
+            yield f"sums of {str(terms)[:20]} terms"
 
 
 def _list_exponents(scaling: Scaling) -> Iterator[str]:

@@ -35,7 +35,7 @@ from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
-from stopdown.records import Scaling
+from stopdown.records import Scaling, SumBound
 from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Measured, Problem, split_values
 
@@ -196,6 +196,26 @@ def find_uncertain(
         if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):
             uncertain.append(limit.place)
     return count, tuple(uncertain)
+
+
+def bound_sums(
+    problem: Problem, exponent: Callable[[int], int], fp32_modules: Sequence[str]
+) -> dict[str, SumBound]:
+    """The sums of each linear layer in fp16, by its path; empty where nothing rests on a bound."""
+    found: dict[str, SumBound] = {}
+    for limit in problem.limits:
+        if (
+            not limit.terms
+            or limit.dtype != torch.float16
+            or set(limit.interiors) & set(fp32_modules)
+        ):
+            continue
+        path = limit.place.partition(":")[2].rpartition(" ")[0]
+        before = found.get(path, SumBound(limit.terms, 0.0)).largest
+        largest = limit.range.amax * 2.0 ** exponent(limit.unknown) if limit.range.certain else None
+        worst = None if largest is None or before is None else max(before, largest)
+        found[path] = SumBound(limit.terms, worst)
+    return found if any(x.largest is not None for x in found.values()) else {}
 
 
 _MEASURED = f"the rest calibrated with {CALIBRATED_BITS:g} bits of headroom"

@@ -57,6 +57,7 @@ class Limit:
         place: `component:dotted.path (operation)`, or a parameter's name.
         weight: 0 for a value; for a parameter how much its fold should be avoided.
         interiors: modules inside which it stays, outermost first: in fp32 there, it has no limit.
+        terms: of a linear layer's output, how many products each of its values sums; else 0.
     """
 
     unknown: int
@@ -65,6 +66,7 @@ class Limit:
     place: str
     weight: float = 0.0
     interiors: tuple[str, ...] = ()
+    terms: int = 0
 
 
 @dataclass
@@ -365,7 +367,8 @@ class _Stater:
         if outer is not None:
             self.problem.limits.append(Limit(outer, part, dtype, place, 0.0, interiors))
             within = (*interiors, self.exits[node])
-        self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within))
+        terms = shape_of(node.args[1])[-1] if is_kind(node, "linear") else 0
+        self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within, terms))
 
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters

@@ -8,7 +8,7 @@ import torch
 
 from stopdown.numerics import headroom_bits
 from stopdown.records import Scaling
-from stopdown.scaling.certificate import find_uncertain
+from stopdown.scaling.certificate import bound_sums, find_uncertain
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 from stopdown.scaling.solver import Solution
@@ -39,6 +39,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
         layers=dict(_list_layers(problem, at)),
+        sums=bound_sums(problem, at, solution.fp32_modules),
     )
 
 

@@ -1,0 +1,193 @@
+"""Sums in fp16 by a certificate: which linear layers, why not the others, and what it costs in precision.
+
+Each class of the rescale table is made to overflow and scaled from bounds; then its linear layers are
+summed in fp32, in fp16 where the certificate allows it (`auto`, in pieces of at most 1024 terms; `fp16`,
+whole sums), and in fp16 everywhere. The bundled pipeline runs two steps in the same ways by a certified
+plan. Sums in fp16 are emulated: the accumulator is rounded after each group of 16 products.
+
+    python benchmarks/sums.py
+    python benchmarks/sums.py --classes T5 Flux
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from rescale import overflow  # noqa: E402 (the path is set above)
+
+from rescaling_models import EXAMPLES, WAYS, make_example, run_calls  # noqa: E402
+from stopdown import apply_plan, load, rescale_  # noqa: E402
+from stopdown.accumulation import summing_in_fp16  # noqa: E402
+from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.errors import StopdownError  # noqa: E402
+from stopdown.numerics import relative_l2  # noqa: E402
+from stopdown.patches import Patches  # noqa: E402
+from stopdown.plans.applier import put_sums  # noqa: E402
+from stopdown.plans.certified import certify_plan  # noqa: E402
+from stopdown.plans.sums import choose_sums, list_refused  # noqa: E402
+from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling  # noqa: E402
+from stopdown.scaling import cast_, measure_call  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "results"
+WAYS_TO_SUM = ("fp32", "auto", "fp16", "everywhere")
+
+
+def measure_class(name: str) -> dict[str, Any]:
+    """One class, made to overflow: counts, reasons and errors against fp32."""
+    module, calls = make_example(name)
+    way = EXAMPLES[name].ways[0]
+    overflow(module, calls, [measure_call(*call) for call in calls], WAYS[way])
+    right = run_calls(calls, torch.float32)
+    with cast_(module, torch.bfloat16):
+        bf16 = compare(run_calls(calls, torch.bfloat16), right)
+    rescaling = rescale_(module, calls=calls, ranges="bound")
+    cast_(module, torch.float16, rescaling)
+    errors = {}
+    for mode in WAYS_TO_SUM:
+        with Patches() as patches, summing(mode):
+            put_sums(module, choose(rescaling.scaling, mode), patches)
+            errors[mode] = compare(run_calls(calls, torch.float16), right)
+    return {"name": name, **count(rescaling.scaling), "bf16": bf16, "errors": errors}
+
+
+def choose(scaling: Scaling, mode: str) -> Accumulation:
+    entry = ComponentPlan("module", "", "", "fp16", scaling)
+    plan = Plan("", "", "", "fp16", {}, (entry,), (), 0, "cpu", 0.0)
+    made = choose_sums(plan, "fp32" if mode == "everywhere" else mode).components[0].accumulation
+    return made or Accumulation()
+
+
+def count(scaling: Scaling) -> dict[str, Any]:
+    """How many linear layers are summed in fp16 by `auto`, and why the others are not."""
+    taken = choose(scaling, "auto")
+    entry = ComponentPlan("module", "", "", "fp16", scaling, accumulation=taken)
+    refused = list_refused(entry)
+    return {
+        "linears": len(scaling.sums), "taken": len(taken.fp16_sums), "refused": refused,
+        "longest": max((x.terms for x in scaling.sums.values()), default=0),
+    }  # fmt: skip
+
+
+def summing(mode: str) -> Any:
+    """The emulation, which heeds the switch that each layer sets; off where nothing sums in fp16."""
+    if mode == "everywhere":
+        return summing_in_fp16()
+    return _heeding() if mode != "fp32" else nullcontext()
+
+
+class _heeding:
+    """The emulation with the switch off outside of the layers that turn it on."""
+
+    def __enter__(self) -> None:
+        self._emulation = summing_in_fp16()
+        self._emulation.__enter__()
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+
+    def __exit__(self, *error: Any) -> None:
+        self._emulation.__exit__(*error)
+
+
+def compare(found: list[torch.Tensor], right: list[torch.Tensor]) -> float | None:
+    """Relative error of the worst output; None where it is not finite."""
+    pairs = list(zip(found, right, strict=True))
+    if not all(x.isfinite().all() for x, _ in pairs):
+        return None
+    return max(relative_l2(x.float(), y) for x, y in pairs)
+
+
+def measure_shapes() -> dict[str, Any]:
+    """The bundled pipeline, two steps, its latents."""
+    plan = certify_plan("shapes")
+    right = run_shapes("fp32", None, nullcontext)
+    errors = {}
+    for mode in WAYS_TO_SUM:
+        summed = choose_sums(plan, None if mode == "everywhere" else mode)
+        errors[mode] = compare(
+            [run_shapes("fp32", summed, lambda mode=mode: summing(mode))], [right]
+        )
+    entries = [x.scaling for x in plan.components]
+    sums = {f"{i}.{path}": x for i, s in enumerate(entries) for path, x in s.sums.items()}
+    bf16 = compare([run_shapes("bf16", None, nullcontext)], [right])
+    whole = dataclasses.replace(entries[0], sums=sums)
+    return {"name": "shapes, 2 steps", **count(whole), "bf16": bf16, "errors": errors}
+
+
+def run_shapes(precision: str, plan: Plan | None, context: Callable[[], Any]) -> torch.Tensor:
+    pipe = load("shapes", precision=precision, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    if plan is not None:
+        apply_plan(pipe, plan)
+    with torch.no_grad(), context():
+        latents: torch.Tensor = pipe(
+            "a green square moving left on a beige background",
+            num_inference_steps=2,
+            guidance_scale=4,
+            generator=torch.Generator().manual_seed(0),
+            max_sequence_length=16,
+            output_type="latent",
+        ).frames
+    return latents.float()
+
+
+def write_results(rows: list[dict[str, Any]]) -> None:
+    report = {"command": "python benchmarks/sums.py", "machine": describe_machine(), "rows": rows}
+    (RESULTS / "sums.json").write_text(json.dumps(report, indent=1) + "\n")
+    lines = [
+        "# Sums in fp16 by a certificate",
+        "",
+        "`python benchmarks/sums.py`: how many linear layers of each class (made to overflow, scaled from",
+        "bounds) may sum in fp16, and how many times nearer to fp32 the result is than bf16's: summed in",
+        "fp32, in fp16 where the certificate allows it, and in fp16 everywhere, attention and matrix",
+        "products included. Emulated, rounded after each group of 16 products.",
+        "",
+        "| class | linear layers | longest sum | fp16 | refused | fp32 sums | auto | whole | everywhere |",
+        "|---|--:|--:|--:|---|--:|--:|--:|--:|",
+        *map(format_row, rows),
+        "",
+    ]
+    (RESULTS / "sums.md").write_text("\n".join(lines))
+
+
+def format_row(row: dict[str, Any]) -> str:
+    if "failure" in row:
+        return f"| {row['name']} | {row['failure'][:90]} | | | | | | | |"
+    ratios = [
+        f"{row['bf16'] / x:.1f}" if x else "not finite" for x in map(row["errors"].get, WAYS_TO_SUM)
+    ]
+    first = next((f"{len(row['refused'])}, as {p}: {why}" for p, why in row["refused"].items()), "")
+    cells = [row["name"], row["linears"], row["longest"], row["taken"], first, *ratios]
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--classes", nargs="*", default=list(EXAMPLES))
+    rows = [measure_shapes()]
+    print(json.dumps(rows[-1])[:600], flush=True)
+    for name in parser.parse_args().classes:
+        try:
+            row = measure_class(name)
+        except (StopdownError, ValueError, RuntimeError) as error:
+            row = {"name": name, "failure": str(error)[:300]}
+        if row.get("linears") or "failure" in row:
+            rows.append(row)
+        print(json.dumps(row)[:600], flush=True)
+        write_results(rows)
+
+
+if __name__ == "__main__":
+    main()

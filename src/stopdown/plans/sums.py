@@ -1,0 +1,117 @@
+"""Which linear layers of a plan sum in fp16: those whose sums cannot leave it, and lose no more than bf16.
+
+Where fp16 sums are twice as fast (consumer cards), nobody says when they are safe. A bound of the
+output of a linear layer is one of each of its partial sums, in any order; roundings on the way make them
+larger by a factor that depends on their number alone (`bound_rounded_sum`). What they lose grows
+with the length: m independent roundings of 2**-11 are off by their root, so 64 of them, `LONGEST` terms,
+by 2**-8, as one of bf16. Longer sums are summed in pieces, and the pieces in fp32.
+
+**Catches** overflow on the way, for every input within the limits of the certificate.
+**Does not catch** sums whose roundings all go one way (at most m times 2**-11 of the largest partial sum),
+kernels that round after fewer than 16 products, attention, convolutions and plain matrix products:
+they stay in fp32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from stopdown.accumulation import GROUP, bound_rounded_sum
+from stopdown.errors import OptionError
+from stopdown.number_formats import FP16
+from stopdown.records import Accumulation, ComponentPlan, Plan, SumBound
+
+MODES = ("auto", "fp32", "fp16")
+
+LONGEST = 1024
+"""Terms of a sum in fp16 that is expected to be no further off than 2**-8 of its size."""
+
+
+def check_mode(mode: str | None, *, bounded: bool) -> str | None:
+    """How sums are asked for; None leaves torch's switch as it is.
+
+    Args:
+        bounded: whether the plan rests on bounds, at least in part.
+
+    Raises:
+        OptionError: it is unknown, or needs bounds and there are none.
+    """
+    if mode not in (None, *MODES):
+        raise OptionError(
+            f"Sums were asked for as {mode!r}.",
+            expected=f"Known are {', '.join(MODES)}.",
+            remedy='Use accumulate="auto", or leave it out.',
+        )
+    if mode in ("auto", "fp16") and not bounded:
+        raise OptionError(
+            f"accumulate={mode!r} was asked for, and ranges that were measured.",
+            expected="Sums in fp16 are safe where a bound holds for every input.",
+            remedy='Use ranges="auto" as well, or certify_plan.',
+        )
+    return mode
+
+
+def choose_sums(plan: Plan, mode: str | None) -> Plan:
+    """A plan with its sums as asked for; not sealed.
+
+    Args:
+        mode: `auto`: in fp16 where that is safe, in pieces of at most `LONGEST` terms. `fp16`: where it is
+            safe, in one piece if a whole sum is. `fp32`: nowhere. None: as torch's switch says.
+    """
+    if mode is None:
+        return plan
+    entries = tuple(_choose(x, mode) if x.precision == "fp16" else x for x in plan.components)
+    return dataclasses.replace(plan, components=entries)
+
+
+def _choose(entry: ComponentPlan, mode: str) -> ComponentPlan:
+    before = entry.accumulation or Accumulation()
+    found = (
+        {p: find_terms(x, mode) for p, x in entry.scaling.sums.items()} if mode != "fp32" else {}
+    )
+    taken = {path: terms for path, terms in found.items() if terms}
+    made = dataclasses.replace(before, fp16_accumulation=False, fp16_sums=taken)
+    return dataclasses.replace(
+        entry, accumulation=made, reasons=(*entry.reasons, _describe(entry, taken, mode))
+    )
+
+
+def find_terms(bound: SumBound, mode: str) -> int:
+    """How many terms of a layer may be summed in fp16 at a time; 0 for none."""
+    pieces = math.ceil(bound.terms / LONGEST)
+    piece = GROUP * math.ceil(bound.terms / pieces / GROUP)
+    lengths = (bound.terms, piece) if mode == "fp16" else (min(piece, bound.terms),)
+    return next((x for x in lengths if _fits(bound.largest, x)), 0)
+
+
+def _fits(largest: float | None, terms: int) -> bool:
+    return largest is not None and bound_rounded_sum(largest, terms) <= FP16.largest
+
+
+def list_refused(entry: ComponentPlan) -> dict[str, str]:
+    """Path of each linear layer that is summed in fp32 to the reason."""
+    taken = entry.accumulation.fp16_sums if entry.accumulation is not None else {}
+    return {
+        path: "its sums rest on no bound"
+        if bound.largest is None
+        else f"its sums may reach {bound_rounded_sum(bound.largest, min(bound.terms, LONGEST)):.4g}"
+        for path, bound in entry.scaling.sums.items()
+        if path not in taken
+    }
+
+
+def _describe(entry: ComponentPlan, taken: dict[str, int], mode: str) -> str:
+    total = len(entry.scaling.sums)
+    if mode == "fp32":
+        return "Its products are summed in fp32."
+    if not total:
+        return "Its products are summed in fp32: it has no linear layer in fp16 whose sums are bounded."
+    pieces = sum(terms < entry.scaling.sums[path].terms for path, terms in taken.items())
+    said = f"{len(taken)} of its {total} linear layers are summed in fp16"
+    said += (
+        f", {pieces} of them in pieces of at most {max(taken.values())} terms." if pieces else "."
+    )
+    refused = list_refused(dataclasses.replace(entry, accumulation=Accumulation(fp16_sums=taken)))
+    path, why = next(iter(refused.items()), ("", ""))
+    return f"{said} {len(refused)} are not, as {path}: {why}." if refused else said
