@@ -52,6 +52,7 @@ SCALINGS = st.builds(
     range_note=st.just("Ten values are bounded."),
     note=TEXTS,
     trial=st.none() | st.builds(Trial, st.integers(0, 9), SHARES, SHARES, TEXTS),
+    layers=st.dictionaries(NAMES, st.tuples(st.integers(-9, 9), st.integers(-9, 9)), max_size=2),
     sums=st.dictionaries(
         NAMES, st.builds(SumBound, st.integers(1, 99), st.none() | SHARES), max_size=2
     ),
