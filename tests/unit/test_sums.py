@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,9 +16,8 @@ from stopdown.number_formats import FP16
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.components import find_component
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.calibrated import make_plan
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.sums import LONGEST, check_mode, choose_sums, find_terms, list_refused
+from stopdown.plans.sums import LONGEST, choose_sums, find_terms, list_refused
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling, SumBound
 
 SUMS = {
@@ -29,8 +28,8 @@ SUMS = {
 }
 
 
-def make(mode: str | None) -> ComponentPlan:
-    entry = ComponentPlan("transformer", "T", "", "fp16", Scaling(sums=SUMS))
+def make(mode: str, sums: Mapping[str, SumBound] = SUMS) -> ComponentPlan:
+    entry = ComponentPlan("transformer", "T", "", "fp16", Scaling(sums=sums))
     plan = Plan("", "", "", "fp16", {}, (entry,), (), 0, "cpu", 0.0)
     return choose_sums(plan, mode).components[0]
 
@@ -56,10 +55,9 @@ def test_auto_sums_in_fp16_what_fits_in_short_pieces() -> None:
 
 
 def test_fp16_sums_in_one_piece_where_that_fits_and_fp32_nowhere() -> None:
-    """fp16 asks for whole sums, fp32 for none; without an option the plan says nothing."""
+    """fp16 asks for whole sums, fp32 for none."""
     assert accumulation(make("fp16")).fp16_sums == {"short": 64, "long": 3072}
     assert accumulation(make("fp32")) == Accumulation(fp16_accumulation=False)
-    assert make(None).accumulation is None
 
 
 def test_pieces_are_even_and_whole_groups() -> None:
@@ -69,14 +67,22 @@ def test_pieces_are_even_and_whole_groups() -> None:
 
 
 def test_modes_are_checked() -> None:
-    """An unknown one, and sums in fp16 without bounds, are refused."""
+    """An unknown one is refused; a plan without bounds sums in fp32, and says why."""
     with pytest.raises(OptionError, match="Known are auto, fp32, fp16"):
-        check_mode("bf16", bounded=True)
-    with pytest.raises(OptionError, match="safe where a bound holds for every input"):
-        check_mode("auto", bounded=False)
-    assert check_mode("fp32", bounded=False) == "fp32"
-    with pytest.raises(OptionError, match="ranges that were measured"):
-        make_plan("shapes", accumulate="fp16")
+        make("bf16")
+    entry = make("auto", {})
+    assert accumulation(entry) == Accumulation(fp16_accumulation=False)
+    assert entry.reasons[0].endswith("no linear layer in fp16 whose sums are bounded.")
+
+
+def test_sums_in_fp16_need_bounds_on_the_command_line(
+    run: Callable[..., tuple[int, str, str]],
+) -> None:
+    """Refused before anything is measured."""
+    code, _, said = run("plan", "shapes", "--accumulate", "auto")
+    assert code == 2
+    assert "--accumulate auto was given, and ranges are measured." in said
+    assert "Add --ranges auto, or --certify." in said
 
 
 def test_roundings_that_all_go_up_stay_below_the_bound() -> None:
@@ -117,7 +123,7 @@ def test_pieces_are_joined_in_fp32() -> None:
 @pytest.fixture(scope="module")
 def certified(save_tiny: Callable[..., Path]) -> tuple[Path, Plan]:
     folder = save_tiny("cogvideox", overflow="transformer")
-    return folder, certify_plan(folder, accumulate="auto")
+    return folder, choose_sums(certify_plan(folder), "auto")
 
 
 def test_inputs_at_the_bound_never_overflow_a_certified_layer(certified: tuple[Path, Plan]) -> None:

@@ -203,21 +203,24 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     load_libraries(display)
     from stopdown.plans.calibrated import make_plan
     from stopdown.plans.component_calls import read_call
+    from stopdown.plans.sums import choose_sums
 
-    if options.certify:
-        made = _certify(source, options, request, display)
-        return made, write_plan(made, output, numbered=options.output is None)
     with quiet_libraries():
-        made = make_plan(
-            source,
-            device=options.device,
-            prompts=[*options.prompt, *map(read_call, options.call)],
-            residual=options.residual,
-            ranges=options.ranges,
-            accumulate=options.accumulate,
-            request=dataclasses.replace(request, steps=options.steps),
-            progress=display.progress,
+        made = (
+            _certify(source, options, request, display)
+            if options.certify
+            else make_plan(
+                source,
+                device=options.device,
+                prompts=[*options.prompt, *map(read_call, options.call)],
+                residual=options.residual,
+                ranges=options.ranges,
+                request=dataclasses.replace(request, steps=options.steps),
+                progress=display.progress,
+            )
         )
+    if options.accumulate is not None:
+        made = choose_sums(made, options.accumulate)
     return made, write_plan(made, output, numbered=options.output is None)
 
 
@@ -269,7 +272,6 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
         return certify_plan(
             source,
             precision=options.precision,
-            accumulate=options.accumulate,
             request=request,
             progress=display.progress,
         )

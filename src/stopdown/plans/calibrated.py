@@ -60,7 +60,6 @@ from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
-from stopdown.plans.sums import check_mode, choose_sums
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
@@ -91,7 +90,6 @@ def make_plan(
     prompts: Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     ranges: str | None = None,
-    accumulate: str | None = None,
     request: Request | None = None,
     device: str | None = None,
     progress: Progress | None = None,
@@ -112,9 +110,6 @@ def make_plan(
         ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
             can; `auto` takes bounds where they cost nothing, and measures with room where they
             are too loose. None is `measured`.
-        accumulate: `fp32` sums all products in fp32; `auto` those of linear layers in fp16 that bounds
-            show to be safe, in short pieces, and `fp16` in whole sums where they are; None leaves
-            torch's switch as it is.
         request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
             leaves the model's defaults, and draws what the pipeline cannot do without. The first,
             middle and last of `STEPS` steps are measured, unless it names others. Where no size is
@@ -139,7 +134,6 @@ def make_plan(
     """
     started = time.perf_counter()
     options = (check_residual(residual), check_ranges(ranges))
-    mode = check_mode(accumulate, bounded=options[1] != "measured")
     given = request or Request()
     steps = STEPS if given.steps is None else given.steps
     if steps < 1:
@@ -164,7 +158,7 @@ def make_plan(
         device=str(opened.device),
         elapsed_s=round(time.perf_counter() - started, 3),
     )
-    return seal_plan(choose_sums(made, mode))
+    return seal_plan(made)
 
 
 def _plan_pipeline(

@@ -45,7 +45,6 @@ from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
-from stopdown.plans.sums import check_mode, choose_sums
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling.search import scale_unmeasured
 
@@ -102,7 +101,6 @@ def certify_plan(
     source: Source | str | Path,
     *,
     precision: str = "fp16",
-    accumulate: str | None = None,
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -112,7 +110,6 @@ def certify_plan(
         source: Diffusers folder, Hub id, bundled model, or single file; one with parts of a pipeline is
             planned for these.
         precision: `fp16`.
-        accumulate: as for `make_plan`.
         request: picture or video that the pipeline starts from; sizes are its defaults.
         progress: told of stage, what, done and total: tensors that were read.
 
@@ -125,7 +122,6 @@ def certify_plan(
     """
     started = time.perf_counter()
     parse_fp16(precision, "A certificate")
-    mode = check_mode(accumulate, bounded=True)
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
@@ -162,7 +158,7 @@ def certify_plan(
         device=str(choose_device("cpu")),
         elapsed_s=round(time.perf_counter() - started, 3),
     )
-    return seal_plan(choose_sums(made, mode))
+    return seal_plan(made)
 
 
 def list_planned(source: Source) -> list[str]:

@@ -20,6 +20,7 @@ import math
 from stopdown.accumulation import GROUP, bound_rounded_sum
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16
+from stopdown.plans.plan_files import seal_plan
 from stopdown.records import Accumulation, ComponentPlan, Plan, SumBound
 
 MODES = ("auto", "fp32", "fp16")
@@ -28,41 +29,25 @@ LONGEST = 1024
 """Terms of a sum in fp16 that is expected to be no further off than 2**-8 of its size."""
 
 
-def check_mode(mode: str | None, *, bounded: bool) -> str | None:
-    """How sums are asked for; None leaves torch's switch as it is.
+def choose_sums(plan: Plan, mode: str) -> Plan:
+    """The same plan with its sums as asked for, sealed.
 
     Args:
-        bounded: whether the plan rests on bounds, at least in part.
+        plan: what of it rests on no bound is summed in fp32, and its reasons say so.
+        mode: `auto`: in fp16 where that is safe, in pieces of at most `LONGEST` terms. `fp16`: where it is
+            safe, in one piece if a whole sum is. `fp32`: nowhere.
 
     Raises:
-        OptionError: it is unknown, or needs bounds and there are none.
+        OptionError: the mode is unknown.
     """
-    if mode not in (None, *MODES):
+    if mode not in MODES:
         raise OptionError(
             f"Sums were asked for as {mode!r}.",
             expected=f"Known are {', '.join(MODES)}.",
-            remedy='Use accumulate="auto", or leave it out.',
+            remedy='Use "auto".',
         )
-    if mode in ("auto", "fp16") and not bounded:
-        raise OptionError(
-            f"accumulate={mode!r} was asked for, and ranges that were measured.",
-            expected="Sums in fp16 are safe where a bound holds for every input.",
-            remedy='Use ranges="auto" as well, or certify_plan.',
-        )
-    return mode
-
-
-def choose_sums(plan: Plan, mode: str | None) -> Plan:
-    """A plan with its sums as asked for; not sealed.
-
-    Args:
-        mode: `auto`: in fp16 where that is safe, in pieces of at most `LONGEST` terms. `fp16`: where it is
-            safe, in one piece if a whole sum is. `fp32`: nowhere. None: as torch's switch says.
-    """
-    if mode is None:
-        return plan
     entries = tuple(_choose(x, mode) if x.precision == "fp16" else x for x in plan.components)
-    return dataclasses.replace(plan, components=entries)
+    return seal_plan(dataclasses.replace(plan, components=entries))
 
 
 def _choose(entry: ComponentPlan, mode: str) -> ComponentPlan:
