@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import io
 import json
@@ -11,12 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 from rich.console import Console
 
+import stopdown
 from documentation import parse_command
 from stopdown.app import cli
 from stopdown.app.defaults_file import read_defaults
@@ -186,6 +188,7 @@ class _Options(CommandOptions):
     on_fault: str = "repair"
     force: bool = False
     frames: int = 1
+    prompt: Annotated[str, typer.Argument()] = ""
 
 
 def test_an_error_speaks_of_flags_and_of_the_model() -> None:
@@ -194,12 +197,55 @@ def test_an_error_speaks_of_flags_and_of_the_model() -> None:
         'frames=10 is odd; dtype=torch.float16 and "a.frames=3" stay.',
         expected="SOURCE is a folder.",
         remedy='Use precision="transformer=bf16,vae=fp32", on_fault="repair", or force=True: '
-        "stopdown plan SOURCE.",
+        "stopdown plan SOURCE, and `prompt` and `frames`; `vae` stays.",
     )
     reword(error, _Options())
     assert str(error) == (
         '--frames 10 is odd; dtype=torch.float16 and "a.frames=3" stay. SOURCE is a folder. Use '
-        "--precision transformer=bf16,vae=fp32, --on-fault repair, or --force: stopdown plan 'my model'."
+        "--precision transformer=bf16,vae=fp32, --on-fault repair, or --force: stopdown plan 'my model', "
+        "and PROMPT and --frames; `vae` stays."
+    )
+
+
+ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults")
+"""What `stopdown run` alone does; and findings, whose remedies are commands wherever they are read."""
+
+
+def test_the_package_names_no_flag() -> None:
+    """Below the command line no text says `--flag`: from Python there is none. Whole commands may."""
+    package = Path(stopdown.__file__).parent
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        if place.parts[0] == "app" or place.stem in ON_THE_COMMAND_LINE:
+            continue
+        found += [f"{place}: {text}" for text in read_texts(path) if names_a_flag(text)]
+    assert found == []
+    assert names_a_flag("Use --frames 9.")
+    assert not names_a_flag("Type stopdown plan SOURCE --memory auto.")
+
+
+def read_texts(path: Path) -> list[str]:
+    """The texts of a module that are no docstrings, each with what is written in it as {}."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    told = [x.value for x in ast.walk(tree) if isinstance(x, ast.Expr)]
+    parts = {id(part) for x in ast.walk(tree) if isinstance(x, ast.JoinedStr) for part in x.values}
+    texts = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            texts.append(
+                "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
+            )
+        elif isinstance(node, ast.Constant) and node not in told and id(node) not in parts:
+            texts.append(str(node.value))
+    return texts
+
+
+def names_a_flag(text: str) -> bool:
+    """Whether a text has an option of the command line outside of a whole command."""
+    return (
+        re.search(r"(?<![\w-])--[a-z]", re.sub(r"(stopdown|pip|hf|ray|torchrun) [^.;,]*", "", text))
+        is not None
     )
 
 

@@ -24,6 +24,8 @@ joins the parts that it is given.
 from __future__ import annotations
 
 import re
+import sys
+import warnings
 from typing import Any
 
 
@@ -96,7 +98,7 @@ class RankError(StopdownError):
 
     def __init__(self, what: str, *, is_first: bool) -> None:
         super().__init__(
-            what, remedy="Start the run again; with --journal it goes on where it was."
+            what, remedy="Start the run again; with `journal` it goes on where it was."
         )
         self.is_told_elsewhere = not is_first
 
@@ -122,6 +124,18 @@ class StopdownWarning(UserWarning):
 
     def __init__(self, text: str) -> None:
         super().__init__(make_printable(text))
+
+
+_PASSED = ("stopdown", "torch", "diffusers", "transformers", "accelerate", "peft", "contextlib")
+"""Whose frames lie between a pipeline's caller and what warns."""
+
+
+def warn_user(text: str) -> None:
+    """Warn at the line that called the libraries: whoever reads the warning wrote that one."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, StopdownWarning, stacklevel=level)
 
 
 def take_first_line(error: Exception | str) -> str:

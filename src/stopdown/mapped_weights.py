@@ -82,8 +82,8 @@ def _reserve(path: Path, size_bytes: int) -> None:
     except OSError as error:
         raise OutputError(
             f"Weights that wait on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",
-            expected="On the CPU weights that do not fit into --memory wait in the folder for "
+            expected="On the CPU weights that do not fit into `memory` wait in the folder for "
             "temporary files, and so do weights that are large beside the machine's memory.",
-            remedy="Free some space there, set TMPDIR to another disk, or give a larger --memory.",
+            remedy="Free some space there, set TMPDIR to another disk, or give a larger `memory`.",
             by_system=True,
         ) from error

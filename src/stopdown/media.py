@@ -171,7 +171,7 @@ def _write_video(part: Path, frames: Frames, fps: float, kind: _Container) -> No
             f"{kind.codec} cannot encode {len(frames)} frames of height {height} and width {width}: "
             f"{_first_line(error)}.",
             expected="The encoder takes sizes up to 16384.",
-            remedy="Write a folder of frames with -o frames/, or a smaller --height and --width.",
+            remedy="Write a folder of frames with -o frames/, or a smaller `height` and `width`.",
         ) from error
 
 
@@ -399,8 +399,7 @@ def read_video(path: str | os.PathLike[str], limit: int | None = None) -> Frames
                 f"The clip {path} has more than {len(frames)} frames of "
                 f"{frame.shape[1]}x{frame.shape[0]}.",
                 expected=f"At most {MOST_CLIP_BYTES / 2**30:g} GiB of frames are read.",
-                remedy="Cut it or make it smaller first; for generate, --frames says how many are "
-                "wanted.",
+                remedy="Cut it or make it smaller first, or say by `frames` how many are wanted.",
             )
         frames.append(frame)
     return np.stack(frames)

@@ -36,7 +36,7 @@ NUMBERS: Mapping[str, str] = {
 }
 
 UNWANTED: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "mask alone": (("--mask", "PICTURE"), "StableDiffusionInpaintPipeline needs --image FILE, "),
+    "mask alone": (("--mask", "PICTURE"), "StableDiffusionInpaintPipeline needs --image, "),
     "control picture": (
         ("--control-image", "PICTURE"),
         "StableDiffusionPipeline does not take --control-image.",

@@ -493,8 +493,8 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
         "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more A run "
-        "needs room for the weights and for the largest layer's values. Add --memory auto, or use a "
-        "smaller --height and --width, fewer --frames, or a 16-bit --precision."
+        'needs room for the weights and for the largest layer\'s values. Add memory="auto", or use a '
+        "smaller `height` and `width`, fewer `frames`, or a 16-bit `precision`."
     )
 
 

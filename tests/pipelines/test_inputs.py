@@ -88,7 +88,7 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
     )
-    with pytest.raises(OptionError, match="needs a PROMPT, and there is none"):
+    with pytest.raises(OptionError, match="needs `prompt`, and there is none"):
         make_plan(pipe, prompts=[{"control_image": 3}])
 
 
@@ -113,7 +113,7 @@ def test_the_command_line_takes_a_mask_and_a_control_picture(
     small = ("--steps", 1, "--height", 64, "--width", 64)
     code, _, said = run("generate", tmp_path / "control", "a", "-o", out, *small)
     assert code == 2
-    assert "StableDiffusionControlNetPipeline needs --control-image FILE" in said
+    assert "StableDiffusionControlNetPipeline needs --control-image (its argument image)" in said
     assert not out.exists()
     given = ("--control-image", picture)
     assert run("generate", tmp_path / "control", "a", "-o", out, *given, *small)[0] == 0

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+import pipeline_calls
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
+from stopdown.runtime import fault_handler
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import ComponentState
@@ -63,6 +65,32 @@ def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
     assert error < 2e-3
     (seen,) = (call for call in handle.record.calls if call.component == "transformer")
     assert seen.precisions == ("fp16", "fp32")
+
+
+def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large component the fault is told at once, then once what was done; of a small one only that."""
+    told: list[str] = []
+    for large in (1, 10**8):
+        monkeypatch.setattr(fault_handler, "LARGE", large)
+        pipe = make_pipeline("cogvideox")
+        fault = testing.inject(pipe, "transformer", step=0, kind="frame", lasting=True)
+        with fault, guard(pipe, announce=told.append):
+            call_pipeline(pipe, "cogvideox")
+    before, *after = told
+    assert before.startswith("`transformer` gave ")
+    assert "at step 1 of " in before
+    assert "Looking for the cause and a repair: with 0.0 billion parameters" in before
+    assert len(after) == 2
+    assert after[0] == after[1]
+
+
+def test_a_warning_names_the_line_that_called_the_pipeline() -> None:
+    """Not a line of Stopdown or PyTorch: whoever reads it finds the call in a file of theirs."""
+    pipe = make_pipeline("cogvideox")
+    fault = testing.inject(pipe, "transformer", step=1)
+    with fault, guard(pipe), pytest.warns(StopdownWarning) as caught:
+        call_pipeline(pipe, "cogvideox")
+    assert [x.filename for x in caught] == [pipeline_calls.__file__]
 
 
 def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

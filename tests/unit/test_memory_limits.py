@@ -121,7 +121,7 @@ def test_a_smaller_picture_only_when_allowed(folder: Path, tmp_path: Path) -> No
     assert record.reduced.reason in heard.texts
     with pytest.raises(StopdownError) as caught:
         generate_small(folder, tmp_path / "b.png", "500KiB")
-    assert "Add --allow smaller" in str(caught.value)
+    assert 'Add allow="smaller"' in str(caught.value)
 
 
 def test_plan_memory_shrinks_what_may_be_smaller(folder: Path) -> None:

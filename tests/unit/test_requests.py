@@ -104,51 +104,48 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "cogvideox",
             Request(),
-            "CogVideoXPipeline needs a PROMPT, and there is none. Write it after SOURCE: stopdown "
-            'generate SOURCE "a red circle".',
+            "CogVideoXPipeline needs `prompt`, and there is none. Give `prompt`, what is to be seen: "
+            '"a red circle".',
         ),
         (
             "svd",
             Request(),
-            "StableVideoDiffusionPipeline needs --image FILE, and there is none. Add --image FILE "
-            "to the command.",
+            "StableVideoDiffusionPipeline needs `image`, and there is none. Give `image`.",
         ),
         (
             "svd",
             Request(prompt="a ball", image=PICTURE),
-            "StableVideoDiffusionPipeline does not take PROMPT. What it does take is --image, --steps, "
-            "--frames, --height, --width, --guidance. Leave PROMPT away, or use a model that takes "
+            "StableVideoDiffusionPipeline does not take `prompt`. What it does take is `image`, `steps`, "
+            "`frames`, `height`, `width`, `guidance`. Leave `prompt` away, or use a model that takes "
             "it.",
         ),
         (
             "cogvideox-image",
             Request(prompt="a ball"),
-            "CogVideoXImageToVideoPipeline needs --image FILE, and there is none. Add --image FILE "
-            "to the command.",
+            "CogVideoXImageToVideoPipeline needs `image`, and there is none. Give `image`.",
         ),
         (
             "cogvideox-video",
             Request(prompt="a ball"),
-            "CogVideoXVideoToVideoPipeline needs --video FILE, and there is none. Add --video FILE "
-            "to the command.",
+            "CogVideoXVideoToVideoPipeline needs `video`, and there is none. Give `video`.",
         ),
         (
             "sd",
             Request(prompt="a ball", frames=9),
-            "StableDiffusionPipeline does not take --frames. What it does take is PROMPT, --negative, "
-            "--steps, --height, --width, --guidance. Leave --frames away, or use a model that takes it.",
+            "StableDiffusionPipeline does not take `frames`. What it does take is `prompt`, `negative`, "
+            "`steps`, `height`, `width`, `guidance`. Leave `frames` away, or use a model that takes it.",
         ),
         (
             "cogvideox",
             Request(prompt="a ball", image=PICTURE),
-            "CogVideoXPipeline does not take --image. What it does take is PROMPT, --negative, --steps, "
-            "--frames, --height, --width, --guidance. Leave --image away, or use a model that "
+            "CogVideoXPipeline does not take `image`. What it does take is `prompt`, `negative`, `steps`, "
+            "`frames`, `height`, `width`, `guidance`. Leave `image` away, or use a model that "
             "takes it.",
         ),
     ],
 )
 def test_what_a_pipeline_does_not_take_or_lacks(name: str, request_: Request, message: str) -> None:
-    """The message names the flag, and what the pipeline takes."""
+    """The message names the argument as Python does, and what the pipeline takes."""
     with pytest.raises(OptionError) as caught:
         build_arguments(make_pipeline(name), request_)
     assert str(caught.value) == message
@@ -176,26 +173,24 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a", image=PICTURE),
-            "SomeInpaintPipeline needs --mask FILE (its argument mask_image), and there is none. Add "
-            "--mask FILE to the command.",
+            "SomeInpaintPipeline needs `mask` (its argument mask_image), and there is none. Give `mask`.",
         ),
         (
             make_signature("SomeInpaintPipeline", **INPAINT),
             Request("a"),
-            "SomeInpaintPipeline needs --image FILE and --mask FILE (its argument mask_image), and "
-            "there is none. Add --image FILE --mask FILE to the command.",
+            "SomeInpaintPipeline needs `image` and `mask` (its argument mask_image), and there is none. "
+            "Give `image` and `mask`.",
         ),
         (
             make_signature("SomeControlNetPipeline", **CONTROL),
             Request("a"),
-            "SomeControlNetPipeline needs --control-image FILE (its argument image), and there is "
-            "none. Add --control-image FILE to the command.",
+            "SomeControlNetPipeline needs `control_image` (its argument image), and there is none. Give "
+            "`control_image`.",
         ),
         (
             make_signature("SomeControlNetImg2ImgPipeline", **BOTH),
             Request("a", image=PICTURE),
-            "SomeControlNetImg2ImgPipeline needs --control-image FILE, and there is none. Add "
-            "--control-image FILE to the command.",
+            "SomeControlNetImg2ImgPipeline needs `control_image`, and there is none. Give `control_image`.",
         ),
         (
             make_signature("SomeInpaintPipeline", **INPAINT, num_inference_steps=50),
@@ -212,8 +207,8 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
         (
             make_signature("SomeControlNetPipeline", **CONTROL),
             Request("a", image=PICTURE, control_image=PICTURE),
-            "--image and --control-image were both given, and SomeControlNetPipeline has one argument "
-            "for them: image. Leave --image away.",
+            "`image` and `control_image` were both given, and SomeControlNetPipeline has one argument for "
+            "them: image. Leave `image` away.",
         ),
         (
             make_signature("SomePipeline", prompt=None),

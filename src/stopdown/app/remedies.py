@@ -1,7 +1,7 @@
 """What an error of the package says, in the words of the command that met it.
 
-The package names arguments as Python does, `precision="fp16"`, and writes SOURCE where it does not know
-the model's name. On the command line the one is a flag, and the other was typed.
+The package names arguments as Python does, precision="fp16" or `precision`, and writes SOURCE where it does
+not know the model's name. On the command line the one is a flag, and the other was typed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from typing import Any
+from typing import Any, get_args, get_type_hints
+
+from typer.models import ArgumentInfo
 
 from stopdown.errors import StopdownError
 
@@ -24,22 +26,31 @@ def reword(error: StopdownError, options: Any) -> None:
     Args:
         options: the dataclass of the command's options.
     """
+    error.what, error.expected, remedy = (
+        reword_text(part, options) for part in (error.what, error.expected, error.remedy)
+    )
+    error.remedy = name_source(remedy, getattr(options, "source", None) or "SOURCE")
+
+
+def reword_text(text: str, options: Any) -> str:
+    """A text in which `frames` and frames=9 are flags, or PROMPT where the command takes an argument."""
     names = [entry.name for entry in dataclasses.fields(options)]
     names += [alias for name in names for alias in _ALIASES.get(name, ())]
-    pattern = re.compile(rf"(?<![\w.(])({'|'.join(names)})={_VALUE}")
-    source = getattr(options, "source", None)
+    either = "|".join(names)
+    pattern = re.compile(rf"(?<![\w.(])(?:`({either})`|({either})={_VALUE})")
+    hints = get_type_hints(type(options), include_extras=True)
 
-    error.what, error.expected, remedy = (
-        pattern.sub(_write_flag, part) for part in (error.what, error.expected, error.remedy)
-    )
-    error.remedy = name_source(remedy, source or "SOURCE")
+    def write(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        if any(isinstance(x, ArgumentInfo) for x in get_args(hints.get(name, ""))):
+            return name.upper()
+        value = "True" if found[1] else found[3].strip('"')
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value == "True" else f"{flag} {shlex.quote(value)}"
+
+    return pattern.sub(write, text)
 
 
 def name_source(text: str, source: str) -> str:
     """A text in which the name of the model stands for SOURCE, as it is typed in a shell."""
     return re.sub(r"\bSOURCE\b", lambda _: shlex.quote(source), text)
-
-
-def _write_flag(found: re.Match[str]) -> str:
-    flag, value = f"--{found[1].replace('_', '-')}", found[2].strip('"')
-    return flag if value == "True" else f"{flag} {shlex.quote(value)}"

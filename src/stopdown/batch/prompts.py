@@ -106,7 +106,7 @@ def _read_text(given: str) -> str:
         raise InputError(
             f"The prompts {given} cannot be read: {take_first_line(error).rstrip('.')}.",
             expected=f"{_FORMS}.",
-            remedy="Name a file that exists: --prompts prompts.txt",
+            remedy='Name a file that exists: prompts="prompts.txt"',
         ) from error
     try:
         return content.removeprefix(b"\xef\xbb\xbf").decode()

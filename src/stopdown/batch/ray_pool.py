@@ -55,8 +55,8 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
         import ray
     except ImportError as error:
         raise OptionError(
-            "--ray was given, and Ray is not installed.",
-            remedy="Install it: pip install 'stopdown[ray]', or leave --ray away.",
+            "`ray` was given, and Ray is not installed.",
+            remedy="Install it: pip install 'stopdown[ray]', or leave `ray` away.",
         ) from error
     _knock(address)
     own: dict[str, Any] = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
@@ -95,7 +95,7 @@ def _describe_absence(address: str, error: Exception) -> InputError:
     return InputError(
         f"There is no Ray cluster at {address}: {take_first_line(error)[:200].rstrip('.')}.",
         expected="An address is that of a cluster that runs: `ray status --address ADDRESS`.",
-        remedy="Start one with ray start --head, or use --ray local.",
+        remedy='Start one with ray start --head, or use ray="local".',
     )
 
 
@@ -117,7 +117,7 @@ def _measure(ray: Any, address: str, workers: int | None, cpus_per_worker: int |
             f"{count} workers were asked for, and the Ray cluster has room for {fitting}: "
             f"{gpus} GPUs and {all_cpus} CPUs on {len(nodes)} machines.",
             expected=f"Each takes {'a GPU' if gpus else f'{each} CPUs of one machine'}.",
-            remedy="Use fewer --workers, or fewer --cpus-per-worker.",
+            remedy="Use fewer `workers`, or fewer `cpus_per_worker`.",
         )
     resources = {"num_cpus": each, **({"num_gpus": 1} if gpus else {})}
     what = "one GPU" if gpus else f"{each} CPU{'s' * (each != 1)}"

@@ -80,7 +80,7 @@ class Worker:
                 f"The model {settings.source} has other weights on a worker than where the batch "
                 "was started.",
                 expected="All items are made by one model.",
-                remedy="Put the same files there, or name a commit of a Hub id with --revision.",
+                remedy="Put the same files there, or name a commit of a Hub id with `revision`.",
             )
         self._loaded: Loaded | None = None
         self._seal: str | None = None

@@ -144,7 +144,7 @@ class Offloader:
                 f"{before.strategy.name}: {text}",
                 expected=f"It was predicted to take {format_bytes(before.peak_bytes)}, and so does "
                 "the whole run at least.",
-                remedy="Use a smaller --height and --width, fewer --frames, a 16-bit --precision, "
+                remedy="Use a smaller `height` and `width`, fewer `frames`, a 16-bit `precision`, "
                 f"or a device with more than {format_bytes(before.peak_bytes)} free.",
             )
         self._put_on(smaller[0])
@@ -235,13 +235,13 @@ def _describe_misfit(
         f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
         expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
-        remedy="Add --allow smaller, use a smaller --height and --width, fewer --frames, a 16-bit "
-        f"--precision, or --memory {_round_up(least.peak_bytes / HEADROOM)}.",
+        remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
+        f'`precision`, or memory="{_round_up(least.peak_bytes / HEADROOM)}".',
     )
 
 
 def _round_up(count: float) -> str:
-    """An amount that `--memory` takes, no smaller than a number of bytes."""
+    """An amount of memory, no smaller than a number of bytes."""
     return f"{math.ceil(count / 2**20)}MiB"
 
 

@@ -41,7 +41,7 @@ def name_device(asked: str, settings: RankSettings) -> str:
             f"This machine has {count} CUDA device{'s' * (count != 1)}, and at least "
             f"{settings.local + 1} processes were started.",
             expected="Each process has a device of its own.",
-            remedy=f"Use torchrun --nproc-per-node {max(1, count)}, or --device cpu.",
+            remedy=f'Use torchrun --nproc-per-node {max(1, count)}, or device="cpu".',
         )
     return f"cuda:{settings.local}"
 

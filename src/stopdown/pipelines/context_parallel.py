@@ -81,7 +81,7 @@ def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
             f"{name} cannot be spread over several devices: neither Diffusers nor Stopdown has a "
             "context-parallel plan for it.",
             expected=f"Diffusers has plans for Wan, Flux, Qwen-Image and LTX; here are {', '.join(PLANS)}.",
-            remedy="Use --parallel guidance, which runs the two branches of guidance on two devices.",
+            remedy='Use parallel="guidance", which runs the two branches of guidance on two devices.',
         )
     return plan
 

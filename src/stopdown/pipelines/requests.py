@@ -54,7 +54,6 @@ _NAMES = {
     "width": ("width",),
     "guidance": ("guidance_scale", "max_guidance_scale"),
 }
-_FLAGS = {name: f"--{name.replace('_', '-')}" for name in _NAMES} | {"prompt": "PROMPT"}
 MEDIA = ("image", "video", "mask", "control_image")
 """Attributes of a request that are arrays of pixels."""
 
@@ -244,20 +243,20 @@ def _match_text_length(pipe: Any, taken: Any) -> dict[str, int]:
 
 
 def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
-    flags = [_FLAGS[other] for other in _NAMES if find_target(other, pipeline_class)]
+    taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
     return OptionError(
-        f"{pipeline_class.__name__} does not take {_FLAGS[name]}.",
-        expected=f"What it does take is {', '.join(flags)}.",
-        remedy=f"Leave {_FLAGS[name]} away, or use a model that takes it.",
+        f"{pipeline_class.__name__} does not take `{name}`.",
+        expected=f"What it does take is {', '.join(taken)}.",
+        remedy=f"Leave `{name}` away, or use a model that takes it.",
     )
 
 
 def _describe_clash(pipeline_class: type, target: str) -> OptionError:
-    flags = [_FLAGS[name] for name in _NAMES if find_target(name, pipeline_class) == target]
+    names = [f"`{name}`" for name in _NAMES if find_target(name, pipeline_class) == target]
     return OptionError(
-        f"{' and '.join(flags)} were both given, and {pipeline_class.__name__} has one argument for "
+        f"{' and '.join(names)} were both given, and {pipeline_class.__name__} has one argument for "
         f"them: {target}.",
-        remedy=f"Leave {flags[0]} away.",
+        remedy=f"Leave {names[0]} away.",
     )
 
 
@@ -267,7 +266,7 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
     missing = [name for name in missing if name != "prompt" or not has_prompt]
     if missing:
         raise OptionError(
-            f"{pipeline_class.__name__} needs {_list_flags(pipeline_class, missing)}, and there is "
+            f"{pipeline_class.__name__} needs {_list_fields(pipeline_class, missing)}, and there is "
             "none.",
             remedy=_say_how(pipeline_class, missing),
         )
@@ -292,32 +291,30 @@ def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _find_flag(pipeline_class: type, argument: str) -> str:
-    """The option that gives an argument of a pipeline's call; "" where there is none."""
+def _find_field(pipeline_class: type, argument: str) -> str:
+    """The attribute of a request that gives an argument of a pipeline's call; "" where there is none."""
     names = [name for name in _NAMES if find_target(name, pipeline_class) == argument]
-    if not names:
-        return ""
-    name = names[-1]  # a picture that is a control is called so
-    return f"{_FLAGS[name]} FILE" if name in MEDIA else _FLAGS[name]
+    return names[-1] if names else ""  # a picture that is a control is called so
 
 
-def _list_flags(pipeline_class: type, arguments: list[str]) -> str:
-    """`--mask FILE (its argument mask_image)`, of each."""
+def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
+    """`mask` (its argument mask_image), of each."""
     said = []
-    for name in arguments:
-        flag = _find_flag(pipeline_class, name)
-        same = flag.split(" ")[0].removeprefix("--").replace("-", "_") == name
-        said.append(f"{flag} (its argument {name})" if flag and not same else flag or name)
-    return " and ".join(x.replace("PROMPT (its argument prompt)", "a PROMPT") for x in said)
+    for argument in arguments:
+        name = _find_field(pipeline_class, argument)
+        own = f"`{name}`" + f" (its argument {argument})" * (name != argument)
+        said.append(own if name else argument)
+    return " and ".join(said)
 
 
 def _say_how(pipeline_class: type, arguments: list[str]) -> str:
-    """How to give arguments of a pipeline's call: by options, and by name where there is none."""
+    """How to give arguments of a pipeline's call: in the request, and by name where it has none."""
     if arguments == ["prompt"]:
-        return 'Write it after SOURCE: stopdown generate SOURCE "a red circle".'
-    flags = [_find_flag(pipeline_class, x) for x in arguments if _find_flag(pipeline_class, x)]
-    others = ", ".join(f'"{x}": ...' for x in arguments if not _find_flag(pipeline_class, x))
-    said = [f"Add {' '.join(flags)} to the command."] if flags else []
+        return 'Give `prompt`, what is to be seen: "a red circle".'
+    names = [_find_field(pipeline_class, argument) for argument in arguments]
+    given = " and ".join(f"`{name}`" for name in names if name)
+    others = ", ".join(f'"{x}": ...' for x, name in zip(arguments, names, strict=True) if not name)
+    said = [f"Give {given}."] if given else []
     if others:
         said.append(f"From Python: make_plan(pipe, prompts=[{{{others}}}]).")
     return " ".join(said)

@@ -14,14 +14,13 @@ a weight than there is headroom for.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from stopdown.errors import PlanError, StopdownWarning
+from stopdown.errors import PlanError, warn_user
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, intercept, intercept_components
 from stopdown.pipelines.components import Callee, find_component
@@ -180,10 +179,8 @@ class _Post:
         grown = list_grown(module, changed, read_headroom(scaling), scaling.certified)
         changes = [*added, *list_tuned(self.known, now, self.planned), *grown]
         if changes:
-            warnings.warn(
+            warn_user(
                 f"{name} is not quite what its plan was made for: {'; '.join(changes)}. What it "
-                f"computes is right, but its range was not measured so. {_REMEDY}",
-                StopdownWarning,
-                stacklevel=2,
+                f"computes is right, but its range was not measured so. {_REMEDY}"
             )
         self.known = now

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from stopdown.environment import Device, Support
-from stopdown.errors import OutputError, StopdownWarning
+from stopdown.errors import OutputError, warn_user
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.applier import check_source, load_planned
@@ -94,6 +93,5 @@ def choose_plan(
         try:
             write_cached_plan(plan)
         except OutputError as error:
-            text = f"The plan was not kept for the next run. {error.what}"
-            warnings.warn(text, StopdownWarning, stacklevel=2)
+            warn_user(f"The plan was not kept for the next run. {error.what}")
     return Chosen(plan, f"a plan of its own, because {reason}")

@@ -36,6 +36,9 @@ from stopdown.runtime.repair_order import OnFault, Remedy, Situation, list_remed
 from stopdown.runtime.repair_texts import name_action
 from stopdown.runtime.repairs import Adjustment
 
+LARGE = 10**8
+"""Parameters from which on looking for a repair takes long enough to be announced."""
+
 _ONE_FAULT = threading.RLock()
 """Held while a fault is worked on: captures of two threads at once disturb each other."""
 
@@ -93,6 +96,8 @@ class FaultHandler:
             kind = "clamped" if fault.check.clamped else "unknown"
             self._note(_Case(fault, Culprit(kind), begun), "none", "Not looked at again.")
             return fault.output
+        if self.on_fault == "repair":
+            self._announce_repair(fault)
         case = _Case(fault, self._find_culprit(fault), begun)
         if self.on_fault == "warn":
             self._note(case, "none", "on_fault is warn: the run goes on as it is.")
@@ -103,6 +108,16 @@ class FaultHandler:
             self._note(case, "none", "Its gradients are wanted, so nothing was changed.")
             return fault.output
         return self._repair(case)
+
+    def _announce_repair(self, fault: Fault) -> None:
+        """Tell before it begins what will take long, so that nobody takes it for a run that hangs."""
+        count = sum(x.numel() for x in fault.guarded.module.parameters())
+        if count >= LARGE:
+            text = (
+                f"{name_fault(fault)} Looking for the cause and a repair: with {count / 1e9:.1f} billion "
+                "parameters that takes as long as several of its calls, some of them in fp32."
+            )
+            self.log.report_once(fault.component, "begun", text)
 
     def _pass_on(self, fault: Fault, begun: float) -> Any:
         """Go on with a finite output of arguments that were not; reported once for each component."""

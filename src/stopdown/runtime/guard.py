@@ -27,7 +27,6 @@ import functools
 import inspect
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +41,7 @@ from stopdown.errors import (
     OptionError,
     PlanError,
     ScalingError,
-    StopdownWarning,
+    warn_user,
 )
 from stopdown.frame_faults import find_frame_findings
 from stopdown.number_formats import name_dtype
@@ -177,7 +176,7 @@ class Guard:
         self.host_reads, self.own_s = 0, 0.0
         self._ranks = find_ranks(pipe)
         is_silent = self._ranks is not None and self._ranks.number > 0  # the first one says it
-        self._announce = self.options.announce or (_say_nothing if is_silent else _warn)
+        self._announce = self.options.announce or (_say_nothing if is_silent else warn_user)
         log = self.options.log
         self._log = RepairLog(self._announce) if log is None else log
         self._patches = Patches()
@@ -779,7 +778,3 @@ def guard(
 
 def _say_nothing(text: str) -> None:
     pass
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, StopdownWarning, stacklevel=2)

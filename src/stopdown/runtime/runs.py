@@ -113,8 +113,8 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
         raise StopdownError(
             f"The device ran out of memory: {take_one_line(error, 200)}",
             expected="A run needs room for the weights and for the largest layer's values.",
-            remedy="Add --memory auto, or use a smaller --height and --width, fewer --frames, or a "
-            "16-bit --precision.",
+            remedy='Add memory="auto", or use a smaller `height` and `width`, fewer `frames`, or a '
+            "16-bit `precision`.",
         ) from error
 
 
