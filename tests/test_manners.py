@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,13 +198,13 @@ def test_an_error_speaks_of_flags_and_of_the_model() -> None:
         'frames=10 is odd; dtype=torch.float16 and "a.frames=3" stay.',
         expected="SOURCE is a folder.",
         remedy='Use precision="transformer=bf16,vae=fp32", on_fault="repair", or force=True: '
-        "stopdown plan SOURCE, and `prompt` and `frames`; `vae` stays.",
+        "stopdown plan SOURCE, and `prompt` and `frames`; `vae` and the field `source` stay.",
     )
     reword(error, _Options())
     assert str(error) == (
         '--frames 10 is odd; dtype=torch.float16 and "a.frames=3" stay. SOURCE is a folder. Use '
         "--precision transformer=bf16,vae=fp32, --on-fault repair, or --force: stopdown plan 'my model', "
-        "and PROMPT and --frames; `vae` stays."
+        "and PROMPT and --frames; `vae` and the field `source` stay."
     )
 
 
@@ -233,9 +234,8 @@ def read_texts(path: Path) -> list[str]:
     texts = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            texts.append(
-                "".join(str(x.value) if isinstance(x, ast.Constant) else "{}" for x in node.values)
-            )
+            written = (x.value if isinstance(x, ast.Constant) else "{}" for x in node.values)
+            texts.append("".join(map(str, written)))
         elif isinstance(node, ast.Constant) and node not in told and id(node) not in parts:
             texts.append(str(node.value))
     return texts
@@ -309,6 +309,25 @@ def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
         list_runs(GenerateOptions("shapes", "a", num=0))
 
 
+def test_several_runs_load_the_model_once(
+    run: Any, save_tiny: SaveTiny, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--num 3` loads once, and gives what three commands with these seeds give."""
+    from stopdown.app import generate_command
+
+    loads: list[str] = []
+    load = generate_command._load
+    monkeypatch.setattr(
+        generate_command, "_load", lambda *given: loads.append("load") or load(*given)
+    )
+    words = ("generate", save_tiny("cogvideox"), "a", *SIZES)
+    assert run(*words, "--num", 3, "-o", "c.mp4")[0] == 0
+    assert loads == ["load"]
+    assert run(*words, "--seed", 2, "-o", "third.mp4")[0] == 0
+    assert (here / "c-3.mp4").read_bytes() == (here / "third.mp4").read_bytes()
+    assert (here / "c-2.mp4").read_bytes() != (here / "third.mp4").read_bytes()
+
+
 def test_a_token_is_used_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Hub's client sees it while the command runs; what was set before is set again."""
     from huggingface_hub import get_token
@@ -350,6 +369,13 @@ def test_a_page_is_made_of_the_output_that_is_named(
     code, out, _ = run("explain", "clip.mp4.json")
     assert "clip.mp4.json is the record of a run of " in out
     assert "stopdown report clip.mp4.json" in out
+    _, out, _ = run("explain", "clip.mp4")
+    shown = " ".join(out.split())
+    model = shlex.quote(str(save_tiny("cogvideox")))
+    assert f"its record, clip.mp4.json: made by {save_tiny('cogvideox')} on cpu" in shown
+    assert re.search(rf"stopdown (generate|compare) {re.escape(model)} (--prompt )?a ", shown)
+    (here / "clip.mp4.json").write_text('{"kind": "run"')
+    assert "SOURCE" in run("explain", "clip.mp4")[1]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -458,13 +484,29 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
     source = resolve_source(save_tiny("cogvideox"))
     device = Device("cpu", 0, "a small CPU", None, 2**26)
     request = Request(prompt="a", frames=9, height=512, width=512, steps=1)
-    options = GenerateOptions(source.name, "a", frames=9, height=512, width=512)
     with pytest.raises(OptionError) as caught:
-        refuse_too_large(options, source, request, device, Silent())
+        refuse_too_large(source, request, device, Silent())
     found = re.search(r"Use height=(\d+) and width=(\d+)\.", caught.value.remedy)
     assert found is not None
     assert "To make 9 frames of 512x512 takes at least " in caught.value.what
     assert caught.value.what.endswith("and cpu (a small CPU) has 64.0 MiB.")
     smaller = {"height": int(found[1]), "width": int(found[2])}
-    fits = dataclasses.replace(options, **smaller)
-    refuse_too_large(fits, source, dataclasses.replace(request, **smaller), device, Silent())
+    refuse_too_large(source, dataclasses.replace(request, **smaller), device, Silent())
+
+
+@pytest.mark.parametrize("command", ["generate", "plan", "compare", "batch"])
+def test_each_command_refuses_a_size_that_does_not_fit(
+    command: str, run: Any, save_tiny: SaveTiny, here: Path
+) -> None:
+    """96000 by 96000 pixels fit into no machine: told with a size that does, before weights are loaded."""
+    (here / "prompts.txt").write_text("a\n")
+    words = {"generate": ("a",), "batch": ("--prompts", "prompts.txt", "-o", "out")}.get(
+        command, ()
+    )
+    sizes = ("--frames", 9, "--height", 96000, "--width", 96000, "--steps", 1)
+    code, out, err = run(command, save_tiny("cogvideox"), *words, *sizes)
+    assert (code, out) == (2, "")
+    assert re.search(r"To make 9 frames of 96000x96000 takes at least .*iB", err)
+    assert re.search(r"Use --height \d+ and --width \d+\.", err)
+    assert ("--memory auto" in err) == (command in ("generate", "batch"))
+    assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from stopdown.errors import InputError, make_printable
+from stopdown.outputs import find_record_path
 from stopdown.records import Alternative, Clue, Diagnosis, RunRecord, read_kind, read_record
 from stopdown.toml_files import read_folder
 
@@ -448,7 +449,34 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
 
     found = explain_frames(path, frame_faults.find_frame_faults(take()))
     said = f" Only its first {count} frames were looked at." if was_cut else ""
-    return dataclasses.replace(found, why=found.why + said)
+    return _name_run(dataclasses.replace(found, why=found.why + said), path)
+
+
+def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
+    """The diagnosis with the model and the prompt of the record beside a clip, where there is one."""
+    record = find_record_path(path)
+    try:
+        if not record.is_file() or read_kind(record) != "run":
+            return found
+        run = read_record(record, RunRecord)
+    except InputError:  # damaged: the frames say what they say
+        return found
+    prompt = run.request.get("prompt")
+    names = {"SOURCE": run.source, **({"PROMPT": prompt} if isinstance(prompt, str) else {})}
+
+    def fill(text: str) -> str:
+        return re.sub(r"\b(SOURCE|PROMPT)\b", lambda x: shlex.quote(names.get(x[0], x[0])), text)
+
+    made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")
+    return dataclasses.replace(
+        found,
+        evidence=(*found.evidence, made),
+        remedy=tuple(map(fill, found.remedy)),
+        run_next=tuple(map(fill, found.run_next)),
+        alternatives=tuple(
+            dataclasses.replace(x, run_next=fill(x.run_next)) for x in found.alternatives
+        ),
+    )
 
 
 def _read_log(path: Path) -> list[str]:

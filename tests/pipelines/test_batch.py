@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -352,3 +353,80 @@ def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
     record = batch(options, Silent())
     assert (record.made, record.failed, record.plans) == (1, 0, ())
     assert record.command.startswith(f"stopdown batch {tiny} --prompts {tmp_path}/p.txt -o ")
+
+
+PICTURE = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
+
+
+def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
+    """With --memory each item has the bits of generate within it, its strategy, and a hash of its own."""
+    folder = save_tiny("sd", "fp32")
+    words = ("batch", folder, "--prompts", "prompts.txt", *PICTURE)
+    code, out, err = run(*words, "-o", "misfit", "--memory", "60KiB")
+    assert (code, read_summary("misfit").failed) == (1, 3)
+    assert out.count("Nothing stays within 60") == 3
+    (least,) = set(re.findall(r", or --memory (\d+MiB)\.", out))
+    assert run(*words, "-o", "out")[0] == 0
+    code, _, err = run(*words, "-o", "within", "--memory", least)
+    assert code == 0, err
+    for item, plain in zip(read_summary("within").items, read_summary().items, strict=True):
+        record = from_json(Path(f"within/{item.output}.json").read_bytes(), RunRecord)
+        assert record.strategy
+        assert item.item != plain.item
+    said = ("a green circle", *PICTURE, "--memory", least, "-o", "green.png")
+    assert run("generate", folder, *said)[0] == 0
+    assert Path(f"within/{item.output}").read_bytes() == Path("green.png").read_bytes()
+
+
+def test_a_strategy_is_put_on_once_for_all_items(
+    run: Run, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that wait elsewhere go there once, as long as items have the same size."""
+    from stopdown.batch import worker
+
+    fitted: list[Any] = []
+    fit = worker.fit_run
+
+    def count(loaded: Any, request: Any, *others: Any) -> Any:
+        fitted.append((request.height, request.width))
+        return fit(loaded, request, *others)
+
+    monkeypatch.setattr(worker, "fit_run", count)
+    rows = ['{"prompt": "a"}', '{"prompt": "b"}', '{"prompt": "c", "height": 48}']
+    Path("prompts.jsonl").write_text("\n".join(rows))
+    words = ("batch", save_tiny("sd", "fp32"), "--prompts", "prompts.jsonl", "-o", "out")
+    code, _, err = run(*words, "--memory", "auto", *PICTURE)
+    assert code == 0, err
+    assert fitted == [(32, 32), (48, 32)]
+
+
+def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: Path) -> None:
+    """As with generate: the same bits, recorded by the hash."""
+    pytest.importorskip("peft")
+    import test_manners
+    from stopdown.pipelines.sources import resolve_source
+
+    folder = save_tiny("sd", "fp32")
+    lora = test_manners.write_lora(resolve_source(folder), tmp_path)
+    Path("prompts.txt").write_text("a red circle\n")
+    sizes = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
+    extras = ("--lora", f"{lora}:0.5", "--scheduler", "DDIM")
+    words = ("batch", folder, "--prompts", "prompts.txt", *sizes)
+    hashes = set()
+    for number, more in enumerate(((), extras[:2], extras[2:], extras)):
+        code, _, err = run(*words, "-o", f"out{number}", *more)
+        assert code == 0, err
+        hashes.add(read_summary(f"out{number}").items[0].item)
+    assert len(hashes) == 4
+    assert run("generate", folder, "a red circle", *sizes, *extras, "-o", "a.png")[0] == 0
+    (made,) = Path("out3").glob("*.png")
+    assert made.read_bytes() == Path("a.png").read_bytes()
+    (plain,) = Path("out0").glob("*.png")
+    assert plain.read_bytes() != made.read_bytes()
+
+
+def test_finished_items_are_known_in_each_format(run: Run, tiny: str) -> None:
+    """A webm is as finished as an mp4: nothing is made again."""
+    words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", "--format", "webm", *SIZES)
+    assert run(*words)[0] == 0
+    assert "0 made, 3 skipped" in run(*words)[1]

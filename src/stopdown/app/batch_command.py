@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stopdown.app.flags import (
+    AllowOption,
     ConfigOption,
     DeviceOption,
     FramesOption,
     GuidanceOption,
     HeightOption,
     ImageOption,
+    LoraOption,
     RevisionOption,
+    SchedulerOption,
     SourceArgument,
     StepsOption,
     StrengthOption,
@@ -29,7 +32,15 @@ from stopdown.app.flags import (
     WidthOption,
 )
 from stopdown.app.registration import describe_command
-from stopdown.app.request_options import RequestOptions, check_number, read_request
+from stopdown.app.remedies import reword_text
+from stopdown.app.request_options import (
+    RequestOptions,
+    check_number,
+    check_quantiser,
+    read_allowed,
+    read_request,
+)
+from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.records import BatchRecord, Item, ItemResult
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import held_folder
@@ -105,8 +116,17 @@ class BatchOptions(RequestOptions):
         Literal["mp4", "webm", "gif", "png"] | None,
         typer.Option(help="Of the files; by default mp4 for videos, else png."),
     ] = None
+    lora: LoraOption = ()
+    scheduler: SchedulerOption = None
     revision: RevisionOption = None
     config: ConfigOption = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Have each worker stay within this much memory, 8GiB, or within what its device has, auto."
+        ),
+    ] = None
+    allow: AllowOption = ()
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
@@ -143,7 +163,7 @@ def main(options: BatchOptions) -> int:
     elif options.quiet:
         sys.stdout.write(f"{record.output.rstrip('/')}/{PAGE}\n")
     else:
-        _print_summary(record, open_console())
+        _print_summary(record, options, open_console())
     found = options.strict and any(x.findings for x in record.items)
     return int(record.failed > 0 or found)
 
@@ -163,8 +183,9 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
 
     store = open_store(options.output)
     _refuse_other_folder(store)
-    store.check()
     with ExitStack() as stack:
+        stack.enter_context(_removed_if_empty(store))
+        store.check()
         stack.enter_context(_held(store))
         store.sweep()
         stack.callback(store.sweep)
@@ -194,6 +215,7 @@ def _run(
         prepared = cluster.prepare(settings, *asked[0], known=bases)
     else:
         prepared = prepare(settings, *asked[0], known=bases, progress=progress.display.progress)
+        _refuse_too_large(options, prepared, asked, progress.display)
     tasks, repeated = prepared.sign(asked)
     versions = PlanVersions(store, prepared.plan, chains)
     results: dict[str, ItemResult] = {}
@@ -226,6 +248,34 @@ def _run(
     store.write(SUMMARY, to_json(record).encode())
     store.write(PAGE, render_batch(record).encode(errors="replace"))
     return record
+
+
+def _refuse_too_large(
+    options: BatchOptions,
+    prepared: Prepared,
+    asked: Sequence[tuple[Item, Request]],
+    display: Display,
+) -> None:
+    """Refuse the largest item where no device of this machine can make it; its line is named."""
+    from stopdown.batch.prompts import naming_line
+    from stopdown.environment import choose_device
+
+    def count(pair: tuple[Item, Request]) -> int:
+        _, request = pair
+        return (request.frames or 1) * (request.height or 0) * (request.width or 0)
+
+    item, request = max(asked, key=count)
+    if item.image is not None:  # it is read by whoever makes the item
+        return
+    with naming_line(item, options.prompts, OptionError):
+        refuse_too_large(
+            prepared.chosen.source,
+            request,
+            choose_device(options.device),
+            display,
+            precision="fp16" if prepared.plan is not None else options.precision,
+            memory=options.memory,
+        )
 
 
 def _summarise(
@@ -286,6 +336,10 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
         on_fault=options.on_fault,
         journal=str(options.journal.absolute()) if options.journal else None,
         journal_bytes=int(options.journal_limit * 2**30),
+        lora=options.lora,
+        scheduler=options.scheduler,
+        memory=options.memory,
+        allow=read_allowed(options.allow, options.memory),
     ), asked
 
 
@@ -293,6 +347,7 @@ def _check_options(options: BatchOptions) -> None:
     from stopdown.plans.precision import parse_request
 
     parse_request(options.precision)
+    check_quantiser(read_allowed(options.allow, options.memory))
     check_number("--fps", options.fps)
     check_number("--journal-limit", options.journal_limit)
     for name in ("workers", "cpus_per_worker", "tries", "fps"):
@@ -356,6 +411,20 @@ def _refuse_other_folder(store: Store) -> None:
         expected="It is new, empty, or of an earlier batch, so that nothing is mixed or replaced.",
         remedy="Name another folder with -o.",
     )
+
+
+@contextmanager
+def _removed_if_empty(store: Store) -> Iterator[None]:
+    """A folder that is new stays only when something is in it: a refused batch leaves nothing behind."""
+    from stopdown.batch.stores import Folder
+
+    is_new = isinstance(store, Folder) and not store.path.exists()
+    try:
+        yield
+    finally:
+        if is_new and isinstance(store, Folder):
+            with contextlib.suppress(OSError):
+                store.path.rmdir()
 
 
 def _held(store: Store) -> AbstractContextManager[None]:
@@ -441,7 +510,7 @@ class _Progress:
 
     def announce(self, text: str) -> None:
         """Something that a person must hear now."""
-        self.display.announce(text)
+        self.display.announce(reword_text(text, self.options))
 
     def observe(self, component: str, stage: str, done: int, total: int) -> None:
         """A step of the item that is being made, where that is in this process."""
@@ -491,7 +560,7 @@ def _format_time(seconds: float) -> str:
     return f"{minutes:.0f} min" if minutes >= 2 else f"{seconds:.0f} s"
 
 
-def _print_summary(record: BatchRecord, console: Any) -> None:
+def _print_summary(record: BatchRecord, options: BatchOptions, console: Any) -> None:
     from stopdown.app.progress import print_prose
 
     total = len(record.items)
@@ -501,9 +570,8 @@ def _print_summary(record: BatchRecord, console: Any) -> None:
     print_prose(console, f"{said}.")
     for item in record.items:
         if item.status == "failed":
-            print_prose(
-                console, f"  - {item.name} (line {item.line}) failed: {item.error}", "yellow"
-            )
+            error = reword_text(item.error, options)
+            print_prose(console, f"  - {item.name} (line {item.line}) failed: {error}", "yellow")
         for finding in item.findings:
             text = f"  - {item.output}: {finding.kind}: {finding.evidence}"
             print_prose(console, text, "yellow")

@@ -133,8 +133,8 @@ def print_conversion(made: Conversion, console: Console) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("component", "written in", "tensors", "fields", "eps left", "effect"):
-        table.add_column(heading)
+    for heading in ("component", "written in", "tensors scaled", "configuration"):
+        table.add_column(heading, overflow="fold")
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)
@@ -160,6 +160,4 @@ def _describe_row(entry: ConvertedComponent) -> tuple[str, ...]:
         entry.precision,
         str(entry.folded) if entry.precision == "fp16" else "",
         ", ".join(f"{name}={_shorten(value)}" for name, value in entry.fields.items()),
-        str(len(entry.eps_left)) if entry.eps_left else "",
-        f"{entry.effect:.1e}" if entry.eps_left else "",
     )

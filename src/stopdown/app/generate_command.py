@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +41,6 @@ from stopdown.app.flags import (
     VideoOption,
     WidthOption,
 )
-from stopdown.app.memory_limits import fit_run
 from stopdown.app.request_options import (
     RequestOptions,
     check_number,
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
     from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.selection import Selection
     from stopdown.pipelines.sources import Source
     from stopdown.plans.loader import Loaded
     from stopdown.runtime.journal import Follower, Journal
@@ -173,15 +174,15 @@ def main(options: GenerateOptions) -> int:
     from stopdown.app.cards import print_card
     from stopdown.app.progress import open_console, open_display
 
-    runs, found = list_runs(options), False
+    runs, found, kept = list_runs(options), False, Kept()
     with joined_ranks(options.device, options.memory, options.parallel) as (device, ranks):
         for one in runs:
             one = dataclasses.replace(one, device=device)
             if ranks is not None and ranks.number > 0:
-                generate(one, ranks=ranks)
+                generate(one, ranks=ranks, kept=kept)
                 continue
             with open_display(options) as display:
-                record = generate(one, display, ranks)
+                record = generate(one, display, ranks, kept)
             if options.json:
                 sys.stdout.write(to_json(record))
             elif options.quiet:
@@ -225,13 +226,30 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
     return runs
 
 
+@dataclass
+class Kept:
+    """The model of several runs, which the first of them chooses and loads.
+
+    Attributes:
+        chosen: with the class that serves the request.
+        loaded: None also where a run taught its plan something that the next one is loaded by.
+    """
+
+    chosen: Selection | None = None
+    loaded: Loaded | None = None
+
+
 def generate(
-    options: GenerateOptions, display: Display | None = None, ranks: Ranks | None = None
+    options: GenerateOptions,
+    display: Display | None = None,
+    ranks: Ranks | None = None,
+    kept: Kept | None = None,
 ) -> RunRecord:
     """Make a video or picture from a prompt, and write it with its record beside it.
 
     Args:
         ranks: that make it together; the first of them plans and writes.
+        kept: of earlier runs with the same options but for seed and output, and for later ones.
 
     Returns:
         What the run really did; findings in the frames are in it, and the file is written.
@@ -249,18 +267,22 @@ def generate(
     from stopdown.environment import choose_device
     from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
 
-    source = follow(ranks, lambda: find_source(options, display))
+    kept = kept or Kept()
+    source = (
+        kept.chosen.source if kept.chosen else follow(ranks, lambda: find_source(options, display))
+    )
     frames = options.frames if request.video is None else len(request.video)
     grid = find_grid(read_configs(source.path))
     check_sizes(grid, frames=frames, height=options.height, width=options.width)
-    load_libraries(display)
+    if kept.chosen is None:
+        load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.runtime.runs import write_record
 
     with quiet_libraries(), _open_journal(options, source, display, ranks) as journal:
-        run = _Run(started, numbered, journal, ranks)
+        run = _Run(started, numbered, journal, ranks, kept)
         record = _generate(options, request, device, source, display, run)
         if record.output is not None:
             write_record(record, record.output)
@@ -278,12 +300,14 @@ class _Run:
         numbered: nobody named the output, so it gets a free number.
         journal: what keeps its calls.
         ranks: that make it together; None for a process alone.
+        kept: the model, for further runs.
     """
 
     started: float
     numbered: bool
     journal: Journal | Follower | None
     ranks: Ranks | None
+    kept: Kept
 
     @property
     def writes(self) -> bool:
@@ -300,34 +324,28 @@ def _generate(
     run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
-    from stopdown.environment import probe_formats
-    from stopdown.pipelines.selection import select_pipeline
-    from stopdown.plans.choice import choose_loader
-    from stopdown.plans.loader import gather_facts
+    from stopdown.runtime.memory_limits import Limit, fit_run
     from stopdown.runtime.runs import describe_run
 
-    chosen = select_pipeline(
-        source,
-        request,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
-    refuse_too_large(options, chosen.source, request, device, display)
-    loader = follow(
-        run.ranks,
-        lambda: choose_loader(
-            chosen.source,
-            options.precision,
-            gather_facts(chosen.source, chosen.configs),
-            probe_formats(device),
-            device,
-            request=request,
-            progress=display.progress,
-        ),
-    )
-    stages = {"prepare": time.perf_counter() - run.started}
+    kept = run.kept
+    if kept.chosen is None:
+        kept.chosen = _choose(options, request, device, source, display)
+    chosen, known, stages = kept.chosen, kept.loaded, dict[str, float]()
+    if known is not None:
+        load = lambda: known  # noqa: E731 - the other way to have it is a partial
+    else:
+        loader = follow(
+            run.ranks, lambda: _choose_loader(chosen, options, request, device, display)
+        )
+        load = functools.partial(_load, loader, options, display, stages)
+    stages["prepare"] = time.perf_counter() - run.started
+    limit = Limit(options.memory, options.allow) if options.memory is not None else None
     with _measured(device) as memory:
-        loaded = _load(loader, options, display, stages)
-        fitted = fit_run(loaded, request, device, options, display, stages, chosen.configs)
+        loaded = kept.loaded = load()
+        begun = time.perf_counter()
+        fitted = fit_run(loaded, request, device, limit, chosen.configs, display.announce)
+        if limit is not None:
+            stages["dry_run"] = time.perf_counter() - begun
         offloader, request = fitted.offloader, fitted.request
         with (
             offloader or contextlib.nullcontext(),
@@ -351,18 +369,61 @@ def _generate(
         output=output,
         elapsed_s=time.perf_counter() - run.started,
     )
+    updated_plan = _keep_updated(
+        fitted.add_out_of_memory(made.updated) if run.writes else None,
+        _REPAIR if made.updated else _OUT_OF_MEMORY,
+        options,
+        display,
+    )
+    if updated_plan is not None:
+        kept.loaded = None
     return dataclasses.replace(
         record,
         strategy=offloader.taken.strategy.name if offloader else "",
         steps_down=tuple(offloader.steps_down) if offloader else (),
         reduced=fitted.reduced,
-        updated_plan=_keep_updated(
-            fitted.add_out_of_memory(made.updated) if run.writes else None,
-            _REPAIR if made.updated else _OUT_OF_MEMORY,
-            options,
-            display,
-        ),
+        updated_plan=updated_plan,
         parallel=parallel,
+    )
+
+
+def _choose(
+    options: GenerateOptions, request: Request, device: Device, source: Source, display: Display
+) -> Selection:
+    """The class that serves the request, which fits into memory."""
+    from stopdown.pipelines.selection import select_pipeline
+
+    chosen = select_pipeline(
+        source,
+        request,
+        progress=lambda what, done, total: display.progress("download", what, done, total),
+    )
+    refuse_too_large(
+        chosen.source,
+        request,
+        device,
+        display,
+        precision=options.precision,
+        memory=options.memory,
+    )
+    return chosen
+
+
+def _choose_loader(
+    chosen: Selection, options: GenerateOptions, request: Request, device: Device, display: Display
+) -> Callable[..., Loaded]:
+    from stopdown.environment import probe_formats
+    from stopdown.plans.choice import choose_loader
+    from stopdown.plans.loader import gather_facts
+
+    return choose_loader(
+        chosen.source,
+        options.precision,
+        gather_facts(chosen.source, chosen.configs),
+        probe_formats(device),
+        device,
+        request=request,
+        progress=display.progress,
     )
 
 

@@ -249,10 +249,10 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.app.memory_limits import describe_reduction, find_size, shrink_request
     from stopdown.memory.smaller_requests import find_largest, list_smaller
     from stopdown.pipelines.default_sizes import find_grid, read_configs
     from stopdown.plans.precision_and_memory import build_way
+    from stopdown.runtime.memory_limits import describe_reduction, find_size, shrink_request
 
     size = find_size(build_way(source, first.way), request, first.fit)
     if size is None:
@@ -271,7 +271,7 @@ def _shrink(
     found = find_largest(sizes, predict, limit, options.allow)
     if found is None:
         return None
-    reduced = describe_reduction(size, found[0], str(options.memory))
+    reduced = describe_reduction(size, found[0], limit)
     return reduced, shrink_request(request, found[0]), tried[id(found[1])]
 
 

@@ -30,6 +30,7 @@ from stopdown.app.flags import (
     WidthOption,
 )
 from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
 from stopdown.records import ComponentPlan, Plan, to_json
 
@@ -205,6 +206,8 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.sums import choose_sums
 
+    if not options.certify:
+        refuse_unmeasurable(source, request, options.device, display, precision="fp32")
     with quiet_libraries():
         made = (
             _certify(source, options, request, display)

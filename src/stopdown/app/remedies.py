@@ -19,6 +19,9 @@ _VALUE = r'("[^"]*"|-?\w(?:[\w.]*\w)?)'
 _ALIASES = {"precisions": ("precision",)}
 """Further names of an option in the package."""
 
+_FLAGS = {'allow="overwrite"': "--force", 'allow="eps"': "--allow-eps"}
+"""What is one argument in the package, and a flag of its own on the command line."""
+
 
 def reword(error: StopdownError, options: Any) -> None:
     """Put an error into the words of a command, in place.
@@ -34,10 +37,12 @@ def reword(error: StopdownError, options: Any) -> None:
 
 def reword_text(text: str, options: Any) -> str:
     """A text in which `frames` and frames=9 are flags, or PROMPT where the command takes an argument."""
+    for said, flag in _FLAGS.items():
+        text = text.replace(said, flag)
     names = [entry.name for entry in dataclasses.fields(options)]
     names += [alias for name in names for alias in _ALIASES.get(name, ())]
     either = "|".join(names)
-    pattern = re.compile(rf"(?<![\w.(])(?:`({either})`|({either})={_VALUE})")
+    pattern = re.compile(rf"(?<![\w.(])(?:(?<!field )`({either})`|({either})={_VALUE})")
     hints = get_type_hints(type(options), include_extras=True)
 
     def write(found: re.Match[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -116,21 +115,13 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
         SourceError: there is none, or it is damaged or refused.
         OptionError: a LoRA or the scheduler is refused.
     """
-    from stopdown.pipelines.extras import find_scheduler, parse_lora
-    from stopdown.pipelines.sources import resolve_name, verify_descriptions, verify_source
+    from stopdown.pipelines.extras import resolve_whole
 
-    loras = tuple(parse_lora(text) for text in options.lora)
-    scheduler = find_scheduler(options.scheduler) if options.scheduler else ""
-    found = resolve_name(
+    return resolve_whole(
         options,
         with_weights=with_weights,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
-    if with_weights:
-        verify_source(found)
-    elif found.kind != "file":
-        verify_descriptions(found)
-    return dataclasses.replace(found, loras=loras, scheduler=scheduler)
 
 
 ALLOWABLE = {

@@ -14,8 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from stopdown.app.memory_command import find_ways
-from stopdown.app.memory_limits import shrink_request
-from stopdown.app.request_options import RequestOptions, read_limit
+from stopdown.app.request_options import read_limit
 from stopdown.errors import OptionError
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Way
 
+_PROMPT = "a red circle moving left on a grey background"
+
 DECODED_BYTES = 1024
 """128 channels in 16 bits, four values alive at a time: what Diffusers' autoencoders have at full size."""
 
@@ -37,31 +38,41 @@ MOST_TRIED = 24
 
 
 def refuse_too_large(
-    options: RequestOptions, source: Source, request: Request, device: Device, display: Display
+    source: Source,
+    request: Request,
+    device: Device,
+    display: Display,
+    *,
+    precision: str = "auto",
+    memory: str | None = None,
+    offloads: bool = True,
 ) -> None:
     """Refuse a size that is predicted to take more memory than there is.
 
     Args:
-        options: of the command; without a size nothing is done.
         source: with its class and components.
-        request: what is made.
+        request: what is made; where it names no size, nothing is done.
         device: where.
         display: told of dry runs.
+        precision: of the run.
+        memory: the limit that it is to stay within.
+        offloads: weights can wait elsewhere, by `--memory`.
 
     Raises:
         OptionError: naming the largest smaller size that fits.
 
     Cost: nothing for a size far below memory; else a few dry runs of some seconds each.
     """
-    sides = [side for side in (options.height, options.width) if side is not None]
-    limit = read_limit(options.memory) or device.memory_bytes
-    if not limit or (options.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
+    sides = [side for side in (request.height, request.width) if side is not None]
+    limit = read_limit(memory) or device.memory_bytes
+    if not limit or (request.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
         return
     from stopdown.device_profiles import describe_device
     from stopdown.memory.smaller_requests import find_largest
     from stopdown.number_formats import format_bytes
+    from stopdown.runtime.memory_limits import shrink_request
 
-    way = find_ways(source, options.precision, describe_device(device), None)[0]
+    way = find_ways(source, precision, describe_device(device), None)[0]
     asked = _find_size(source, way, request)
 
     def predict(size: Size) -> Fit:
@@ -70,24 +81,42 @@ def refuse_too_large(
         return _predict(source, way, smaller, is_cpu=device.type == "cpu")
 
     least = _count(asked) * RETURNED_BYTES
-    if least <= limit and options.memory is None:
+    if least <= limit and memory is None:
         least = _find_peak(predict(asked))
     if least <= limit:
         return
     found = find_largest(_list_sizes(asked, source, limit), predict, limit)
     raise OptionError(
         f"To make {asked} takes at least {format_bytes(least)}, and "
-        + (
-            f"{device} has {format_bytes(limit)}."
-            if options.memory is None
-            else "that is the limit."
-        ),
+        + (f"{device} has {format_bytes(limit)}." if memory is None else "that is the limit."),
         expected=f"Of the sizes that were tried {found[0]} fits, with {format_bytes(_find_peak(found[1]))}."
         if found
         else "No size that was tried fits.",
         remedy=(f"Use height={found[0].height} and width={found[0].width}." if found else "")
-        + (' With memory="auto" less is held at a time.' if options.memory is None else ""),
+        + (' With memory="auto" less is held at a time.' if memory is None and offloads else ""),
     )
+
+
+def refuse_unmeasurable(
+    source: Source, request: Request, device: str | None, display: Display, *, precision: str
+) -> None:
+    """As `refuse_too_large`, for runs of prompts and pictures that a command brings itself.
+
+    Args:
+        device: its name; None is whichever device holds the run, and no less than the host's memory.
+    """
+    from stopdown.environment import choose_device
+    from stopdown.pipelines.loader import complete_source, find_class
+    from stopdown.pipelines.requests import choose_class, list_needed_fields
+
+    found = complete_source(source)
+    found = dataclasses.replace(found, pipeline_class=choose_class(found.pipeline_class, request))
+    needed = list_needed_fields(find_class("diffusers", found.pipeline_class))
+    if "prompt" in needed:
+        request = dataclasses.replace(request, prompt=request.prompt or _PROMPT)
+    if all(getattr(request, name) is not None for name in needed):
+        where = choose_device(device or "cpu")
+        refuse_too_large(found, request, where, display, precision=precision, offloads=False)
 
 
 def _predict(source: Source, way: Way, request: Request, *, is_cpu: bool) -> Fit:

@@ -73,8 +73,8 @@ class Dispatch:
             self.note(text)
         if answer.updated is not None and self.versions.offer(answer.result.plan, answer.updated):
             self.note(
-                f"The plan has a new version, {self.versions.plans[-1].seal[:12]}, with the repair "
-                f"that {task.name} needed; it makes the items that follow."
+                f"The plan has a new version, {self.versions.plans[-1].seal[:12]}, with what "
+                f"{task.name} needed; it makes the items that follow."
             )
         return dataclasses.replace(answer.result, tries=self._begun[task.item])
 

@@ -28,10 +28,11 @@ from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.descriptions import read_description
+from stopdown.pipelines.extras import resolve_whole
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
 from stopdown.pipelines.selection import Selection, select_pipeline
-from stopdown.pipelines.sources import fingerprint, resolve_name, verify_source
+from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.choice import choose_plan
 from stopdown.plans.loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
@@ -56,6 +57,10 @@ class Settings:
         on_fault: as for `guard`.
         journal: folder of the journals of items that are being made; None keeps none.
         journal_bytes: size at which one of them ends.
+        lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
+        scheduler: in the place of the model's own.
+        memory: what each item is to stay within, `8GiB`, or `auto`; None sets no limit.
+        allow: what may change the picture for that: `fp8`, `int8`, `smaller`.
     """
 
     source: str
@@ -70,6 +75,10 @@ class Settings:
     journal: str | None = None
     journal_bytes: int = LIMIT_BYTES
     variant: str | None = None
+    lora: tuple[str, ...] = ()
+    scheduler: str | None = None
+    memory: str | None = None
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,10 +186,9 @@ def prepare(
     """
     told = progress or (lambda stage, what, done, total: None)
     device = choose_device(settings.device)
-    source = resolve_name(
+    source = resolve_whole(
         settings, progress=lambda what, done, total: told("download", what, done, total)
     )
-    verify_source(source)
     first = _read_first(item, request)
     with quiet_libraries():
         with naming_line(item):
@@ -248,6 +256,8 @@ def _describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str
     return {
         "model": job.fingerprint,
         "pipeline": job.pipeline,
+        **({"memory": [memory, job.settings.allow]} if (memory := job.settings.memory) else {}),
+        **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
         "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
         "plan": plan.seal if plan else [(x.component, x.precision) for x in job.decisions],
         "file": [job.settings.suffix, job.settings.fps],

@@ -69,11 +69,11 @@ class PlanVersions:
         return self.plans[-1] if self.plans else None
 
     def offer(self, made_by: str, updated: Plan) -> bool:
-        """Take the repairs of an item into the plan; whether that made a new version.
+        """Take what an item taught into the plan; whether that made a new version.
 
         Args:
             made_by: seal of the plan that the item was made by.
-            updated: that plan with the repairs in it.
+            updated: that plan with repairs, and with what running out of memory taught.
         """
         before = next((plan for plan in self.plans if plan.seal == made_by), None)
         if before is None:
@@ -84,9 +84,13 @@ class PlanVersions:
             new.get(x.component, x) if was.get(x.component) == x else x
             for x in self.plans[-1].components
         )
-        if merged == self.plans[-1].components:
+        latest = self.plans[-1]
+        learnt = [x for x in updated.out_of_memory if x not in latest.out_of_memory]
+        if merged == latest.components and not learnt:
             return False
-        self.plans.append(seal_plan(dataclasses.replace(self.plans[-1], components=merged)))
+        history = (*latest.out_of_memory, *learnt)
+        made = dataclasses.replace(latest, components=merged, out_of_memory=history)
+        self.plans.append(seal_plan(made))
         self._keep()
         return True
 

@@ -162,9 +162,10 @@ class Processes:
 
     def _begin(self, number: int, deaths: int = 0) -> _Child:
         ours, theirs = self._context.Pipe()
+        share = (len(self._wanted), self._wanted.count(self._wanted[number]))
         process = self._context.Process(
             target=_serve,
-            args=(theirs, self._job, self._wanted[number], len(self._wanted)),
+            args=(theirs, self._job, self._wanted[number], share),
             daemon=True,
         )
         process.start()
@@ -221,15 +222,19 @@ class Processes:
         return (number, Died(reason)) if was_busy else None
 
 
-def _serve(pipe: Any, job: Job, device: str, count: int) -> None:
-    """What a process does: one task after the other, until whoever gives them is gone."""
+def _serve(pipe: Any, job: Job, device: str, share: tuple[int, int]) -> None:
+    """What a process does: one task after the other, until whoever gives them is gone.
+
+    Args:
+        share: how many processes there are, and how many on this device.
+    """
     import torch
 
-    torch.set_num_threads(max(1, torch.get_num_threads() // count))
+    torch.set_num_threads(max(1, torch.get_num_threads() // share[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is heard by whoever gives the tasks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        worker = Worker(job, device)
+        worker = Worker(job, device, share[1])
         pipe.send((str(worker.device), worker.write_probe()))
         plans: dict[str, Plan | None] = {"": None}
         while True:

@@ -27,14 +27,17 @@ from stopdown.errors import InputError, OutputError, SourceError, StopdownError,
 from stopdown.media import draw_preview
 from stopdown.outputs import find_record_path
 from stopdown.pipelines.default_sizes import read_configs
+from stopdown.pipelines.extras import resolve_whole
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.sources import fingerprint, resolve_name, verify_source
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.applier import load_planned
 from stopdown.plans.loader import Loaded, gather_facts, load_decided
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import Observer
 from stopdown.runtime.journal import Journal
+from stopdown.runtime.memory_limits import Fitted, Limit, fit_run, shrink_request
 from stopdown.runtime.runs import describe_run, make_frames, write_frames, write_record
 
 
@@ -59,6 +62,7 @@ class Worker:
     Args:
         job: shared by all workers.
         device: as for `choose_device`.
+        share: workers that this device has, which divide its memory.
 
     Attributes:
         device: where it computes.
@@ -68,12 +72,13 @@ class Worker:
         SourceError: the model is not here, or is another one than where the batch was started.
     """
 
-    def __init__(self, job: Job, device: str = "auto") -> None:
+    def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:
         settings = job.settings
+        memory = settings.memory
+        self._limit = Limit(memory, settings.allow, share) if memory is not None else None
         self._job, self.device = job, choose_device(device)
         self.store: Store = open_store(settings.output)
-        found = resolve_name(settings)
-        verify_source(found)
+        found = resolve_whole(settings)
         self._source = dataclasses.replace(complete_source(found), pipeline_class=job.pipeline)
         if fingerprint(self._source) != job.fingerprint:
             raise SourceError(
@@ -84,6 +89,9 @@ class Worker:
             )
         self._loaded: Loaded | None = None
         self._seal: str | None = None
+        self._fitted: tuple[str, Fitted] | None = None
+        self._misfits: dict[str, StopdownError] = {}
+        self._offloading = contextlib.ExitStack()
         self.observer: Observer | None = None
 
     def write_probe(self) -> str:
@@ -107,6 +115,7 @@ class Worker:
             except OutputError:
                 raise
             except Exception as error:  # whatever a model's code does: the other items go on
+                self._forget_fit()
                 said, elapsed_s = describe_error(error), time.perf_counter() - begun
                 failed = _begin_result(task, "failed", elapsed_s=elapsed_s, error=said)
                 return Answer(failed, None, tuple(notes))
@@ -115,24 +124,56 @@ class Worker:
         """The pipeline by this plan; it stays until another plan comes."""
         seal = plan.seal if plan else ""
         if self._loaded is None or self._seal != seal:
+            self._forget_fit()
             self._loaded = None  # the old weights go before the new ones come
+            move = self._limit is None
             if plan is None:
-                self._loaded = load_decided(self._source, self._job.decisions, self.device)
+                decisions = self._job.decisions
+                self._loaded = load_decided(self._source, decisions, self.device, move=move)
             else:
                 facts = gather_facts(self._source, read_configs(self._source.described))
                 name = self._job.plan_name
-                self._loaded = load_planned(self._source, plan, name, facts, self.device)
+                self._loaded = load_planned(self._source, plan, name, facts, self.device, move=move)
             self._seal = seal
         return self._loaded
+
+    def _fit(self, request: Request, loaded: Loaded, notes: list[str]) -> Fitted:
+        """What keeps items of these sizes within the limit: it stays on until other sizes come."""
+        names = ("frames", "height", "width", "steps", "guidance")
+        image = getattr(request.image, "shape", None)
+        sizes = str([*(getattr(request, name) for name in names), image])
+        if self._fitted is None or self._fitted[0] != sizes:
+            self._forget_fit()
+            if sizes in self._misfits:
+                raise self._misfits[sizes]
+            configs = read_configs(self._source.described)
+            try:
+                fitted = fit_run(loaded, request, self.device, self._limit, configs, notes.append)
+            except StopdownError as error:
+                self._misfits[sizes] = error
+                raise
+            if fitted.offloader is not None:
+                self._offloading.enter_context(fitted.offloader)
+            self._fitted = (sizes, fitted)
+        fitted = self._fitted[1]
+        if fitted.reduced is not None and fitted.size is not None:
+            request = shrink_request(request, fitted.size)
+        return dataclasses.replace(fitted, request=request)
+
+    def _forget_fit(self) -> None:
+        self._offloading.close()
+        self._fitted = None
 
     def _make(self, task: Task, loaded: Loaded, plan: Plan | None, notes: list[str]) -> Answer:
         settings, begun = self._job.settings, time.perf_counter()
         name = f"{task.name}{settings.suffix}"
+        fitted = self._fit(task.request, loaded, notes)
+        offloader = fitted.offloader
         with self._journal(task, plan, notes) as journal:
             with peak_memory(self.device) as memory:
                 made = make_frames(
                     loaded,
-                    task.request,
+                    fitted.request,
                     output=name,
                     on_fault=settings.on_fault,
                     observer=self.observer,
@@ -155,9 +196,15 @@ class Worker:
                     item=task.item,
                     plan=plan.seal if plan else "",
                     preview=draw_preview(made.frames),
+                    strategy=offloader.taken.strategy.name if offloader else "",
+                    steps_down=tuple(offloader.steps_down) if offloader else (),
+                    reduced=fitted.reduced,
                 )
                 write_record(record, path)
-        return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
+        updated = fitted.add_out_of_memory(made.updated)
+        if record.steps_down:  # the next item does not depend on what happened to this one
+            self._forget_fit()
+        return Answer(describe_result(task, record, "made"), updated, tuple(notes))
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan | None, notes: list[str]) -> Iterator[Journal | None]:
@@ -194,7 +241,7 @@ def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None
     Args:
         names: of the files in the store.
     """
-    for suffix in (".mp4", ".gif", ".png"):
+    for suffix in (".mp4", ".webm", ".gif", ".png"):
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
         if output in names and record in names:

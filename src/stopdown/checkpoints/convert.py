@@ -36,7 +36,7 @@ from stopdown.errors import (
 )
 from stopdown.json_files import UnreadableError, parse_json
 from stopdown.number_formats import FORMATS, list_some
-from stopdown.outputs import check_target, written_beside
+from stopdown.outputs import check_target, find_free, written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.folders import (
     copy_descriptions,
@@ -80,6 +80,8 @@ from stopdown.scaling.folds import read_headroom, split_name
 
 RECORD_NAME = "stopdown.json"
 """The record inside a converted folder, with the names and sizes of all that was written there."""
+
+_CONVERTED = "a model that convert wrote"
 
 MARK = "stopdown"
 """The entry in the metadata of a converted single file: the version, and the seal of the plan."""
@@ -194,10 +196,14 @@ def _check_target(
     def replaces(path: Path) -> str:
         is_free = path.is_dir() and not any(path.iterdir())
         what = "" if is_free else describe(path)
-        return what or (
-            "" if is_free or force else "a model that convert wrote; force=True does that"
-        )
+        return what or ("" if is_free or force else _CONVERTED)
 
+    if target.exists() and replaces(target) == _CONVERTED:
+        raise OutputError(
+            f"OUT {target} holds {_CONVERTED} before.",
+            expected="Nothing is replaced unasked.",
+            remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
+        )
     check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
     return replaces
 
@@ -389,7 +395,7 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
         f"{' '.join(parts)}",
         expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
         remedy=f"Write as stored what cannot be: {leave}."
-        + (" Or take the difference: allow_eps=True." if is_eps else "")
+        + (' Or take the difference: allow="eps".' if is_eps else "")
         + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",
     )
 
@@ -562,8 +568,9 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
     if found.left:
         change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
         yield (
-            f"Eps that no configuration sets: {len(found.left)}. Without them its output {change} in "
-            f"{found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+            f"{len(found.left)} of its norms have an eps that no configuration sets: it stays as it was, "
+            f"beside values that are scaled. With that its output {change} in {found.calls} calls; a "
+            f"change of up to {EFFECT_LIMIT:.1e} passes."
         )
     else:
         yield "But for rounding its weights to fp16 it is bit for bit the original."

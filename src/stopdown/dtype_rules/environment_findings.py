@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stopdown.call_names import name_component
-from stopdown.device_profiles import Profile
+from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
 from stopdown.model_needs import read_needs
@@ -33,15 +33,17 @@ def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
         evidence = f"{', '.join(components)} in {name}. {profile.describe_format(name)}"
         yield make_finding(kind, name_component(components[0]), evidence)
     for fault in profile.faults:
-        yield from _check_fault(fault, seen)
+        yield from _check_fault(fault, seen, profile)
 
 
-def _check_fault(fault: Any, seen: Examination) -> Iterator[Finding]:
+def _check_fault(fault: DeviceFault, seen: Examination, profile: Profile) -> Iterator[Finding]:
     for (operation, name), module_path in seen.operations.items():
         is_format = not fault.formats or name in fault.formats
         if is_format and operation in fault.operations:
             evidence = f"{operation} in {name}: {fault.what} ({fault.source})"
-            yield make_finding("device-fault", module_path, evidence)
+            by_kernels = fault.accumulates == "fp16" and profile.formats[name].accumulates != "fp16"
+            kind = "kernel-fault" if by_kernels else "device-fault"
+            yield make_finding(kind, module_path, evidence, remedy=fault.remedy)
             return
 
 

@@ -5,17 +5,53 @@ A LoRA is put on before anything is planned or cast, so a plan counts it in.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from stopdown.errors import OptionError, SourceError, take_one_line
 from stopdown.pipelines.headers import DamagedFileError, read_header
-from stopdown.pipelines.sources import Source
+from stopdown.pipelines.hub import Progress
+from stopdown.pipelines.sources import (
+    Source,
+    SourceName,
+    resolve_name,
+    verify_descriptions,
+    verify_source,
+)
+
+
+class NamedSource(SourceName, Protocol):
+    """What names a model, and what stands on it."""
+
+    @property
+    def lora(self) -> tuple[str, ...]: ...
+    @property
+    def scheduler(self) -> str | None: ...
+
+
+def resolve_whole(
+    name: NamedSource, *, progress: Progress | None = None, with_weights: bool = True
+) -> Source:
+    """The model that is named, with its variant, LoRAs and scheduler; nothing is loaded.
+
+    Raises:
+        SourceError: there is none, or it is damaged or refused.
+        OptionError: a LoRA or the scheduler is refused.
+    """
+    loras = tuple(parse_lora(text) for text in name.lora)
+    scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
+    found = resolve_name(name, progress=progress, with_weights=with_weights)
+    if with_weights:
+        verify_source(found)
+    elif found.kind != "file":
+        verify_descriptions(found)
+    return dataclasses.replace(found, loras=loras, scheduler=scheduler)
 
 
 def parse_lora(text: str) -> tuple[str, float]:

@@ -1,25 +1,27 @@
-"""How `generate` stays within `--memory`: a strategy, or a smaller size where that is allowed."""
+"""How a run stays within a limit of memory: a strategy, or a smaller size where that is allowed."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from stopdown.device_profiles import describe_device
+from stopdown.doctor import has_fused_attention
+from stopdown.environment import Device
+from stopdown.memory.forecast import Fit, choose
+from stopdown.memory.offloader import Offloader, make_offloader, predict_run
+from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
+from stopdown.memory.speed import measure_speed
+from stopdown.number_formats import format_bytes, parse_bytes
+from stopdown.pipelines.default_sizes import find_grid
+from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
+from stopdown.plans.loader import Loaded
+from stopdown.plans.out_of_memory_history import add_out_of_memory, find_failed
 from stopdown.records import OutOfMemory, Plan, Reduction
-
-if TYPE_CHECKING:
-    from stopdown.app.display import Display
-    from stopdown.app.request_options import RequestOptions
-    from stopdown.environment import Device
-    from stopdown.memory.forecast import Fit
-    from stopdown.memory.offloader import Offloader
-    from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.requests import Request
-    from stopdown.plans.loader import Loaded
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Fitted:
 
     Attributes:
         request: what is made; smaller than asked for when `reduced` says so.
-        room: keeps it within the limit; None when there is none.
+        offloader: keeps it within the limit; None when there is none.
         reduced: what was made smaller; None when nothing was.
         plan: of the run; None without one.
         size: of what is made; None where it is not known.
@@ -48,8 +50,6 @@ class Fitted:
         Args:
             updated: the plan with repairs in it; None when there were none.
         """
-        from stopdown.plans.out_of_memory_history import add_out_of_memory
-
         plan = updated if updated is not None else self.plan
         if (
             plan is None
@@ -69,61 +69,70 @@ class Fitted:
         return add_out_of_memory(plan, entry)
 
 
+@dataclass(frozen=True)
+class Limit:
+    """What a run is to stay within.
+
+    Attributes:
+        memory: an amount, `8GiB`, or `auto` for what the device has.
+        allow: what may change the picture for that: `fp8`, `int8`, `smaller`.
+        share: runs that the device has at the same time, which `auto` divides by.
+    """
+
+    memory: str
+    allow: Collection[str] = ()
+    share: int = 1
+
+    def count_bytes(self, device: Device) -> int:
+        """The limit on a device."""
+        is_auto = self.memory == "auto"
+        return device.memory_bytes // self.share if is_auto else parse_bytes(self.memory)
+
+
 def fit_run(
     loaded: Loaded,
     request: Request,
     device: Device,
-    options: RequestOptions,
-    display: Display,
-    stages: dict[str, float],
+    limit: Limit | None,
     configs: Mapping[str, dict[str, Any]],
+    announce: Callable[[str], None],
 ) -> Fitted:
-    """What keeps a run within `--memory`, and what it makes.
+    """What keeps a run within a limit, and what it makes.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
     """
-    if options.memory is None:
+    if limit is None:
         return Fitted(request)
-    import tempfile
-
-    from stopdown.memory.offloader import make_offloader
-    from stopdown.number_formats import parse_bytes
-    from stopdown.plans.out_of_memory_history import find_failed
-
-    begun = time.perf_counter()
-    limit = device.memory_bytes if options.memory == "auto" else parse_bytes(options.memory)
+    limit_bytes = limit.count_bytes(device)
     fit = _predict(loaded, request, device)
     size = find_size(loaded.pipe, request, fit)
     reduced = None
-    if "smaller" in options.allow and size is not None:
-        found = _shrink(loaded, request, device, options, configs, fit, size, limit)
+    if "smaller" in limit.allow and size is not None:
+        found = _shrink(loaded, request, device, limit, configs, fit, size)
         if found is not None:
             request, fit, reduced, size = found
-            display.announce(reduced.reason)
+            announce(reduced.reason)
     plan = loaded.loaded_plan.plan if loaded.loaded_plan is not None else None
-    failed = find_failed(plan, str(device), limit, _count_pixels(size)) if size is not None else ()
+    pixels = _count_pixels(size) if size is not None else 0
+    failed = find_failed(plan, str(device), limit_bytes, pixels) if size is not None else ()
     if failed:
-        display.announce(f"Passed over, because of what the plan has learnt: {', '.join(failed)}.")
+        announce(f"Passed over, because of what the plan has learnt: {', '.join(failed)}.")
     offloader = make_offloader(
         loaded.pipe,
         fit,
-        limit,
+        limit_bytes,
         device=device.torch_name,
         store=Path(tempfile.gettempdir()) if device.type == "cpu" else None,
-        allowed=options.allow,
+        allowed=limit.allow,
         failed=failed,
-        announce=display.announce,
+        announce=announce,
     )
-    stages["dry_run"] = time.perf_counter() - begun
-    return Fitted(request, offloader, reduced, plan, str(device), limit, size)
+    return Fitted(request, offloader, reduced, plan, str(device), limit_bytes, size)
 
 
 def find_size(pipe: Any, request: Request, fit: Fit) -> Size | None:
     """Frames, height and width of what a run makes; None where nothing is decoded."""
-    from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.requests import build_arguments, find_frames
-
     if fit.sides is None:
         return None
     return Size(find_frames(pipe, build_arguments(pipe, request)), *fit.sides)
@@ -135,12 +144,13 @@ def shrink_request(request: Request, size: Size) -> Request:
     return dataclasses.replace(request, frames=frames, height=size.height, width=size.width)
 
 
-def describe_reduction(asked: Size, made: Size, memory: str) -> Reduction:
+def describe_reduction(asked: Size, made: Size, limit_bytes: int) -> Reduction:
     """What is said of a smaller size, everywhere."""
     return Reduction(
         str(asked),
         str(made),
-        f"Nothing stays within {memory} at {asked}; {made} is made instead, as --allow smaller says.",
+        f"Nothing stays within {format_bytes(limit_bytes)} at {asked}; {made} is made instead, as was "
+        "allowed.",
     )
 
 
@@ -148,39 +158,29 @@ def _shrink(
     loaded: Loaded,
     request: Request,
     device: Device,
-    options: RequestOptions,
+    limit: Limit,
     configs: Mapping[str, dict[str, Any]],
     fit: Fit,
     size: Size,
-    limit: int,
 ) -> tuple[Request, Fit, Reduction, Size] | None:
     """The largest smaller size that fits; None when the one asked for does, or none."""
-    from stopdown.memory.forecast import choose
-    from stopdown.memory.smaller_requests import find_largest, list_smaller
-    from stopdown.pipelines.default_sizes import find_grid
-
-    if choose(fit, limit, options.allow) is not None:
+    limit_bytes = limit.count_bytes(device)
+    if choose(fit, limit_bytes, limit.allow) is not None:
         return None
     found = find_largest(
         list_smaller(size, find_grid(dict(configs)), keeps_frames=request.video is not None),
         lambda one: _predict(loaded, shrink_request(request, one), device),
-        limit,
-        options.allow,
+        limit_bytes,
+        limit.allow,
     )
     if found is None:
         return None
     made, fit = found
-    reduced = describe_reduction(size, made, str(options.memory))
+    reduced = describe_reduction(size, made, limit_bytes)
     return shrink_request(request, made), fit, reduced, made
 
 
 def _predict(loaded: Loaded, request: Request, device: Device) -> Fit:
-    from stopdown.device_profiles import describe_device
-    from stopdown.doctor import has_fused_attention
-    from stopdown.memory.offloader import predict_run
-    from stopdown.memory.speed import measure_speed
-    from stopdown.pipelines.requests import build_arguments, find_steps
-
     arguments = build_arguments(loaded.pipe, request)
     formats = {decision.precision for decision in loaded.decisions}
     return predict_run(
