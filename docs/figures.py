@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from stopdown.report.pages import WORDS
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 KNOWLEDGE = ROOT / "src" / "stopdown" / "knowledge"
@@ -429,7 +431,7 @@ def compare_table() -> str:
         is_measured = x["psnr_db_worst"] is not None
         worst = f"{x['psnr_db_worst']:.1f} dB" if is_measured else "–"
         rmse = f"{x['rmse_median']:.4f}" if is_measured else "–"
-        rows.append([f"`{name}`", x["verdict"], worst, rmse])
+        rows.append([f"`{name}`", WORDS.get(x["verdict"], x["verdict"]), worst, rmse])
     return _make_table(("precision", "verdict", "worst PSNR", "median RMSE"), rows)
 
 

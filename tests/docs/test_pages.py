@@ -93,9 +93,11 @@ def test_commands_run(
 
 
 @pytest.mark.filterwarnings("ignore::stopdown.StopdownWarning")  # how a guard reports a repair
-@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+@pytest.mark.parametrize(
+    "page", [x for x in PAGES if "zh" not in x.parts], ids=lambda page: page.name
+)
 def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every Python block of a page runs as it stands."""
+    """Every Python block of a page runs as it stands; those of Chinese pages are the same."""
     monkeypatch.chdir(folder)
     for block in read_blocks(page.read_text(encoding="utf-8"), "python"):
         if not block.left:

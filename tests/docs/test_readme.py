@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from documentation import Run, read_blocks
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OTHER_PROGRAMS = (ROOT / "docs" / "other-programs.md").read_text(encoding="utf-8")
 MAKE = ("make demo", "make test")
@@ -90,9 +92,54 @@ def test_every_option_is_documented(run: Run, monkeypatch: pytest.MonkeyPatch) -
         assert len(line.split()) > 3
 
 
-def test_the_chinese_readme_is_the_same() -> None:
-    """It has the same blocks, in the same order, as many headings and the same links."""
-    chinese = (ROOT / "README.zh-CN.md").read_text(encoding="utf-8")
-    for pattern in (r"^```.*?^```$", r"^#+ ", r"\]\(((?!#|README)[^)]+)\)", r"^\| `[^|]*\|"):
-        both = [re.findall(pattern, text, re.DOTALL | re.MULTILINE) for text in (README, chinese)]
-        assert both[0] == [found.replace("、", ", ") for found in both[1]], pattern
+CHINESE = {
+    ROOT / "README.md": ROOT / "README.zh-CN.md",
+    DOCS / "start.md": DOCS / "zh" / "start.md",
+    **{page: DOCS / "zh" / "guides" / page.name for page in sorted(DOCS.glob("guides/*.md"))},
+}
+"""Each page that is there in Chinese, too."""
+
+ALIKE = (
+    r"^(?:<!-- not run: [^\n]* -->\n)?```.*?^```$",
+    r"^#+ ",
+    r"^\| `[^|]*\|",
+    r"^(?:[-*]|\d\.) ",
+    r"<!-- figure.*?end -->",
+)
+"""What both have in the same order: blocks, headings, rows of tables, items of lists, figures."""
+
+
+def list_links(page: Path) -> list[str]:
+    """What a page links to on other pages, by paths of the English ones."""
+    text = page.read_text(encoding="utf-8")
+    found = re.findall(r"\]\(((?!#|README|http)[^)]+)\)", text)
+    paths = (os.path.relpath(page.parent / link, ROOT) for link in found)
+    return [path.replace("docs/zh/", "docs/") for path in paths]
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_the_chinese_page_is_the_same(page: Path) -> None:
+    """It has the same blocks, headings, tables and lists in the same order, and the same links."""
+    assert list_links(page) == list_links(CHINESE[page])
+    both = [path.read_text(encoding="utf-8") for path in (page, CHINESE[page])]
+    for pattern in ALIKE:
+        english, chinese = (re.findall(pattern, x, re.DOTALL | re.MULTILINE) for x in both)
+        assert english == [x.replace("、", ", ") for x in chinese], pattern
+
+
+def test_every_chinese_page_is_one_of_them() -> None:
+    """No page in Chinese is left without its English one, and no block of it is typed twice by tests."""
+    assert set(CHINESE.values()) == {ROOT / "README.zh-CN.md", *DOCS.glob("zh/**/*.md")}
+
+
+@pytest.mark.parametrize("page", CHINESE.values(), ids=lambda page: page.name)
+def test_a_chinese_page_is_chinese(page: Path) -> None:
+    """Each paragraph is translated; messages that are quoted as they are have less than 80 letters."""
+    prose = re.sub(
+        r"^```.*?^```$|<!--.*?-->|^\|.*$",
+        "",
+        page.read_text("utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+    for paragraph in prose.split("\n\n"):
+        assert len(paragraph) < 80 or re.search(r"[\u4e00-\u9fff]", paragraph), paragraph
