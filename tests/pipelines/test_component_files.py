@@ -286,8 +286,8 @@ def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> Non
         make_plan(save("unet"))
     assert str(caught.value) == (
         f"The file {save('unet').path} holds no pipeline but what is called as unet. A plan rests on "
-        "calls, and nothing makes them. Bound every call from the weights: --certify. Or give a recorded "
-        "one: --call FILE."
+        "calls, and nothing makes them. Bound every call from the weights: `certify`. Or give a recorded "
+        'one: call="FILE".'
     )
     with pytest.raises(OptionError, match="is called as unet, and the prompt 'a ball' was given"):
         make_plan(save("unet"), prompts=["a ball"])

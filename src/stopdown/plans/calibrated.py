@@ -208,7 +208,7 @@ def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable
         raise OptionError(
             f"The file {opened.name} holds no pipeline but what is called as {held}.",
             expected="A plan rests on calls, and nothing makes them.",
-            remedy="Bound every call from the weights: --certify. Or give a recorded one: --call FILE.",
+            remedy='Bound every call from the weights: `certify`. Or give a recorded one: call="FILE".',
         )
     return functools.partial(play_calls, opened.pipe, given)
 

@@ -80,7 +80,7 @@ def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
                 raise OptionError(
                     f"{callee.name} did not run as recorded: {take_first_line(error)}.",
                     expected="A call has the arguments of the component's own class by their names.",
-                    remedy="Record a call of this model, or bound every call: --certify.",
+                    remedy="Record a call of this model, or bound every call: `certify`.",
                 ) from error
 
 
@@ -97,6 +97,6 @@ def _name_calls(
             f"The file holds no pipeline but what is called as {' and '.join(known)}, and {what} was "
             "given.",
             expected="Arguments of these calls by name, as a program gave them to the component.",
-            remedy=f"Name the call: --call {next(iter(known))}=FILE, or bound every call: --certify.",
+            remedy=f'Name the call: call="{next(iter(known))}=FILE", or bound every call: `certify`.',
         )
     yield next(iter(known.values())), given
