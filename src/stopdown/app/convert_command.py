@@ -27,10 +27,12 @@ class ConvertOptions(RequestOptions):
     """Write a plan into the weights, for plain Diffusers.
 
     What comes out is an ordinary fp16 model that renders right where Stopdown is not installed.
+    A LoRA becomes one that fits such a model: --plan is the converted model then, or its plan.
 
     Examples:
       stopdown plan shapes -o plan.json
       stopdown convert shapes shapes-fp16 --plan plan.json
+      stopdown convert style.safetensors style-fp16.safetensors --plan shapes-fp16
     """
 
     source: SourceArgument
@@ -40,7 +42,12 @@ class ConvertOptions(RequestOptions):
             metavar="OUT", help="New folder; from a single file also a .safetensors file."
         ),
     ]
-    plan: Annotated[Path, typer.Option(help="The plan that is written down: plan.json.")]
+    plan: Annotated[
+        Path,
+        typer.Option(
+            help="The plan that is written down: plan.json; for a LoRA the converted model."
+        ),
+    ]
     leave: Annotated[
         tuple[str, ...],
         typer.Option(help="Component to write as it is stored; give it again for more."),
@@ -98,8 +105,11 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
+    from stopdown.checkpoints.lora_names import is_lora_file
     from stopdown.plans.plan_files import read_plan
 
+    if is_lora_file(Path(options.source).expanduser()):
+        return _convert_lora(options, display)
     request = read_request(options)
     read_plan(options.plan)
 
@@ -125,6 +135,14 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
         request=request,
         progress=display.progress,
     )
+
+
+def _convert_lora(options: ConvertOptions, display: Display) -> Conversion:
+    load_libraries(display)
+    from stopdown.checkpoints.lora_files import convert_lora
+
+    lora = Path(options.source).expanduser()
+    return convert_lora(lora, options.output, options.plan, overwrite=options.force)
 
 
 def print_conversion(made: Conversion, console: Console) -> None:

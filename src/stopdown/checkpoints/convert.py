@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import stat
@@ -47,11 +48,21 @@ from stopdown.pipelines.folders import (
     write_card,
     write_weights,
 )
-from stopdown.pipelines.headers import RESCALED_ENTRY, read_header_bytes, read_rescaled
+from stopdown.pipelines.headers import (
+    EXPONENTS_ENTRY,
+    RESCALED_ENTRY,
+    read_header_bytes,
+    read_rescaled,
+)
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request, choose_class
-from stopdown.pipelines.single_files import spread_exponents, trace_rows, write_single_file
+from stopdown.pipelines.single_files import (
+    name_exponents,
+    spread_exponents,
+    trace_rows,
+    write_single_file,
+)
 from stopdown.pipelines.sources import (
     Source,
     list_weight_files,
@@ -423,7 +434,12 @@ def _write_component(work: _Work, name: str, folder: Path) -> None:
     fold_scaling(module, found.scaling)
     cast_(module, torch.float16, found.scaling)
     _demand_finite(name, module)
-    entries = {RESCALED_ENTRY: _word_entry([name])} if found.scaling.exponents else None
+    exponents, entries = found.scaling.exponents, {MARK: _word_mark(work)}
+    if exponents:
+        entries |= {
+            RESCALED_ENTRY: _word_entry([name]),
+            EXPONENTS_ENTRY: json.dumps(dict(exponents)),
+        }
     write_weights(module, folder, entries)
     changes = _list_fields(work, name)
     if dtype_field := find_dtype_field(folder / "config.json"):
@@ -481,9 +497,10 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         rows = trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
-        entries = {MARK: f"{read_version('stopdown')} plan {work.plan.seal}"}
+        entries = {MARK: _word_mark(work)}
         if rescaled := [name for name, exponents in folds.items() if exponents]:
             entries[RESCALED_ENTRY] = _word_entry(rescaled)
+            entries[EXPONENTS_ENTRY] = json.dumps(name_exponents(spread))
         write_single_file(work.source.path, part, spread, entries)
     except ScalingError as error:
         raise OptionError(
@@ -493,6 +510,11 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         ) from error
     _tell(progress, "write", "done", 2, 2)
     return rows.find_unread()
+
+
+def _word_mark(work: _Work) -> str:
+    """By which plan a file was written."""
+    return f"{read_version('stopdown')} plan {work.plan.seal}"
 
 
 def _word_entry(names: Sequence[str]) -> str:
@@ -512,8 +534,8 @@ def _word_card(work: _Work) -> str:
             "value of theirs overflows fp16. The model computes what the original computes.\n\n"
             "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
             "not fit these weights**: what they add is of another scale, and the picture is wrong "
-            "without an error. Fuse a LoRA into the original (`pipe.fuse_lora()`), save that, and plan and "
-            "convert what was saved."
+            "without an error. Convert a LoRA as well, with this model as its plan: "
+            "`stopdown convert LORA OUT --plan THIS`."
         )
     else:
         what = "No weight had to be rescaled. It was cast to fp16."

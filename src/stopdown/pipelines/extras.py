@@ -10,11 +10,13 @@ import difflib
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from stopdown.errors import OptionError, SourceError, take_one_line
+from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.headers import DamagedFileError, read_header
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.sources import (
@@ -152,6 +154,46 @@ def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
         if name not in on:
             raise _refuse_lora(pipe, path, "none of its tensors has a place in it")
     pipe.set_adapters(names, [weight for _, weight in loras])
+
+
+def name_lora_as_diffusers(folder: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A LoRA in the names of Diffusers' own layers, by the converter of a pipeline's class.
+
+    Args:
+        folder: of the pipeline, for its class and the sizes of its UNet.
+        tensors: in the names of another program.
+
+    Returns:
+        The tensors renamed, split or joined as that class loads them; none where it reads no such names.
+    """
+    import diffusers
+
+    index = read_description(folder / "model_index.json")
+    kind: Any = getattr(diffusers, str(index.get("_class_name")), None)
+    if not hasattr(kind, "lora_state_dict"):
+        return {}
+    config = folder / "unet" / "config.json"
+    more = {"unet_config": SimpleNamespace(**read_description(config))} if config.is_file() else {}
+    try:
+        found = kind.lora_state_dict(dict(tensors), **more)
+    except Exception:  # whatever its keys make Diffusers raise: they are not of this model
+        return {}
+    named, alphas = (*found, {})[:2] if isinstance(found, tuple) else (found, {})
+    if not alphas:
+        return dict(named)
+    stems = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
+
+    def flatten(name: str) -> str:
+        part, _, path = name.partition(".")
+        return f"{stems[part]}{path.replace('.', '_')}"
+
+    sides = {".lora.down.weight": ".lora_down.weight", ".lora.up.weight": ".lora_up.weight"}
+    sides |= {".lora_A.weight": ".lora_down.weight", ".lora_B.weight": ".lora_up.weight"}
+    kept = {f"{flatten(key.removesuffix('.alpha'))}.alpha": x for key, x in alphas.items()}
+    for name, tensor in named.items():
+        old = next((side for side in sides if name.endswith(side)), "")
+        kept[f"{flatten(name.removesuffix(old))}{sides.get(old, '')}"] = tensor
+    return kept
 
 
 def _refuse_lora(pipe: Any, path: str, why: str) -> SourceError:

@@ -177,6 +177,19 @@ def spread_exponents(
     }
 
 
+def name_exponents(spread: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The exponents of rows by names, `name[0:64]` where blocks of rows differ; without zeros."""
+    named: dict[str, int] = {}
+    for name, rows in spread.items():
+        values, counts = rows.unique_consecutive(return_counts=True)
+        stops = counts.cumsum(0).tolist()
+        for exponent, count, stop in zip(values.tolist(), counts.tolist(), stops, strict=True):
+            if exponent:
+                key = name if count == len(rows) else f"{name}[{stop - count}:{stop}]"
+                named[key] = exponent
+    return named
+
+
 def _spread_component(
     rows: Rows, component: str, folds: Mapping[str, int], found: torch.Tensor
 ) -> None:

@@ -67,7 +67,7 @@ def find_part_exponents(
 
 
 def _find_family(role: str) -> str:
-    if role in ("magnitude", "lora_B.bias", "diff_b") or role in _FREE:
+    if role in ("magnitude", "lora_B.bias", "diff_b", "lora_mid") or role in _FREE:
         return "free"
     for family in _FAMILIES:
         if role.startswith(family):

@@ -1,0 +1,374 @@
+"""A LoRA file written for a converted model: its matrices times the powers of two of what they add to.
+
+The exponents come from the converted model itself, whose files carry them, or from a plan and the model
+that it names. Names, order, alphas and dtypes stay as they are; a tensor whose dtype would lose a bit by
+its power of two is written in fp32.
+
+**Catches** a LoRA for another model, by names and by shapes; kinds of adapters without a rule; one that was
+written so before; damaged files; all of it before the first byte is written.
+**Does not catch** a plan whose model was written with other exponents: `convert` finds them anew where
+files cannot hold the plan's, so the converted model is the better thing to give.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from stopdown.checkpoints.export import describe_rest
+from stopdown.checkpoints.lora_names import (
+    Layer,
+    find_layer,
+    index_layers,
+    split_name,
+)
+from stopdown.environment import read_version
+from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
+from stopdown.number_formats import list_some
+from stopdown.outputs import check_target, written_beside
+from stopdown.pipelines.extras import name_lora_as_diffusers
+from stopdown.pipelines.headers import (
+    EXPONENTS_ENTRY,
+    RESCALED_ENTRY,
+    DamagedFileError,
+    read_header,
+    read_metadata,
+)
+from stopdown.pipelines.sources import list_weight_files, resolve_source
+from stopdown.plans.applier import check_source
+from stopdown.plans.plan_files import read_plan
+from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan
+from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
+from stopdown.scaling.folds import list_rows
+
+Tensors = Mapping[str, torch.Tensor]
+
+_FREE_ROLES = frozenset({"alpha", "lora_mid"})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Tensors of a model that a LoRA adds to.
+
+    Attributes:
+        shapes: component, name of the tensor there, to its shape.
+        rows: component, name, to its blocks of rows with their exponents.
+        seal: of the plan, or what the files say of themselves.
+        note: what is to be said of them; "" for nothing.
+        folder: of a pipeline whose class knows other programs' names; None for a single file.
+    """
+
+    shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
+    rows: Mapping[str, Mapping[str, Blocks]]
+    seal: str
+    note: str = ""
+    folder: Path | None = None
+
+    def read_rows(self, layer: Layer, kind: str) -> torch.Tensor | None:
+        """The exponents of the rows of a layer's `weight` or `bias`; None where it has none."""
+        name = f"{layer.path}.{kind}"
+        shape = self.shapes[layer.component].get(name)
+        if shape is None:
+            return None
+        return spread_rows(
+            self.rows.get(layer.component, {}).get(name, ()), shape[0] if shape else 1
+        )
+
+
+def convert_lora(
+    lora: str | Path, output: str | Path, plan: Plan | str | Path, *, overwrite: bool = False
+) -> Conversion:
+    """Write a LoRA file for a model that `convert` wrote.
+
+    Args:
+        lora: a safetensors file, in the names of Diffusers, PEFT, kohya's trainers or ComfyUI.
+        output: the new file.
+        plan: the converted model, a folder or a file; or the plan that it was written by, whose model
+            is still where it names it.
+        overwrite: replace a file that is there.
+
+    Raises:
+        OptionError: something in it cannot be exact, by name; it was written so before.
+        OutputError: the place is taken or cannot be written.
+        PlanError: the plan is damaged, or its model is another now.
+        SourceError: the LoRA is damaged, or fits another model.
+
+    Cost: the LoRA in memory.
+    """
+    started = time.perf_counter()
+    path, target = Path(lora), Path(output)
+    metadata = _open(path)
+    _check_place(path, target, overwrite)
+    weights = read_weights(plan)
+    tensors = load_file(path)
+    written, changed = _scale_all(path, _rename(tensors, weights), weights)
+    entries = {
+        RESCALED_ENTRY: f"LoRA for weights that are times powers of two ({weights.seal})",
+        "stopdown": f"{read_version('stopdown')} plan {weights.seal}",
+    }
+    with written_beside(target, option="as OUT", replaces=lambda _: "") as part:
+        save_file(written, part, metadata={**metadata, **entries})
+    return Conversion(
+        source=str(lora),
+        output=str(output),
+        plan=weights.seal,
+        components=tuple(_describe(changed, weights.note)),
+        load=f'pipe.load_lora_weights("{output}")',
+        elapsed_s=round(time.perf_counter() - started, 3),
+        version=read_version("stopdown") or "",
+    )
+
+
+def _open(path: Path) -> dict[str, str]:
+    """The metadata of a LoRA that nobody scaled."""
+    try:
+        read_header(path)
+        metadata = read_metadata(path)
+    except (DamagedFileError, OSError) as error:
+        raise SourceError(
+            f"The LoRA {path} is damaged or cut off: {error}.", remedy="Download it again."
+        ) from error
+    if said := metadata.get(RESCALED_ENTRY):
+        raise OptionError(
+            f"The LoRA {path} was converted already: {said}.",
+            expected="Its powers of two would be there twice.",
+            remedy="Give the file that it was made from.",
+        )
+    return dict(metadata)
+
+
+def _check_place(path: Path, target: Path, overwrite: bool) -> None:
+    if target.suffix.lower() != ".safetensors":
+        raise OutputError(
+            f"OUT {target} is no .safetensors file.",
+            expected="A LoRA is written as one file.",
+            remedy=f"Use {target.with_suffix('.safetensors')}.",
+        )
+    check_target(target, option="as OUT", force=overwrite, inputs=[path])
+
+
+def read_weights(plan: Plan | str | Path) -> Weights:
+    """The tensors of a model with their exponents: from what `convert` wrote, or from a plan and its model.
+
+    Raises:
+        OptionError: files without exponents; a plan that files cannot hold.
+        PlanError: the plan is damaged, or its model is another now.
+        SourceError: the model is missing or damaged.
+    """
+    if isinstance(plan, Plan):
+        return _read_planned(plan)
+    path = Path(plan)
+    if path.is_dir() or path.suffix.lower() == ".safetensors":
+        return _read_converted(path)
+    return _read_planned(read_plan(path))
+
+
+def _read_converted(path: Path) -> Weights:
+    files = [path] if path.is_file() else sorted(path.glob("**/*.safetensors"))
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    rows: dict[str, dict[str, Blocks]] = {}
+    seals: list[str] = []
+    for file in files:
+        component = "" if file == path or file.parent == path else file.parent.name
+        try:
+            held = {name: x.shape for name, x in read_header(file).items()}
+            metadata = read_metadata(file)
+        except (DamagedFileError, OSError) as error:
+            raise SourceError(f"{file} is damaged: {error}.", remedy="Convert it again.") from error
+        shapes.setdefault(component, {}).update(held)
+        if EXPONENTS_ENTRY in metadata:
+            found = json.loads(metadata[EXPONENTS_ENTRY])
+            rows.setdefault(component, {}).update(list_rows(found))
+            seals.append(metadata.get("stopdown", ""))
+    for component, named in rows.items():
+        if lost := named.keys() - shapes[component].keys():
+            raise OptionError(
+                f"{path} has exponents for {list_some(sorted(lost), 3)} and no such tensor.",
+                expected="Its class names its weights otherwise in files than in memory.",
+                remedy="Fuse the LoRA into the original, and convert that.",
+            )
+    if not seals:
+        raise OptionError(
+            f"{path} says nothing of exponents.",
+            expected="A plan, or a folder or file that this version of convert wrote.",
+            remedy="Convert the model again, or give its plan: --plan plan.json",
+        )
+    seal = seals[0].rpartition(" ")[2] or path.name
+    return Weights(shapes, rows, seal, folder=path if path.is_dir() else None)
+
+
+def _read_planned(plan: Plan) -> Weights:
+    beyond = [x.component for x in plan.components if _is_beyond_files(x)]
+    if beyond:
+        rest = describe_rest(next(x for x in plan.components if x.component == beyond[0]))
+        raise OptionError(
+            f"The plan's {beyond[0]} has {rest}, so convert writes it with other exponents.",
+            expected="A LoRA takes the exponents of the files that it is used with.",
+            remedy="Give the converted model instead of the plan: --plan CONVERTED. Under Stopdown a LoRA "
+            "needs no conversion: stopdown generate SOURCE --lora FILE --precision plan.json.",
+        )
+    source = resolve_source(plan.source)
+    check_source(plan, source)
+    if source.kind == "file":
+        raise OptionError(
+            f"The plan is for the single file {source.name}, whose tensors have other names.",
+            expected="A LoRA takes the exponents of the file that it is used with.",
+            remedy="Give the converted file: --plan CONVERTED.safetensors.",
+        )
+    files = list_weight_files(source)
+    shapes = {
+        entry.component: {
+            name: x.shape
+            for file in files[entry.component]
+            for name, x in read_header(file).items()
+        }
+        for entry in plan.components
+        if entry.component in files
+    }
+    rows = {
+        entry.component: list_rows(entry.scaling.exponents)
+        for entry in plan.components
+        if entry.precision == "fp16"
+    }
+    note = ""
+    if any(x.scaling.eps for x in plan.components):
+        note = (
+            "It fits files with the plan's own exponents; where convert says that it found them anew, "
+            "give the converted model instead."
+        )
+    return Weights(shapes, rows, plan.seal, note, source.path)
+
+
+def _is_beyond_files(entry: ComponentPlan) -> bool:
+    found = entry.scaling
+    has_more = found.multiplies or found.fp32_modules or found.outputs or found.stream is not None
+    return entry.precision == "fp16" and bool(has_more)
+
+
+def _rename(tensors: Tensors, weights: Weights) -> Tensors:
+    """The tensors in names that the model has: as they are, or as Diffusers names them for its class."""
+    index = _index(weights)
+    is_known = all(find_layer(stem, index) for stem in _group(tensors)[0])
+    if is_known or weights.folder is None:
+        return tensors
+    return name_lora_as_diffusers(weights.folder, tensors) or tensors
+
+
+def _index(weights: Weights) -> dict[str, dict[str, Layer]]:
+    return index_layers(
+        Layer(component, name.rpartition(".")[0])
+        for component, held in weights.shapes.items()
+        for name in held
+    )
+
+
+def _scale_all(
+    path: Path, tensors: Tensors, weights: Weights
+) -> tuple[dict[str, torch.Tensor], Counter[str]]:
+    """Every tensor as it is written, and how many of each component were scaled."""
+    groups, others = _group(tensors)
+    index = _index(weights)
+    written, changed = dict(tensors), Counter[str]()
+    strange, problems = list(others), []
+    for stem, roles in groups.items():
+        layer = find_layer(stem, index)
+        if layer is None:
+            strange.append(stem)
+            continue
+        parts = {role: tensors[name] for role, name in roles.items() if role not in _FREE_ROLES}
+        try:
+            made = _find_exponents(parts, layer, weights)
+        except ScalingError as error:
+            problems.append(f"{stem}: {error.what}")
+            continue
+        for role, exponents in made.items():
+            written[roles[role]] = _scale(parts[role], exponents)
+        changed[layer.component] += len(made)
+    _refuse(path, strange, problems, len(groups))
+    return written, changed
+
+
+def _group(tensors: Mapping[str, Any]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Layer as the file names it, role, name of the tensor; and names that say nothing."""
+    groups: dict[str, dict[str, str]] = {}
+    others = []
+    for name in tensors:
+        if (found := split_name(name)) is None:
+            others.append(name)
+        else:
+            groups.setdefault(found[0], {})[found[1]] = name
+    return groups, others
+
+
+def _find_exponents(
+    parts: Mapping[str, torch.Tensor], layer: Layer, weights: Weights
+) -> dict[str, torch.Tensor]:
+    rows, bias = weights.read_rows(layer, "weight"), weights.read_rows(layer, "bias")
+    if rows is None:
+        raise ScalingError("it has no weight")
+    shape = weights.shapes[layer.component][f"{layer.path}.weight"]
+    if (wrong := _find_other_shape(parts, shape)) is not None:
+        raise ScalingError(
+            f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"
+        )
+    return find_part_exponents(parts, rows, bias)
+
+
+def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
+    """The shape of the weight that matrices are for, where the model's is another."""
+    if "lora_A" in parts and "lora_B" in parts and "lora_mid" not in parts:
+        wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
+        same = wanted[:2] == shape[:2] or (len(shape) < 2)
+        return None if same else _show(tuple(wanted))
+    if "diff" in parts:
+        return None if tuple(parts["diff"].shape) == tuple(shape) else _show(parts["diff"].shape)
+    return None
+
+
+def _show(shape: Any) -> str:
+    return "x".join(map(str, shape))
+
+
+def _scale(tensor: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """A tensor times powers of two, in fp32 where its own dtype would lose a bit."""
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise ScalingError(f"a tensor of it is {tensor.dtype}")
+    for dtype in (tensor.dtype, torch.float32):
+        scaled = torch.ldexp(tensor.to(dtype), exponents).to(dtype)
+        if torch.equal(torch.ldexp(scaled, -exponents).to(dtype), tensor.to(dtype)):
+            return scaled.contiguous()
+    return scaled.contiguous()
+
+
+def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> None:
+    if strange:
+        raise SourceError(
+            f"The LoRA {path} does not fit the model: it has no layer for {list_some(strange, 4)} "
+            f"({len(strange)} of {count}).",
+            expected="A LoRA is trained for one architecture, and named by its layers: as Diffusers names "
+            "them for a folder, as the file does for a single file.",
+            remedy="Look at which model it is for, and in which form that was converted.",
+        )
+    if problems:
+        raise OptionError(
+            f"The LoRA {path} cannot be converted exactly. {list_some(problems, 4)}.",
+            expected="What an adapter adds has to have the powers of two of what it adds to.",
+            remedy="Run it under the plan of the original model, or fuse it before that is converted.",
+        )
+
+
+def _describe(changed: Mapping[str, int], note: str) -> Iterator[ConvertedComponent]:
+    for component, count in changed.items():
+        reasons = [
+            f"{count} of its tensors have the powers of two of the weights that they add to."
+        ]
+        reasons += [note] if note and count else []
+        yield ConvertedComponent(component or "model", "LoRA", folded=count, reasons=tuple(reasons))

@@ -1,0 +1,499 @@
+"""LoRA files written for converted models: read by Diffusers, exact in fp32; refused where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lora_cases import (
+    ALPHA,
+    RANK,
+    STYLES,
+    Tensors,
+    draw_lora,
+    find_denoiser,
+    load_lora,
+    make_arguments,
+    make_family,
+    name_lora,
+)
+
+pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
+
+from diffusers import DiffusionPipeline
+from test_convert import SIZES, SMALLEST
+from test_loras import call, list_steps
+
+from stopdown.checkpoints.convert import convert
+from stopdown.checkpoints.lora_files import convert_lora
+from stopdown.checkpoints.lora_names import is_lora_file, split_name
+from stopdown.errors import OptionError
+from stopdown.numerics import relative_l2
+from stopdown.pipelines.components import find_components
+from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import fingerprint, resolve_source
+from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.records import ComponentPlan, Plan
+from stopdown.scaling import rescale_
+
+FAMILIES = ("flux", "cogvideox", "wan", "sdxl")
+CASES = [
+    pytest.param(
+        family, style, id=f"{family}-{style}", marks=() if family == "flux" else pytest.mark.slow
+    )
+    for family in FAMILIES
+    for style in STYLES[family]
+]
+
+
+MORE: dict[str, Any] = {"wan": {"height": 32, "width": 32, "frames": 5}}
+RENAMED = {("flux", "kohya"), ("wan", "kohya"), ("wan", "comfyui")}
+"""Names of the original checkpoint, which a Diffusers folder does not have."""
+
+
+def build(family: str) -> Any:
+    """A tiny pipeline beyond fp16, of weights that eight bits hold, so that no fold loses one in fp16."""
+    pipe = make_family(family)
+    for module in find_components(pipe).values():
+        for tensor in module.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
+                tensor.copy_(tensor.bfloat16())
+    return pipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A model, its plan, what was converted, and a call of the denoiser."""
+
+    folder: Path
+    plan: Path
+    converted: Path
+    arguments: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
+    """A family's model, converted by a plan for one call of its denoiser; the rest stays as stored."""
+
+    @functools.cache
+    def convert_family(family: str) -> Made:
+        root, pipe = tmp_path_factory.mktemp(family), build(family)
+        pipe.save_pretrained(root / "model")
+        arguments = make_arguments(pipe, family)
+        name, module = find_denoiser(pipe)
+        entries = {
+            key: ComponentPlan(key, type(x).__name__, sample_weights(x), "as loaded")
+            for key, x in find_components(pipe).items()
+        }
+        scaling = rescale_(module, (), arguments).scaling
+        entries[name] = describe_scaling(entries[name], scaling, "fp16", 1)
+        digest = fingerprint(resolve_source(root / "model"))
+        kind, versions = type(pipe).__name__, read_class_versions()
+        plan = seal_plan(
+            Plan(
+                source=str(root / "model"),
+                fingerprint=digest,
+                pipeline=kind,
+                precision="fp16",
+                versions=versions,
+                components=tuple(entries.values()),
+                prompts=("a",),
+                steps=1,
+                device="cpu",
+                elapsed_s=0.0,
+            )
+        )
+        write_plan(plan, root / "plan.json")
+        convert(
+            root / "model", root / "out", plan, request=Request(**(SIZES | MORE).get(family, {}))
+        )
+        return Made(root / "model", root / "plan.json", root / "out", arguments)
+
+    return convert_family
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """As plain Diffusers does; in fp32 without eps, which not every configuration sets."""
+    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+    for module in find_denoiser(pipe)[1].modules() if dtype == torch.float32 else ():
+        if isinstance(vars(module).get("eps"), float):
+            module.eps = 0.0
+    for tensor in find_denoiser(pipe)[1].parameters():
+        tensor.data = (
+            tensor.data.clone()
+        )  # a file's memory is aligned otherwise, and sums differ then
+    return pipe
+
+
+def write(tensors: Tensors, path: Path) -> Path:
+    """A LoRA file."""
+    save_file(tensors, path, metadata={"ss_network_dim": "4"})
+    return path
+
+
+@pytest.mark.parametrize(("family", "style"), CASES)
+def test_a_converted_lora_is_exact_on_a_converted_model(
+    make: Any, family: str, style: str, tmp_path: Path
+) -> None:
+    """After every step the bits of the original with the original LoRA; with that one, far off."""
+    made = make(family)
+    original, pipe = load(made.folder), load(made.converted)
+    drawn = [draw_lora(original, family, seed=seed) for seed in (0, 1)]
+    before = [name_lora(x, style, family) for x in drawn]
+    after = []
+    for number, tensors in enumerate(before):
+        path = write(tensors, tmp_path / f"{number}.safetensors")
+        record = convert_lora(path, tmp_path / f"{number}-out.safetensors", made.converted)
+        after.append(load_file(tmp_path / f"{number}-out.safetensors"))
+        assert (after[-1].keys() == tensors.keys()) == ((family, style) not in RENAMED)
+        assert sum(x.folded for x in record.components) > 0
+    bare = call(original, made.arguments)
+    assert torch.equal(call(pipe, made.arguments), bare)
+    is_peft = style == "peft"
+    steps = [
+        list_steps((x[0], x[1]), folder, is_peft)
+        for x, folder in ((before, tmp_path / "a"), (after, tmp_path / "b"))
+    ]
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    for name in steps[0]:
+        steps[0][name](original)
+        steps[1][name](pipe)
+        wanted, found = call(original, made.arguments), call(pipe, made.arguments)
+        assert torch.equal(wanted, found), (name, relative_l2(found, wanted))
+    wrong = load(made.converted)
+    right = load(made.folder)
+    for one in (wrong, right):
+        load_lora(one, before[0], tmp_path, "one")
+    wanted = call(right, made.arguments)
+    assert relative_l2(wanted, bare) > 0.003
+    assert relative_l2(call(wrong, made.arguments), wanted) > 0.003
+
+
+@pytest.mark.parametrize(("family", "style"), CASES)
+def test_a_converted_lora_is_near_in_fp16(
+    make: Any, family: str, style: str, tmp_path: Path
+) -> None:
+    """On the fp16 files: finite and nearer than bf16; the original in fp16 is not finite."""
+    made = make(family)
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    tensors = name_lora(draw_lora(load(made.folder), family, size=0.2), style, family)
+    path = write(tensors, tmp_path / "lora.safetensors")
+    convert_lora(path, tmp_path / "out.safetensors", made.converted)
+    found = {}
+    for name, dtype in dtypes.items():
+        pipe = load(made.folder, dtype)
+        load_lora(pipe, tensors, tmp_path, "one")
+        found[name] = call(pipe, made.arguments, dtype)
+    pipe = load(made.converted, torch.float16)
+    load_lora(pipe, load_file(tmp_path / "out.safetensors"), tmp_path, "one")
+    low = call(pipe, made.arguments, torch.float16)
+    assert not bool(found["fp16"].isfinite().all())
+    assert relative_l2(low, found["fp32"]) < relative_l2(found["bf16"], found["fp32"]) / 3
+
+
+def test_a_plan_does_what_its_converted_model_does(make: Any, tmp_path: Path, run: Any) -> None:
+    """`convert LORA OUT --plan` takes either, and says how many tensors were scaled."""
+    made = make("flux")
+    tensors = name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux")
+    path = write(tensors, tmp_path / "lora.safetensors")
+    plan = read_plan(made.plan)
+    weights = next((made.converted / "transformer").glob("*.safetensors"))
+    exponents = json.loads(read_metadata(weights)[EXPONENTS_ENTRY])
+    entries = [
+        dataclasses.replace(x, scaling=dataclasses.replace(x.scaling, exponents=exponents, eps={}))
+        if x.component == "transformer"
+        else x
+        for x in plan.components
+    ]
+    same = seal_plan(dataclasses.replace(plan, components=tuple(entries)))
+    for number, given in enumerate((write_plan(same, tmp_path / "plan.json"), made.converted)):
+        code, out, err = run(
+            "convert", path, tmp_path / f"{number}.safetensors", "--plan", given, "--json"
+        )
+        assert code == 0, err
+        (entry,) = json.loads(out)["components"]
+        assert (entry["component"], entry["precision"]) == ("transformer", "LoRA")
+        assert entry["folded"] > 0
+    first, second = (load_file(tmp_path / f"{number}.safetensors") for number in (0, 1))
+    assert all(torch.equal(first[name], x) for name, x in second.items())
+    assert read_metadata(tmp_path / "0.safetensors")["ss_network_dim"] == "4"
+
+
+# ---------------------------------------------------------------------------------------------
+# A converted file in names of its own
+
+
+WIDTH = 8
+
+
+def write_converted(path: Path) -> Tensors:
+    """A file as `convert` leaves one, with fused rows of several exponents; the weights of before."""
+    made = torch.Generator().manual_seed(0)
+    names = {
+        "double_blocks.0.img_attn.qkv": ((24, WIDTH), {"[0:8]": -1, "[16:24]": -3}),
+        "single_blocks.0.linear2": ((WIDTH, 16), {"": -5}),
+        "plain": ((WIDTH, WIDTH), {}),
+    }
+    before, exponents, stored = {}, {}, {}
+    for name, (shape, rows) in names.items():
+        weight = torch.randn(shape, generator=made)
+        scaled = weight.clone()
+        for block, exponent in rows.items():
+            exponents[f"model.diffusion_model.{name}.weight{block}"] = exponent
+            start, stop = map(int, block[1:-1].split(":")) if block else (0, shape[0])
+            scaled[start:stop] *= 2.0**exponent
+        before[name], stored[f"model.diffusion_model.{name}.weight"] = weight, scaled
+    stored["model.diffusion_model.single_blocks.0.linear2.bias"] = torch.ones(WIDTH) / 32
+    exponents["model.diffusion_model.single_blocks.0.linear2.bias"] = -5
+    save_file(
+        stored, path, metadata={EXPONENTS_ENTRY: json.dumps(exponents), "stopdown": "0 plan abc"}
+    )
+    return before
+
+
+def add(kind: str, weight: torch.Tensor, parts: Tensors) -> torch.Tensor:
+    """A weight with what an adapter adds to it, as its trainers define that."""
+    if kind == "loha":
+        delta = (parts["hada_w1_a"] @ parts["hada_w1_b"]) * (
+            parts["hada_w2_a"] @ parts["hada_w2_b"]
+        )
+    elif kind == "lokr":
+        delta = torch.kron(parts["lokr_w1"], parts["lokr_w2_a"] @ parts["lokr_w2_b"])
+    elif kind == "diff":
+        delta = parts["diff"]
+    else:
+        delta = parts["lora_up.weight"] @ parts["lora_down.weight"]
+        delta = delta * (parts["alpha"] / RANK if "alpha" in parts else 1)
+    moved = weight + delta
+    if "dora_scale" in parts:
+        moved = moved * (parts["dora_scale"] / moved.norm(dim=1, keepdim=True))
+    return moved
+
+
+def draw_parts(kind: str, out: int, width: int) -> Tensors:
+    """The tensors of one layer of an adapter, by their suffix."""
+    made = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=made)
+
+    if kind == "loha":
+        return {
+            f"hada_w{n}_{x}": draw(*s)
+            for n in (1, 2)
+            for x, s in (("a", (out, 2)), ("b", (2, width)))
+        }
+    if kind == "lokr":
+        split = {
+            "lokr_w2_a": draw(out // 3 if out == 24 else 2, 2),
+            "lokr_w2_b": draw(2, width // 2),
+        }
+        return {"lokr_w1": draw(out // len(split["lokr_w2_a"]), 2), **split}
+    if kind == "diff":
+        return {"diff": draw(out, width)}
+    parts = {"lora_down.weight": draw(RANK, width), "lora_up.weight": draw(out, RANK)}
+    parts["alpha"] = torch.tensor(ALPHA)
+    return parts | ({"dora_scale": draw(out, 1).abs()} if kind == "dora" else {})
+
+
+@pytest.mark.parametrize("style", ["lora_unet_{}", "diffusion_model.{}"], ids=["kohya", "comfyui"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "diff"])
+def test_a_file_in_its_own_names(tmp_path: Path, kind: str, style: str) -> None:
+    """Fused rows, each with its exponent: scaled weight and adapter give the scaled sum, bit for bit."""
+    before = write_converted(tmp_path / "model.safetensors")
+    after = load_file(tmp_path / "model.safetensors")
+    tensors, names = {}, {}
+    for name, weight in before.items():
+        flat = name.replace(".", "_") if "unet" in style else name
+        names[name] = style.format(flat)
+        parts = draw_parts(kind, *weight.shape)
+        tensors |= {f"{names[name]}.{key}": x for key, x in parts.items()}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    convert_lora(
+        tmp_path / "lora.safetensors", tmp_path / "out.safetensors", tmp_path / "model.safetensors"
+    )
+    written = load_file(tmp_path / "out.safetensors")
+    for name, weight in before.items():
+        old = {
+            key.removeprefix(f"{names[name]}."): x
+            for key, x in tensors.items()
+            if names[name] in key
+        }
+        new = {
+            key.removeprefix(f"{names[name]}."): x
+            for key, x in written.items()
+            if names[name] in key
+        }
+        stored = after[f"model.diffusion_model.{name}.weight"]
+        factor = stored / weight
+        wanted = add(kind, weight, old)
+        assert torch.equal(add(kind, stored, new) / factor, wanted), name
+        assert name == "plain" or not torch.equal(add(kind, stored, old) / factor, wanted)
+
+
+def test_a_bias_takes_the_exponents_of_the_bias(tmp_path: Path) -> None:
+    """`diff_b` of a layer with a bias; of one without it is refused by name."""
+    write_converted(tmp_path / "model.safetensors")
+    layer = "diffusion_model.single_blocks.0.linear2"
+    save_file({f"{layer}.diff_b": torch.ones(WIDTH)}, tmp_path / "lora.safetensors")
+    other = "diffusion_model.double_blocks.0.img_attn.qkv"
+    save_file({f"{other}.diff_b": torch.ones(24)}, tmp_path / "other.safetensors")
+    model = tmp_path / "model.safetensors"
+    convert_lora(tmp_path / "lora.safetensors", tmp_path / "out.safetensors", model)
+    assert load_file(tmp_path / "out.safetensors")[f"{layer}.diff_b"].tolist() == [2.0**-5] * WIDTH
+    with pytest.raises(OptionError, match=r"img_attn\.qkv: it adds a bias to a layer without one"):
+        convert_lora(tmp_path / "other.safetensors", tmp_path / "out2.safetensors", model)
+
+
+def test_a_dtype_that_loses_a_bit_becomes_fp32(tmp_path: Path) -> None:
+    """Matrices in fp16 whose smallest values would be rounded are written in fp32, the others stay."""
+    write_converted(tmp_path / "model.safetensors")
+    layer = "diffusion_model.single_blocks.0.linear2"
+    tiny = torch.full((WIDTH, RANK), 0.9).half() * 2.0**-13
+    tiny[0, 0] = 2.0**-23
+    tensors = {
+        f"{layer}.lora_A.weight": torch.ones(RANK, 16).half() * 2.0**-12,
+        f"{layer}.lora_B.weight": tiny,
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    model = tmp_path / "model.safetensors"
+    convert_lora(tmp_path / "lora.safetensors", tmp_path / "out.safetensors", model)
+    found = load_file(tmp_path / "out.safetensors")
+    up, down = found[f"{layer}.lora_B.weight"], found[f"{layer}.lora_A.weight"]
+    wanted = (tiny.double() @ tensors[f"{layer}.lora_A.weight"].double()) * 2.0**-5
+    assert torch.equal(up.double() @ down.double(), wanted)
+    assert torch.float32 in {up.dtype, down.dtype}
+
+
+# ---------------------------------------------------------------------------------------------
+# Refusals
+
+
+def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]:
+    """LoRA, plan, and what the message says."""
+    good = name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux")
+    other = {f"diffusion_model.joint_blocks.0.x.lora_{x}.weight": torch.ones(2, 2) for x in "AB"}
+    wide = {k: torch.cat([x, x], dim=1) if "lora_A" in k else x for k, x in good.items()}
+    oft = {f"{k.partition('.lora')[0]}.oft_blocks": torch.ones(2, 2, 2) for k in good}
+    half = folder / "half.safetensors"
+    half.write_bytes(write(good, folder / "good.safetensors").read_bytes()[:-100])
+    bare = write({"transformer.x.weight": torch.ones(2, 2)}, folder / "bare.safetensors")
+    convert_lora(folder / "good.safetensors", folder / "twice.safetensors", made.converted)
+    written = {
+        name: write(x, folder / f"{name}.safetensors")
+        for name, x in {"other": other, "wide": wide, "oft": oft}.items()
+    }
+    return {
+        "another model": (
+            written["other"],
+            made.converted,
+            "does not fit the model: it has no layer for",
+        ),
+        "other sizes": (
+            written["wide"],
+            made.converted,
+            "it is for a weight of 32x64, and that of",
+        ),
+        "another kind": (written["oft"], made.converted, "oft_blocks"),
+        "half a file": (half, made.converted, "half.safetensors"),
+        "converted already": (
+            folder / "twice.safetensors",
+            made.converted,
+            "was converted already",
+        ),
+        "a model without exponents": (
+            folder / "good.safetensors",
+            bare,
+            "says nothing of exponents",
+        ),
+        "the model itself": (folder / "good.safetensors", made.folder, "says nothing of exponents"),
+    }
+
+
+def test_mistakes_are_one_message(make: Any, tmp_path: Path, run: Any) -> None:
+    """Exit code 2, nothing written, and the LoRA as it was."""
+    for name, (lora, plan, text) in list_mistakes(make("flux"), tmp_path).items():
+        before = lora.read_bytes()
+        code, out, err = run("convert", lora, tmp_path / "new.safetensors", "--plan", plan)
+        assert (code, out) == (2, ""), name
+        assert text in " ".join(err.split()), (name, err)
+        assert not (tmp_path / "new.safetensors").exists()
+        assert lora.read_bytes() == before
+
+
+def test_a_lora_is_not_written_over_itself(make: Any, tmp_path: Path) -> None:
+    """Neither over another file, unless that is asked for."""
+    made = make("flux")
+    tensors = name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux")
+    path = write(tensors, tmp_path / "lora.safetensors")
+    with pytest.raises(Exception, match=r"lora\.safetensors"):
+        convert_lora(path, path, made.converted, overwrite=True)
+    convert_lora(path, tmp_path / "out.safetensors", made.converted)
+    with pytest.raises(Exception, match=r"out\.safetensors"):
+        convert_lora(path, tmp_path / "out.safetensors", made.converted)
+    convert_lora(path, tmp_path / "out.safetensors", made.converted, overwrite=True)
+
+
+def test_a_plan_beyond_files_is_refused(make: Any, tmp_path: Path) -> None:
+    """Its model was written with other exponents, so the plan is none for a LoRA of it."""
+    made = make("flux")
+    content = json.loads(made.plan.read_text())
+    entry = next(x for x in content["components"] if x["component"] == "transformer")
+    entry["scaling"]["fp32_modules"] = ["proj_out"]
+    from stopdown.records import from_json
+
+    plan = seal_plan(from_json(json.dumps(content), Plan))
+    path = write(
+        name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux"),
+        tmp_path / "a.safetensors",
+    )
+    with pytest.raises(
+        OptionError, match="has the fp32 module proj_out, so convert writes it with"
+    ):
+        convert_lora(path, tmp_path / "out.safetensors", plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    {
+        "lora_unet_a_b.lora_down.weight": ("lora_unet_a_b", "lora_A"),
+        "lora_unet_a_b.lora_mid.weight": ("lora_unet_a_b", "lora_mid"),
+        "transformer.a.0.lora_B.weight": ("transformer.a.0", "lora_B"),
+        "transformer.a.0.lora_B.style.weight": ("transformer.a.0", "lora_B"),
+        "transformer.a.0.lora_B.bias": ("transformer.a.0", "lora_B.bias"),
+        "unet.a.processor.to_q_lora.up.weight": ("unet.a.processor.to_q", "lora_B"),
+        "unet.a.to_q.lora.down.weight": ("unet.a.to_q", "lora_A"),
+        "diffusion_model.a.dora_scale": ("diffusion_model.a", "magnitude"),
+        "base_model.model.a.lora_magnitude_vector.weight": ("base_model.model.a", "magnitude"),
+        "lora_unet_a.lokr_w2_b": ("lora_unet_a", "lokr_w2_b"),
+        "lora_unet_a.hada_t1": ("lora_unet_a", "hada_t1"),
+        "diffusion_model.a.diff_b": ("diffusion_model.a", "diff_b"),
+        "lora_unet_a.alpha": ("lora_unet_a", "alpha"),
+        "model.a.weight": None,
+    }.items(),
+)
+def test_names_are_read_from_their_ends(name: str, wanted: tuple[str, str] | None) -> None:
+    """Layer and role, in every style."""
+    assert split_name(name) == wanted
+
+
+def test_a_model_is_no_lora(make: Any, tmp_path: Path) -> None:
+    """What `convert` takes for a LoRA is told by names alone."""
+    made = make("flux")
+    weights = next((made.folder / "transformer").glob("*.safetensors"))
+    assert not is_lora_file(weights)
+    assert not is_lora_file(made.plan)
+    tensors = name_lora(draw_lora(load(made.folder), "flux"), "kohya", "flux")
+    assert is_lora_file(write(tensors, tmp_path / "a.safetensors"))
