@@ -352,7 +352,10 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
         mark = f"{__version__} plan {record.plan}"
         rescaled = after.metadata().pop("stopdown.rescaled")
         assert rescaled.startswith("unet: weights are times powers of two")
-        entries = {name: x for name, x in after.metadata().items() if name != "stopdown.rescaled"}
+        exponents = json.loads(after.metadata()["stopdown.exponents"])
+        assert {name.partition("[")[0] for name in exponents} <= set(after.keys())
+        own = ("stopdown.rescaled", "stopdown.exponents")
+        entries = {name: x for name, x in after.metadata().items() if name not in own}
         assert entries == {"modelspec.title": "tiny", "stopdown": mark}
         names, found = list(before.keys()), list(after.keys())
         read = [name for name in names if not name.startswith("model_ema")]

@@ -259,14 +259,14 @@ def describe_other_folder(folder: Path) -> str:
         record = read_record(folder / RECORD_NAME, Conversion)
     except InputError:
         return "a folder that convert did not write"
-    found = _measure_files(folder)
+    found = measure_files(folder)
     others = [name for name, size in found.items() if record.files.get(name) != size]
     if not others:
         return ""
     return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
 
 
-def _measure_files(folder: Path) -> dict[str, int]:
+def measure_files(folder: Path) -> dict[str, int]:
     """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
     found = {}
     for place, folders, names in os.walk(folder):
@@ -433,7 +433,7 @@ def _write_component(work: _Work, name: str, folder: Path) -> None:
     module, found = getattr(work.pipe, name), work.expressed[name]
     fold_scaling(module, found.scaling)
     cast_(module, torch.float16, found.scaling)
-    _demand_finite(name, module)
+    demand_finite(name, module)
     exponents, entries = found.scaling.exponents, {MARK: _word_mark(work)}
     if exponents:
         entries |= {
@@ -447,7 +447,7 @@ def _write_component(work: _Work, name: str, folder: Path) -> None:
     edit_config(folder / "config.json", changes)
 
 
-def _demand_finite(name: str, module: torch.nn.Module) -> None:
+def demand_finite(name: str, module: torch.nn.Module) -> None:
     """Refuse weights that fp16 does not hold: those of layers that no call reached."""
     bad = [
         f"{name}:{tensor_name}"
@@ -557,7 +557,7 @@ def _describe(
         load=_describe_load(work, output),
         unread=unread,
         elapsed_s=round(elapsed_s, 3),
-        files={} if work.is_file else _measure_files(part),
+        files={} if work.is_file else measure_files(part),
         version=read_version("stopdown") or "",
     )
 
