@@ -23,7 +23,13 @@ from stopdown.pipelines.sources import Source
 from stopdown.plans import applier, calibrated, choice, exponents
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
-from stopdown.plans.precision import ComponentFacts, explain_plan, parse_fp16
+from stopdown.plans.precision import (
+    ComponentFacts,
+    check_components,
+    explain_plan,
+    leave_components,
+    parse_fp16,
+)
 from stopdown.records import (
     ComponentPlan,
     Plan,
@@ -211,8 +217,24 @@ def test_only_fp16_needs_a_plan() -> None:
     """A plan for bf16 is refused with what to type instead, before anything is loaded."""
     with pytest.raises(OptionError, match="Only fp16 needs one"):
         parse_fp16("bf16", "A plan")
+    with pytest.raises(OptionError, match="Only fp16 needs one"):
+        parse_fp16("vae.encode=fp32", "A plan")
     with pytest.raises(OptionError, match="steps=0 is less than 1"):
         calibrated.make_plan("nowhere", request=Request(steps=0))
+
+
+def test_a_component_of_a_plan_can_be_left_in_another_precision() -> None:
+    """What is named has no exponents any more, and says who asked for it; the rest is as it was."""
+    assert parse_fp16("fp16", "A plan") == {}
+    assert parse_fp16("text_encoder=fp32,vae=fp16", "A plan") == {"text_encoder": "fp32"}
+    scaling = Scaling(exponents={"a": 1})
+    planned = [ComponentPlan(x, "T", "w", "fp16", scaling) for x in ("text_encoder", "vae")]
+    left, kept = leave_components(planned, {"text_encoder": "fp32"})
+    assert (left.precision, left.scaling, left.weights) == ("fp32", Scaling(), "w")
+    assert left.reasons == ("It was asked for in fp32.",)
+    assert kept == planned[1]
+    with pytest.raises(OptionError, match="no component 'text'"):
+        check_components({"text": "fp32"}, ["text_encoder", "vae"])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,8 @@ class PlanOptions(RequestOptions):
     precision: Annotated[
         str,
         typer.Option(
-            help="fp16 or auto, which is the same; with --memory auto compares precisions, and fp32, "
+            help="fp16 or auto, which is the same, or what is to be in another one, "
+            "text_encoder=fp32; with --memory auto compares precisions, and fp32, "
             "bf16, fp16 or a plan, plan.json, is that one."
         ),
     ] = "auto"
@@ -183,12 +184,12 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
     from stopdown.outputs import check_target, find_free
-    from stopdown.plans.plan_files import describe_no_plan, write_plan
-    from stopdown.plans.precision import parse_fp16
+    from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
+    from stopdown.plans.precision import check_components, leave_components, parse_fp16
 
     _check_certify(options)
     _check_accumulate(options)
-    parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
+    others = parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
     if output.suffix.lower() != ".json":
         raise OptionError(
@@ -201,6 +202,8 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.pipelines.library_messages import quiet_libraries
 
     source = find_source(options, display)
+    if source.components:
+        check_components(others, source.components)
     load_libraries(display)
     from stopdown.plans.calibrated import make_plan
     from stopdown.plans.component_calls import read_call
@@ -222,6 +225,9 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
                 progress=display.progress,
             )
         )
+    if others:
+        kept = tuple(leave_components(made.components, others))
+        made = seal_plan(dataclasses.replace(made, components=kept))
     if options.accumulate is not None:
         made = choose_sums(made, options.accumulate)
     return made, write_plan(made, output, numbered=options.output is None)
@@ -274,7 +280,6 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
     with quiet_libraries():
         return certify_plan(
             source,
-            precision=options.precision,
             request=request,
             progress=display.progress,
         )

@@ -6,8 +6,9 @@ checkpoint is stored in, and what the model's authors pinned. No tensor is seen 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from stopdown.call_names import name_call, split_call
 from stopdown.environment import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
-from stopdown.records import Decision
+from stopdown.records import ComponentPlan, Decision
 
 if TYPE_CHECKING:
     import torch
@@ -171,23 +172,48 @@ def resolve_request(
     return {call: precision for call, precision in chosen.items() if precision != "auto"}
 
 
-def parse_fp16(text: str, what: str) -> str:
-    """`fp16`, which `auto` is as well: all that something is made for.
+def parse_fp16(text: str, what: str) -> dict[str, str]:
+    """What of a plan for fp16 is to be in another precision, by component: `text_encoder=fp32`.
 
     Args:
+        text: `fp16`, or `auto`, which is the same; or components that are to be in another one.
         what: is made, with its article: `A plan`.
 
     Raises:
-        OptionError: another precision was asked for, or one for some components.
+        OptionError: another precision was asked for, for all of it or a method.
     """
-    if parse_request(text).everywhere not in ("fp16", "auto"):
+    asked = parse_request(text)
+    others = {x.component: x.precision for x in asked.parts if x.component and not x.method}
+    if asked.everywhere not in ("fp16", "auto") and (not others or len(others) < len(asked.parts)):
         raise OptionError(
             f"{what} for {text.strip()} was asked for.",
             expected="Only fp16 needs one, for all components: bf16 and fp32 hold the values as they "
             "are.",
             remedy=f'Use precision="fp16"; a run in {text.strip()} needs no plan.',
         )
-    return "fp16"
+    return {name: x for name, x in others.items() if x not in ("fp16", "auto")}
+
+
+def check_components(wanted: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a name that no component has.
+
+    Raises:
+        OptionError: naming those that there are.
+    """
+    for name in {*wanted} - {*known}:
+        raise _unknown_component(name, sorted(known))
+
+
+def leave_components(
+    entries: Iterable[ComponentPlan], wanted: Mapping[str, str]
+) -> Iterator[ComponentPlan]:
+    """The entries of a plan, those that are to be in another precision without exponents."""
+    for entry in entries:
+        if (precision := wanted.get(entry.component)) is None:
+            yield entry
+            continue
+        bare = ComponentPlan(entry.component, entry.class_name, entry.weights, precision)
+        yield dataclasses.replace(bare, reasons=(f"It was asked for in {precision}.",))
 
 
 def _parse_choice(text: str, also: Iterable[str]) -> str:
