@@ -243,14 +243,15 @@ def run_clamped(
     module: torch.nn.Module, calls: list[Call], reference: list[torch.Tensor]
 ) -> dict[str, float]:
     """Errors in fp16 when the output of every module is clamped to fp16's range."""
-    hooks = [x.register_forward_hook(_clamp) for x in module.modules()]
+    hooks = [x.register_forward_hook(clamp_output) for x in module.modules()]
     found = run_cast(module, calls, torch.float16, reference)
     for hook in hooks:
         hook.remove()
     return found
 
 
-def _clamp(module: torch.nn.Module, args: Any, output: Any) -> Any:
+def clamp_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
+    """A hook: an output in fp16 within the range that fp16 has."""
     if isinstance(output, torch.Tensor) and output.dtype == torch.float16:
         return output.nan_to_num(0.0, 65504, -65504)
     return output

@@ -21,7 +21,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("mapped_weights", "media", "module_paths"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
-    ("accumulation", "arguments", "backend_rules", "diagnosis", "device_profiles", "model_needs"),
+    (
+        "accumulation",
+        "arguments",
+        "autocast",
+        "backend_rules",
+        "diagnosis",
+        "device_profiles",
+        "model_needs",
+    ),
     ("graph",),
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from stopdown.autocast import without_autocast
 from stopdown.graph.capture import owner_of
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import sign_arguments
@@ -49,12 +50,22 @@ class Calibration:
         Cost: one forward in fp32; for the first call of a kind a capture as well (seconds).
         """
         kind = _kind_of(call, args, kwargs or {})
+        with without_autocast():
+            self._measure(kind, call, args, kwargs or {})
+        self.calls += 1
+
+    def _measure(
+        self,
+        kind: Hashable,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         known = self._kinds.get(kind)
         if known is None:
             self._kinds[kind] = measure_call(call, args, kwargs, dtype=self.dtype)
         else:
-            self._kinds[kind] = measure_again(known, self.module, args, kwargs or {})
-        self.calls += 1
+            self._kinds[kind] = measure_again(known, self.module, args, kwargs)
 
     @property
     def measured(self) -> list[Measured]:

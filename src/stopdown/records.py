@@ -183,6 +183,7 @@ class CallSummary(Displayed):
         elapsed_s: seconds in those calls.
         precisions: formats that its floating parameters really had, most of them first.
         non_finite: calls whose output held NaN or Inf.
+        headroom_bits: least between what it returned in fp16 and the end of fp16; None without fp16.
     """
 
     component: str
@@ -191,6 +192,7 @@ class CallSummary(Displayed):
     elapsed_s: float
     precisions: tuple[str, ...]
     non_finite: int
+    headroom_bits: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -535,6 +537,22 @@ class ResidualStream(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
+class Operands(Displayed):
+    """What makes the operands of a component's layers one where its code mixes dtypes.
+
+    Attributes:
+        cast_inputs: paths of the layers that cast what reaches them to the dtype of their weight.
+        fp32_parameters: parameters that stay in fp32, of layers whose own code widens their input.
+    """
+
+    cast_inputs: tuple[str, ...] = ()
+    fp32_parameters: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.cast_inputs or self.fp32_parameters)
+
+
+@dataclass(frozen=True, repr=False)
 class Accumulation(Displayed):
     """How torch sums inside products while a component is called; None leaves a switch as it is.
 
@@ -606,6 +624,7 @@ class Scaling(Displayed):
         outputs: number of an output that the module returns in fp32, because fp16 cannot hold it, to
             the exponent that is taken off there.
         stream: where the residual stream is fp32 when the component is cast; None for nowhere.
+        operands: what is cast, or stays fp32, because the component's code mixes dtypes.
         values: how many fp16 values and weights there are; 0 where bounds were not asked for.
         bounded: how many of them rest on bounds.
         uncertain: places of those whose ranges were measured and not bounded.
@@ -630,6 +649,7 @@ class Scaling(Displayed):
     kept_buffers: tuple[str, ...] | None = None
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
+    operands: Operands = field(default_factory=Operands)
     values: int = 0
     bounded: int = 0
     uncertain: tuple[str, ...] = ()

@@ -13,6 +13,7 @@ from stopdown.plans.calibrated import describe_scaling
 from stopdown.records import (
     Accumulation,
     ComponentPlan,
+    Operands,
     ResidualStream,
     Scaling,
     SumBound,
@@ -45,6 +46,7 @@ SCALINGS = st.builds(
     kept_buffers=st.none() | PATHS,
     outputs=st.dictionaries(st.integers(0, 3), st.integers(-9, 9), max_size=2),
     stream=STREAMS,
+    operands=st.builds(Operands, PATHS, PATHS),
     values=st.integers(0, 99),
     bounded=st.integers(0, 99),
     uncertain=PATHS,

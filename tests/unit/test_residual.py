@@ -12,6 +12,7 @@ from torch.nn import functional
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
+from stopdown.graph.operands import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale_, search
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules
@@ -190,7 +191,9 @@ class Mixing(torch.nn.Module):
 def test_a_stream_that_does_not_fit_is_refused(kind: str, said: str) -> None:
     """Tracing takes operands of two dtypes; a real run does not."""
     x = (torch.randn(2, 4),)
-    plain, streamed = (capture_call(Mixing(k), x, dtype=torch.float16) for k in ("", kind))
+    plain, streamed = (
+        capture_call(Mixing(k), x, dtype=torch.float16, operands=NO_OPERANDS) for k in ("", kind)
+    )
     demand_agreement(plain, plain)
     with pytest.raises(ScalingError, match=said):
         demand_agreement(plain, streamed)

@@ -22,7 +22,7 @@ from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
-from stopdown.records import GuardRecord, Plan, ScriptRecord, to_json
+from stopdown.records import CallSummary, GuardRecord, Plan, ScriptRecord, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -351,11 +351,17 @@ def choose_code(record: ScriptRecord, *, strict: bool = False) -> int:
     return record.exit_code or int(record.unrepaired or (strict and bool(record.findings)))
 
 
+def _describe_calls(call: CallSummary) -> str:
+    """`UNet 3x fp16 (5.2 bits of headroom in what it returned)`."""
+    said = f"{call.component} {call.calls}x {'+'.join(call.precisions) or 'no weights'}"
+    if call.headroom_bits is None:
+        return said
+    return f"{said} ({call.headroom_bits:.1f} bits of headroom in what it returned)"
+
+
 def _describe_run(run: GuardRecord) -> str:
     """What a run called, and what was repaired in it."""
-    counts = [
-        f"{x.component} {x.calls}x {'+'.join(x.precisions) or 'no weights'}" for x in run.calls
-    ]
+    counts = [_describe_calls(x) for x in run.calls]
     said = f"{', '.join(counts) or 'no component was guarded'}."
     for repair in run.repairs:
         said += f" {repair.module_path}: {repair.action}, {repair.replays} call run again."

@@ -139,15 +139,16 @@ def describe_rest(entry: ComponentPlan) -> str:
     if scaling.stream is not None:
         inside = ", ".join(scaling.stream.cast_output_down)
         parts.append(f"fp32 sums inside {inside}" if inside else "an fp32 residual stream")
+    if scaling.operands:
+        parts.append("casts of operands that its code mixes")
     return " and ".join(parts) or "eps that no configuration sets"
 
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
     scaling = entry.scaling
-    beyond = (
-        scaling.multiplies or scaling.fp32_modules or scaling.outputs or scaling.stream is not None
-    )
+    beyond = bool(scaling.multiplies or scaling.fp32_modules or scaling.outputs)
+    beyond = beyond or bool(scaling.operands) or scaling.stream is not None
     return not beyond and _are_stored(module, scaling.exponents)
 
 

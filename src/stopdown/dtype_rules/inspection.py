@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stopdown.autocast import list_autocast
 from stopdown.backend_rules import Place
 from stopdown.call_names import name_module_path
 from stopdown.dtype_rules.observations import Case, Judge, Observation
@@ -27,7 +28,6 @@ from stopdown.dtype_rules.tracer import (
     Walk,
     Work,
     find_origin,
-    list_autocast,
     set_known,
     set_origin,
 )

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.arguments import hook_arguments
+from stopdown.autocast import without_autocast
 from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
@@ -224,22 +225,14 @@ def _cast_at_module(case: _Case) -> str:
 
 
 def _stop_autocast(case: _Case) -> str:
-    kinds = [kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind)]
-
     def call_plain(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return _call_without(kinds, call, args, kwargs)
+        with without_autocast():
+            return call(*args, **kwargs)
 
     for callee in find_callees(case.pipe):
         if callee.component_name == case.name:
             put_layer(callee.owner, callee.method, call_plain, case.patches, Rank.PLAN)
     return f"{case.name}: autocast is off inside of its calls."
-
-
-def _call_without(kinds: list[str], call: Call, args: Any, kwargs: Any) -> Any:
-    if not kinds:
-        return call(*args, **kwargs)
-    with torch.autocast(kinds[0], enabled=False):
-        return _call_without(kinds[1:], call, args, kwargs)
 
 
 def _upcast(case: _Case) -> str:

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown import numerics
+from stopdown.autocast import list_autocast
 from stopdown.graph import operations
 from stopdown.graph.operations import list_kinds
 from stopdown.module_paths import ModulePaths
@@ -386,11 +387,6 @@ def _direct_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [x for item in value for x in _direct_tensors(item)]
     return []
-
-
-def list_autocast() -> tuple[str, ...]:
-    """Device types whose autocast is on."""
-    return tuple(kind for kind in ("cpu", "cuda", "mps") if torch.is_autocast_enabled(kind))
 
 
 # ---------------------------------------------------------------------------------------------

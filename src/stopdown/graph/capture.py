@@ -26,6 +26,7 @@ import inspect
 import io
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,9 +41,12 @@ from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.nodes import is_kind
-from stopdown.graph.operations import CONVOLUTIONS
+from stopdown.graph.operands import NO_OPERANDS, cast_operands, find_operands
+from stopdown.graph.operations import CONVOLUTIONS, NORMS
+from stopdown.module_paths import list_parts
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.records import Operands
 
 _PREFIX = "component"
 _QUESTIONS = frozenset(
@@ -87,6 +91,7 @@ class Capture:
         answers: what its code asked tensors for, and got, where that decides the path.
         outputs: how many tensors the call returns; the graph's outputs after them were asked for.
         replaceable: buffers that the code computes anew, and does not read, at another size.
+        operands: what was cast, or kept in fp32, because the code mixes dtypes.
     """
 
     graph: GraphModule
@@ -101,6 +106,7 @@ class Capture:
     answers: Answers = ()
     outputs: int = 0
     replaceable: frozenset[str] = frozenset()
+    operands: Operands = NO_OPERANDS
 
 
 def capture_call(
@@ -111,6 +117,7 @@ def capture_call(
     dtype: torch.dtype,
     wide: frozenset[str] = frozenset(),
     answers: Answers | None = None,
+    operands: Operands | None = None,
 ) -> Capture:
     """The graph of one call of a module or of a module's bound method, as it runs in `dtype`.
 
@@ -121,6 +128,7 @@ def capture_call(
         dtype: a floating dtype.
         wide: names of parameters and buffers that are fp32 there.
         answers: to what the code asks tensors for; None notes them here when they are needed.
+        operands: what is cast or kept in fp32 because the code mixes dtypes; None finds it here.
 
     Raises:
         CaptureError: the code cannot be traced; the message names the line.
@@ -128,11 +136,25 @@ def capture_call(
     failure: CaptureError | None = None
     for attempt in _list_attempts(call, args, kwargs or {}, wide, answers):
         try:
-            return _export(call, args, dict(kwargs or {}), dtype, attempt)
+            return _export(call, args, dict(kwargs or {}), dtype, attempt, operands)
         except CaptureError as error:
             failure = failure or error
     assert failure is not None
     raise failure
+
+
+def find_call_operands(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+) -> Operands:
+    """What makes the operands of one call one, without capturing it.
+
+    Cost: one run on fake tensors.
+    """
+    attempt = _Attempt(False, True, frozenset())
+    return _Tracing(call, args, dict(kwargs or {}), dtype, attempt).find_operands()
 
 
 def _list_attempts(
@@ -256,12 +278,13 @@ def renew_fakes(
 @dataclass(frozen=True)
 class _Attempt:
     """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32,
-    with answers to what the code asks tensors for."""
+    with answers to what the code asks tensors for, with operands made one."""
 
     real: bool
     keep_buffers: bool
     wide: frozenset[str]
     answers: Answers = ()
+    operands: Operands = NO_OPERANDS
 
 
 class _Notes(TorchFunctionMode):
@@ -347,44 +370,105 @@ def _export(
     kwargs: dict[str, Any],
     dtype: torch.dtype,
     attempt: _Attempt,
+    operands: Operands | None,
 ) -> Capture:
-    module = owner_of(call)
-    method = "" if call is module else getattr(call, "__name__", "")
-    mode = find_mode(module)
-    shadow, kept = _make_shadow(module, dtype, mode, attempt)
-    singles, tables = _watch_outputs(shadow), _watch_tables(shadow, kept)
-    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    given = tuple(_make_like(x, _cast_to(x, module, dtype), mode, attempt.real) for x in tensors)
-    counts: list[int] = []
-    traced = _Call(shadow, method, leaves, spec, attempt.answers, counts.append).eval()
-    with torch.no_grad(), warnings.catch_warnings(), _quiet_logs(), _light_tracing():
-        warnings.simplefilter("ignore")
-        try:
-            program = torch.export.export(traced, given, strict=False)
-        except Exception as error:
-            raise describe_failure(error, module) from error
-        returned = frozenset(path for path, single in singles.items() if single)
-        capture = _read_program(program, module, dtype, kept, returned)
-        replaceable = _find_replaceable(shadow, tables, _list_used(capture), mode)
-    capture = replace(
-        capture,
-        method=method,
-        answers=attempt.answers,
-        outputs=counts[-1],
-        replaceable=replaceable,
-    )
-    if kept and (mixed := find_mixed_operands(capture.graph)):
+    """A capture; where the code mixes dtypes, one with its operands made one."""
+    if operands is not None:
+        wide = attempt.wide | {*operands.fp32_parameters}
+        attempt = replace(attempt, operands=operands, wide=wide)
+    tracing = _Tracing(call, args, kwargs, dtype, attempt)
+    try:
+        capture = tracing.export()
+        mixed = find_mixed_operands(capture.graph) or _find_mixed_norms(capture.graph)
+        failure = None
+    except CaptureError as error:
+        capture, mixed, failure = None, [], error
+    if not mixed and capture is not None:
+        return capture
+    found = NO_OPERANDS
+    if operands is None:
+        found = _Tracing(call, args, kwargs, dtype, attempt).find_operands()
+    if found:
+        return _export(call, args, kwargs, dtype, attempt, found)
+    if capture is None:
+        assert failure is not None
+        raise failure
+    if capture.kept_buffers and find_mixed_operands(capture.graph):
         raise CaptureError(
-            f"{type(module).__name__}:{module_path(mixed[0])} mixes dtypes when the buffers "
-            f"{', '.join(sorted(kept))} keep theirs.",
+            f"{capture.component}:{module_path(mixed[0])} mixes dtypes when the buffers "
+            f"{', '.join(sorted(capture.kept_buffers))} keep theirs.",
             expected="A matrix product and a convolution take operands of one dtype.",
         )
     return capture
 
 
+class _Tracing:
+    """One call of a shadow of its module, ready to be traced."""
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dtype: torch.dtype,
+        attempt: _Attempt,
+    ) -> None:
+        self._module, self._dtype, self._attempt = owner_of(call), dtype, attempt
+        self._method = "" if call is self._module else getattr(call, "__name__", "")
+        self._mode = find_mode(self._module)
+        self._shadow, self._kept = _make_shadow(self._module, dtype, self._mode, attempt)
+        leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+        self._given = tuple(
+            _make_like(x, _cast_to(x, self._module, dtype), self._mode, attempt.real)
+            for x in leaves
+            if isinstance(x, torch.Tensor)
+        )
+        self._counts: list[int] = []
+        self._traced = _Call(
+            self._shadow, self._method, leaves, spec, attempt.answers, self._counts.append
+        ).eval()
+
+    def find_operands(self) -> Operands:
+        """What makes the call's operands one."""
+        fakes = contextlib.nullcontext() if self._attempt.real else self._mode
+        with torch.no_grad(), warnings.catch_warnings(), fakes:
+            warnings.simplefilter("ignore")
+            return find_operands(lambda: self._traced(*self._given), self._shadow)
+
+    def export(self) -> Capture:
+        """The graph of the call.
+
+        Raises:
+            CaptureError: it cannot be traced.
+        """
+        singles, tables = _watch_outputs(self._shadow), _watch_tables(self._shadow, self._kept)
+        with torch.no_grad(), warnings.catch_warnings(), _quiet_logs(), _light_tracing():
+            warnings.simplefilter("ignore")
+            try:
+                program = torch.export.export(self._traced, self._given, strict=False)
+            except Exception as error:
+                raise describe_failure(error, self._module) from error
+            returned = frozenset(path for path, single in singles.items() if single)
+            capture = _read_program(program, self._module, self._dtype, self._kept, returned)
+            used = _list_used(capture)
+            replaceable = _find_replaceable(self._shadow, tables, used, self._mode)
+        return replace(
+            capture,
+            method=self._method,
+            answers=self._attempt.answers,
+            outputs=self._counts[-1],
+            replaceable=replaceable,
+            operands=self._attempt.operands,
+        )
+
+
 def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
-    """Filled while the shadow runs: module path to whether each call returned one tensor."""
+    """Filled while the shadow runs: module path to whether each call returned one tensor.
+
+    A module that stands under several names (an activation that all layers share) is left out: what is
+    put on it acts at all of its places.
+    """
+    names = Counter(id(x) for _, x in shadow.named_modules(remove_duplicate=False))
     singles: dict[str, bool] = {}
 
     def watch(path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -392,7 +476,8 @@ def _watch_outputs(shadow: torch.nn.Module) -> dict[str, bool]:
 
     patches = Patches()  # never undone: the shadow is thrown away with its hooks
     for path, module in shadow.named_modules():
-        patches.defer(module.register_forward_hook(functools.partial(watch, path)).remove)
+        if names[id(module)] == 1:
+            patches.defer(module.register_forward_hook(functools.partial(watch, path)).remove)
     return singles
 
 
@@ -505,9 +590,13 @@ def _make_shadow(
             made = torch.nn.Parameter(made, requires_grad=False)
         memo[id(tensor)] = made
     try:
-        return copy.deepcopy(module, memo), kept
+        shadow = copy.deepcopy(module, memo)
     except Exception as error:
         raise describe_failure(error, module) from error
+    patches = Patches()  # never undone: the shadow is thrown away
+    cast_operands(shadow, attempt.operands, dtype, patches)
+    set_own_dtypes(shadow, own_dtype(module), dtype, patches)
+    return shadow, kept
 
 
 def casts_weights(module: torch.nn.Module) -> bool:
@@ -515,7 +604,7 @@ def casts_weights(module: torch.nn.Module) -> bool:
 
     Such a module computes in whatever it is called with, so its weights stay as they are stored.
     """
-    return any(getattr(part, "comfy_cast_weights", False) for part in module.modules())
+    return any(getattr(part, "comfy_cast_weights", False) for part in list_parts(module))
 
 
 def find_kept_buffers(module: torch.nn.Module) -> frozenset[str]:
@@ -545,8 +634,24 @@ def _make_like(
 
 
 def _cast_to(tensor: torch.Tensor, module: torch.nn.Module, dtype: torch.dtype) -> torch.dtype:
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), dtype)
-    return dtype if tensor.dtype == own else tensor.dtype
+    return dtype if tensor.dtype == (own_dtype(module) or dtype) else tensor.dtype
+
+
+def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
+    """The dtype of a module's first floating parameter; None where it has none."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+def set_own_dtypes(
+    module: torch.nn.Module, before: torch.dtype | None, dtype: torch.dtype, patches: Patches
+) -> None:
+    """Let the plain attributes `dtype` of modules with parameters follow when these are cast.
+
+    Code of SAT and ComfyUI casts to that attribute what it makes itself.
+    """
+    for part in module.modules():
+        if vars(part).get("dtype") == before and next(part.parameters(), None) is not None:
+            patches.set_attribute(part, "dtype", dtype)
 
 
 def _read_program(
@@ -569,8 +674,30 @@ def _read_program(
         elif spec.kind == InputKind.USER_INPUT:
             inputs.append(spec.arg.name)
     graph = inline_regions(program.graph_module)
+    _complete_paths(graph, [path for path, _ in module.named_modules(remove_duplicate=False)])
     component = type(module).__name__
     return Capture(graph, dtype, parameters, constants, tuple(inputs), kept, component, singles)
+
+
+def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
+    """Give modules that are reached from elsewhere their whole path.
+
+    Tracing names a module by how the code came to it. SAT's mixins hold the transformer as a plain
+    attribute, so its layers are named from there on (torch 2.13.0, 2026-11-22).
+    """
+
+    def complete(path: str) -> str:
+        if not path or path == _PREFIX or path.startswith(f"{_PREFIX}."):
+            return path
+        found = [known for known in paths if f".{known}".endswith(f".{path}")]
+        return f"{_PREFIX}.{found[0]}" if len(found) == 1 else path
+
+    for node in graph.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        if any(complete(path) != path for path, _ in stack.values()):
+            node.meta["nn_module_stack"] = {
+                key: (complete(path), kind) for key, (path, kind) in stack.items()
+            }
 
 
 def find_mixed_operands(graph: GraphModule) -> list[Node]:
@@ -582,6 +709,16 @@ def find_mixed_operands(graph: GraphModule) -> list[Node]:
         node
         for node in graph.graph.nodes
         if is_kind(node, *_ONE_DTYPE) and len(set(_float_dtypes(node))) > 1
+    ]
+
+
+def _find_mixed_norms(graph: GraphModule) -> list[Node]:
+    """Norms of a wider dtype than their weights: some kernels refuse them."""
+    return [
+        node
+        for node in graph.graph.nodes
+        if is_kind(node, *NORMS) and len(_float_dtypes(node)) > 1
+        if _float_dtypes(node)[0].itemsize > min(x.itemsize for x in _float_dtypes(node)[1:])
     ]
 
 

@@ -100,12 +100,13 @@ def strip_casts(node: Any) -> Any:
 
 
 def is_range_clamp(node: Node) -> bool:
-    """True for a clamp whose bounds stand for the end of fp16's range."""
+    """True for a clamp whose bounds stand for the end of fp16's range, also of infinities alone."""
     found = find_operation(operation(node))
-    if found is None or found.kind != "clamp":
+    if found is None or found.kind not in ("clamp", "nan_to_num"):
         return False
     given = arguments(node)
-    sizes = [smallest_constant(given.get(name)) for name in ("min", "max")]
+    names = ("min", "max") if found.kind == "clamp" else ("neginf", "posinf")
+    sizes = [smallest_constant(given.get(name)) for name in names]
     return all(NEAR_FP16_END <= size <= FP16.largest for size in sizes)
 
 

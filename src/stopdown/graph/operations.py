@@ -142,7 +142,7 @@ pointwise   | pinned | - | | remainder sgn sinc atan2 asin acos atan sinh cosh a
 pointwise   | pinned | - | | floor_divide bucketize logit glu log_sigmoid cumprod prod bernoulli
 pointwise   | pinned | - | | relu6 sign_ angle multinomial histc erfinv
 prelu       | pinned | - | | prelu
-nan_to_num  | pinned | - | | nan_to_num
+nan_to_num  | clamp_infinities | - | | nan_to_num
 comparison  | compare | - | | gt lt ge le eq ne
 blank       | free | zeros | | empty new_empty
 blank       | free | zeros | unrounded | empty_like

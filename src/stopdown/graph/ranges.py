@@ -195,7 +195,7 @@ class _Runner(torch.fx.Interpreter):
         elif node.name in self.capture.constants:
             found = self.capture.constants[node.name]
         else:
-            found = self.tensors[node.name]
+            found = self.tensors[node.name].clone()  # some code adds into what it is given
         if isinstance(found, torch.Generator):
             return found.clone_state()  # the caller's own stays where it is
         found = found.detach() if self.device is None else found.detach().to(self.device)

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from stopdown.call_names import name_call
 from stopdown.mapped_weights import cast_tensor
+from stopdown.module_paths import list_parts
 from stopdown.number_formats import name_dtype
 from stopdown.pipelines.attribute_walk import find_parts
 
@@ -301,9 +303,11 @@ def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
 def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
     """Floating dtypes of a module's parameters, the one with most values first."""
     sizes: dict[torch.dtype, int] = {}
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    parameters = {id(x): x for part in list_parts(module) for x in part._parameters.values()}
+    for parameter in parameters.values():
+        if parameter is not None and parameter.is_floating_point():
+            size = 0 if is_lazy(parameter) else parameter.numel()
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size
     return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 

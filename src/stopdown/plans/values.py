@@ -95,13 +95,15 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
     for name in scaling.exponents:
         if not _is_parameter(name):
             yield f"the parameter {name[:40]!r}"
-    for name in (*scaling.eps, *(scaling.kept_buffers or ())):
+    attributes = (*scaling.eps, *scaling.operands.fp32_parameters)
+    for name in (*attributes, *(scaling.kept_buffers or ())):
         if not _PATH.fullmatch(name):
             yield f"the attribute {name[:40]!r}"
     for name in scaling.layers:
         if not _is_parameter(name):
             yield f"the layer {name[:40]!r}"
-    for name in (*scaling.multiplies, *scaling.fp32_modules, *_list_stream(scaling.stream)):
+    modules = (*scaling.multiplies, *scaling.fp32_modules, *scaling.operands.cast_inputs)
+    for name in (*modules, *_list_stream(scaling.stream)):
         if name and not _PATH.fullmatch(name):
             yield f"the module {name[:40]!r}"
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.module_paths import list_parts
 from stopdown.numerics import has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks
@@ -105,6 +106,8 @@ def _bound(tensor: torch.Tensor) -> Bounds:
 
 def find_compiled(module: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the modules that run as compiled code; "" is the component itself."""
+    if not any(map(is_compiled, list_parts(module))):
+        return ()
     return tuple(path for path, child in module.named_modules() if is_compiled(child))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from stopdown.numerics import bound_values, is_readable, iterate_tensors
+from stopdown.numerics import bound_values, headroom_bits, is_readable, iterate_tensors
 from stopdown.runtime.activation_maxima import Notes
 from stopdown.runtime.clamps import CLAMPED_FROM
 
@@ -37,6 +37,7 @@ class CallCheck:
         host_reads: how often the host waited for values.
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
+        headroom_bits: least between a finite output in fp16 and the end of fp16; None without one.
     """
 
     is_finite: bool = True
@@ -46,6 +47,7 @@ class CallCheck:
     host_reads: int = 0
     maxima: tuple[tuple[str, torch.dtype, float], ...] = ()
     limited: tuple[tuple[str, float, float], ...] = ()
+    headroom_bits: float | None = None
 
     @property
     def is_good(self) -> bool:
@@ -67,12 +69,18 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         return CallCheck(is_seen=False)
     values = iter(bounds.tolist())
     pairs = zip(values, values, strict=True)  # low and high in turns
-    is_finite = all([_is_finite(*next(pairs)) for _ in outputs])
+    ends = [(output.dtype, *next(pairs)) for output in outputs]
+    is_finite = all([_is_finite(low, high) for _, low, high in ends])
     clamped = [path for path, _ in notes.clamping if _end(*next(pairs)) >= CLAMPED_FROM]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
     spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]
-    limited = [(n, limit, _amax(*ends)) for n, limit, *ends in given if limit is not None]
+    limited = [(n, limit, _amax(*bound)) for n, limit, *bound in given if limit is not None]
+    rooms = [
+        headroom_bits(_amax(low, high), dtype)
+        for dtype, low, high in ends
+        if dtype == torch.float16 and is_finite and _amax(low, high) > 0
+    ]
     notes.clear()
     return CallCheck(
         is_finite,
@@ -82,6 +90,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         1,
         tuple(maxima),
         tuple(limited),
+        min(rooms, default=None),
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from stopdown.model_needs import keeps_clamps
+from stopdown.module_paths import list_parts
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
 
@@ -37,13 +38,14 @@ _END = re.compile(rf"\bfinfo\b|{FP16.largest:.0f}")
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
     """Paths of the modules of a component that clamp at the end of fp16's range."""
-    if keeps_clamps(type(component).__name__):
+    kinds: set[Any] = {type(part) for part in list_parts(component)}
+    if keeps_clamps(type(component).__name__) or not any(map(_clamps, kinds)):
         return ()
     return tuple(path for path, module in component.named_modules() if _clamps(type(module)))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _clamps(module_class: type[torch.nn.Module]) -> bool:
+def _clamps(module_class: Any) -> bool:
     try:
         source = inspect.getsource(module_class.forward)
     except (OSError, TypeError):  # code without a file

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from stopdown.autocast import read_autocast
 from stopdown.bounds.input_limits import name_inputs
 from stopdown.graph.capture import casts_weights
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import find_argument_names, find_float_dtype
 from stopdown.pipelines.components import Callee
@@ -89,6 +91,7 @@ class GuardedCall:
         latest: for a replay.
         count, elapsed_s, non_finite, unseen: of the calls so far.
         precisions: of the weights at its calls, most of them first.
+        headroom_bits: least of what it returned in fp16.
         patches: the layers around the call.
     """
 
@@ -104,6 +107,7 @@ class GuardedCall:
     non_finite: int = 0
     unseen: int = 0
     precisions: tuple[str, ...] = ()
+    headroom_bits: float | None = None
     patches: Patches = field(default_factory=Patches)
 
     @property
@@ -123,7 +127,7 @@ class GuardedCall:
 
     @property
     def precision(self) -> str:
-        """Of most of its weights."""
+        """Of the autocast around it, or of most of its weights."""
         return self.precisions[0] if self.precisions else "fp32"
 
     def move_to(self, callee: Callee, component: GuardedComponent, slot: str) -> None:
@@ -148,11 +152,16 @@ class GuardedCall:
         notes.note_inputs(self.limits, name_inputs(args, kwargs, find_argument_names(self.callee)))
 
     def _note_precisions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What it computes in: the dtypes of its weights, or of its arguments where weights follow them."""
+        """What it computes in: the dtypes of its weights, or of its arguments where weights follow them.
+
+        That of the autocast around the call comes first.
+        """
         if casts_weights(self.module):
             named = dict(zip(find_argument_names(self.callee), args, strict=False))
             self.state.computes_in = find_float_dtype({**named, **kwargs})
-        self.precisions = self.state.name_precisions()
+        ambient = read_autocast(self.module)
+        known = self.state.name_precisions()
+        self.precisions = known if ambient is None else (name_dtype(ambient), *known)
 
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
         """A call is over."""
@@ -160,6 +169,7 @@ class GuardedCall:
         self.elapsed_s += elapsed_s
         self.unseen += not check.is_seen
         self.non_finite += not check.is_good
+        self.headroom_bits = least_headroom(self.headroom_bits, check.headroom_bits)
 
     def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
@@ -211,4 +221,10 @@ class GuardedCall:
             self.elapsed_s,
             self.precisions,
             self.non_finite,
+            self.headroom_bits,
         )
+
+
+def least_headroom(*bits: float | None) -> float | None:
+    """The least of what is known; None where nothing is."""
+    return min((x for x in bits if x is not None), default=None)

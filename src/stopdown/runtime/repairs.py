@@ -11,6 +11,7 @@ encoder, when decoding failed) keeps the plan's exponents.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 
+from stopdown.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.calibration import Calibration
 from stopdown.errors import ScalingError
+from stopdown.graph.operands import merge_operands
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
@@ -139,12 +142,19 @@ class ComponentState:
             is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
                 others get (Flux does), so each gets its arguments in its own.
         """
-        if self.dtype is None and not is_mixed:
+        is_ambient = bool(list_autocast()) and self._is_recast
+        if self.dtype is None and not is_mixed and not is_ambient:
             return call(*args, **kwargs)
         dtype = self.dtype or next(iter(self.read_precisions()), None)
-        return (
-            call(*args, **kwargs) if dtype is None else call_cast(callee, call, args, kwargs, dtype)
-        )
+        with without_autocast() if is_ambient else contextlib.nullcontext():
+            if dtype is None:
+                return call(*args, **kwargs)
+            return call_cast(callee, call, args, kwargs, dtype)
+
+    @property
+    def _is_recast(self) -> bool:
+        """Whether what was put on has dtypes of its own, which autocast would change again."""
+        return any(one.scaling is not None or one.action == "cast" for one in self.applied)
 
     def find_repair(
         self, callee: Callee, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -209,7 +219,7 @@ class ComponentState:
     def _put(self, repair: Adjustment) -> None:
         if repair.action == "fp32-module":
             module = self.module.get_submodule(repair.path)
-            around = self.read_precisions()[0]
+            around = read_autocast(self.module) or self.read_precisions()[0]
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         apply_precision(self.module, repair.precision, repair.scaling, self._patches)
@@ -306,6 +316,7 @@ def merge_scalings(
         pinned={**before.pinned, **found.pinned},
         outputs=found.outputs if "forward" in methods else before.outputs,
         stream=_merge_streams(before.stream, found.stream, keeps),
+        operands=merge_operands(before.operands, found.operands),
         limits={**limits, **found.limits},
         note=" ".join(filter(None, notes)),
     )

@@ -38,6 +38,7 @@ from stopdown.pipelines.outermost_calls import (
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
+from stopdown.runtime.guarded_call import least_headroom
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
@@ -127,6 +128,7 @@ def _add(before: CallSummary | None, call: CallSummary) -> CallSummary:
         elapsed_s=before.elapsed_s + call.elapsed_s,
         precisions=tuple(dict.fromkeys((*call.precisions, *before.precisions))),
         non_finite=before.non_finite + call.non_finite,
+        headroom_bits=least_headroom(before.headroom_bits, call.headroom_bits),
     )
 
 

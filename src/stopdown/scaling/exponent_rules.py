@@ -289,6 +289,14 @@ def clamp(op: Operation) -> None:
         op.pin()
 
 
+def clamp_infinities(op: Operation) -> None:
+    """`nan_to_num` at the end of fp16's range must not bite; with other numbers it is pinned."""
+    if is_range_clamp(op.node):
+        clamp(op)
+    else:
+        op.pin()
+
+
 def _clamp_below(op: Operation, source: Node, bound: float) -> None:
     """`max(norm, eps)` of a norm that stays above eps before and after is no clamp at all."""
     if 0 < bound < op.around.least(source):
@@ -410,6 +418,7 @@ RULES: dict[str, Rule] = {
     "choose": choose,
     "compare": compare,
     "clamp": clamp,
+    "clamp_infinities": clamp_infinities,
     "pad": pad,
     "pad_all": pad_all,
     "fill": fill,

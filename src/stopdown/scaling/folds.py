@@ -15,13 +15,17 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
+from stopdown.autocast import leave_autocast
 from stopdown.errors import InputError, ScalingError
 from stopdown.graph.capture import (
     casts_weights,
     find_kept_buffers,
     name_aliases,
     name_parameters,
+    own_dtype,
+    set_own_dtypes,
 )
+from stopdown.graph.operands import cast_operands
 from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors
@@ -123,6 +127,7 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
         ScalingError: a name of the scaling is not in the module. Nothing was changed.
     """
     patches = Patches()
+    patches.defer(torch.clear_autocast_cache)  # of weights as they were, where a call is under way
     try:
         _fold_parameters(module, scaling.exponents, patches)
         rows = list_rows(scaling.exponents)
@@ -139,6 +144,7 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
             hook = partial(_widen_outputs, dict(scaling.outputs))
             patches.defer(module.register_forward_hook(hook).remove)
         patches.set_attribute(module, RESCALED, True)
+        torch.clear_autocast_cache()
     except BaseException:
         patches.undo()
         raise
@@ -155,6 +161,7 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
     """
     named, kept = name_parameters(module), {*(scaling.kept_buffers or ())}
     kept |= set() if scaling.stream is None else {*scaling.stream.kept}
+    kept |= {*scaling.operands.fp32_parameters}
     for name, exponent in scaling.exponents.items():
         bare, rows = split_name(name)
         if bare not in named or not _has_rows(named[bare], rows):
@@ -165,7 +172,7 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
                 name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
             )
     parts = {name for name, _ in module.named_modules()}
-    for path in (*scaling.multiplies, *scaling.fp32_modules):
+    for path in (*scaling.multiplies, *scaling.fp32_modules, *scaling.operands.cast_inputs):
         if path not in parts:
             yield f"it has no module {path}"
     for place in scaling.eps:
@@ -220,6 +227,8 @@ def _list_needs(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         yield "an fp32 residual stream"
     if count := len(scaling.multiplies):
         yield f"{count} multipl{'y' if count == 1 else 'ies'}"
+    if count := len(scaling.operands.cast_inputs):
+        yield f"{count} layer{'s' * (count != 1)} that cast{'s' * (count == 1)} its input"
     kept = find_kept_buffers(module) if scaling.kept_buffers is None else scaling.kept_buffers
     if kept:
         yield f"{len(kept)} fp32 buffer{'s' * (len(kept) != 1)}"
@@ -288,17 +297,30 @@ def cast_(
     return patches
 
 
+def keeps_fp32(scaling: Scaling) -> bool:
+    """Whether something of a module that is cast stays in fp32, for the sake of its range."""
+    return bool(scaling.fp32_modules or scaling.outputs or scaling.stream is not None)
+
+
 def _cast_parts(
     module: torch.nn.Module, dtype: torch.dtype, given: Scaling, patches: Patches, *, keep: bool
 ) -> None:
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
-    wide = frozenset() if stream is None else frozenset(stream.kept)
+    wide = frozenset(given.operands.fp32_parameters)
+    wide |= frozenset() if stream is None else frozenset(stream.kept)
+    before = own_dtype(module)
     named_tensors = {} if casts_weights(module) else name_parameters(module)
     for name, tensor in named_tensors.items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or _is_in(name, fp32_modules) else dtype
             _replace_data(tensor, cast_tensor(tensor.data, wanted), patches, keep=keep)
+    if named_tensors:
+        set_own_dtypes(module, before, dtype, patches)
+    if keeps_fp32(given) or given.operands:
+        leave_autocast(module, patches)
+    inputs = _list_outside(given.operands.cast_inputs, fp32_modules)
+    cast_operands(module, replace(given.operands, cast_inputs=inputs), dtype, patches)
     if stream is not None:
         wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
@@ -358,8 +380,11 @@ def _narrow_outputs(
 
 def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> ResidualStream:
     """A stream whose casts to the narrow dtype stay out of fp32 modules, where weights are fp32."""
-    outside = tuple(path for path in stream.cast_input_down if not _is_in(f"{path}.", fp32_modules))
-    return replace(stream, cast_input_down=outside)
+    return replace(stream, cast_input_down=_list_outside(stream.cast_input_down, fp32_modules))
+
+
+def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(path for path in paths if not _is_in(f"{path}.", fp32_modules))
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -437,6 +462,7 @@ def _hook_fp32_module(
     module: torch.nn.Module, dtype: torch.dtype, patches: Patches, *, returns: bool
 ) -> None:
     """Casts to fp32 before an fp32 module, and back behind it unless it writes an fp32 stream."""
+    leave_autocast(module, patches)
     _hook_inputs(module, dtype, torch.float32, patches)
     if returns:
         after = module.register_forward_hook(partial(_cast_output, torch.float32, dtype))

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from stopdown.errors import CaptureError
-from stopdown.graph.capture import Answers, Capture, capture_call, note_answers, owner_of
+from stopdown.graph.capture import (
+    Answers,
+    Capture,
+    capture_call,
+    find_call_operands,
+    note_answers,
+    owner_of,
+)
 from stopdown.graph.ranges import measure_ranges, merge_ranges
 from stopdown.records import ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
@@ -81,15 +89,17 @@ def capture_streamed(
     if stream is None:
         return capture_call(call, args, kwargs, dtype=dtype)
     answers: Answers = ()
+    plain = find_call_operands(call, args, kwargs, dtype)  # what the stream mixes is refused
+    capture = partial(capture_call, call, args, kwargs, dtype=dtype, operands=plain)
     try:
         with with_stream(owner_of(call), stream, dtype) as wide:
-            return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
+            return capture(wide=wide, answers=answers)
     except CaptureError:  # under the hooks of a stream the module itself cannot be asked
         answers = note_answers(call, args, kwargs or {})
         if not answers:
             raise
     with with_stream(owner_of(call), stream, dtype) as wide:
-        return capture_call(call, args, kwargs, dtype=dtype, wide=wide, answers=answers)
+        return capture(wide=wide, answers=answers)
 
 
 def measure_call(

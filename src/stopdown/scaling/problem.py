@@ -26,10 +26,12 @@ from stopdown.graph.nodes import (
     operation,
     shape_of,
 )
+from stopdown.graph.operands import NO_OPERANDS, merge_operands
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
 from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import NEAR_FP16_END
+from stopdown.records import Operands
 from stopdown.scaling.exponent_rules import Operation, state_equations
 from stopdown.scaling.linear_system import ZERO, System
 
@@ -82,6 +84,8 @@ class Problem:
         pinned: operation without a rule to the places where it stands.
         flops: module path to the share of the component's matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
+        operands: what the calls were captured with because their code mixes dtypes.
+        guests: module path to parameters of modules from elsewhere that only run inside of it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
         outputs: number of an output that the component returns in fp32 to its unknown.
         layers: module path of a product with a weight, `path[0:64]` for a block of its outputs, to the
@@ -98,6 +102,8 @@ class Problem:
     pinned: dict[str, list[str]] = field(default_factory=dict)
     flops: dict[str, float] = field(default_factory=dict)
     kept_buffers: frozenset[str] = frozenset()
+    operands: Operands = NO_OPERANDS
+    guests: dict[str, frozenset[str]] = field(default_factory=dict)
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
     layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -166,12 +172,36 @@ def state_problem(
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
+    problem.operands = merge_operands(*(call.capture.operands for call in calls))
+    problem.guests = _find_guests(module, calls)
     problem.widened = widened
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
         _Stater(problem, module, call, index, multiplies, closed).state()
     return problem
+
+
+def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str, frozenset[str]]:
+    """Parameters that belong to one module by name, and to another by where they are used.
+
+    SAT's transformer calls its mixins' norms, so with the transformer in fp32 these are fp32 as well.
+    """
+    around: dict[str, set[str]] = {}
+    for call in calls:
+        for node in call.capture.graph.graph.nodes:
+            stack = _stack_paths(node)
+            if stack:
+                known = around.setdefault(stack[-1], set(stack))
+                known &= set(stack)
+    guests: dict[str, set[str]] = {}
+    names = [name for name, _ in module.named_parameters()]
+    for path, hosts in around.items():
+        own = {name for name in names if name.rpartition(".")[0] == path}
+        for host in hosts if own else ():
+            if not is_inside(path, host):
+                guests.setdefault(host, set()).update(own)
+    return {host: frozenset(names) for host, names in guests.items()}
 
 
 class _Stater:
@@ -269,7 +299,7 @@ class _Stater:
         path = self.exits.get(node)
         if path is None or user is node:
             return inner
-        if user not in self.casts and is_inside(module_path(user), path):
+        if user not in self.casts and _runs_in(user, path):
             return inner
         outer = ("outer", self.index, node.name)
         if outer not in self.system.keys:
@@ -291,7 +321,9 @@ class _Stater:
     def _state_parameter(self, node: Node, name: str) -> None:
         split = self.call.blocks.get(node)
         if split is None or split.dim != 0:  # only rows have exponents of their own
-            self.problem.parameters[(name, 0, 0)] = self.unknown(node, None, node)
+            whole = self.system.unknown(("parameter", name, 0, 0))  # as other calls know it
+            self.system.equate(whole, self.unknown(node, None, node))
+            self.problem.parameters[(name, 0, 0)] = whole
             return
         for block in range(len(split)):
             start, stop = split.bounds[block : block + 2]
@@ -472,7 +504,7 @@ def find_exits(call: Measured) -> dict[Node, str]:
         path = module_path(node)
         if node.op != "call_function" or not path or not is_float(node):
             continue
-        if any(not is_inside(module_path(user), path) for user in node.users):
+        if any(not _runs_in(user, path) for user in node.users):
             leaving.setdefault((path, call_key(node)), []).append(node)
     spoiled = {path for (path, _), nodes in leaving.items() if len(nodes) > 1}
     return {
@@ -480,6 +512,11 @@ def find_exits(call: Measured) -> dict[Node, str]:
         for (path, _), nodes in leaving.items()
         if path not in spoiled and _may_multiply(nodes[0], path, call)
     }
+
+
+def _runs_in(node: Node, path: str) -> bool:
+    """True for a value that is made while a module runs, also by a module from elsewhere."""
+    return path in _stack_paths(node) or is_inside(module_path(node), path)
 
 
 def _may_multiply(node: Node, path: str, call: Measured) -> bool:

@@ -12,9 +12,19 @@ from typing import Any
 
 import torch
 
+from stopdown.arguments import hook_arguments
+from stopdown.autocast import read_autocast, without_autocast
 from stopdown.errors import OptionError
+from stopdown.patches import Patches
 from stopdown.scaling.certificate import check_ranges
-from stopdown.scaling.folds import Rescaling, cast_, check_casts, fold_scaling, require_module
+from stopdown.scaling.folds import (
+    Rescaling,
+    cast_,
+    check_casts,
+    fold_scaling,
+    keeps_fp32,
+    require_module,
+)
 from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import Call
 from stopdown.scaling.weights import check_weights, refuse_quantised
@@ -43,6 +53,8 @@ def rescale_(
         cast_(transformer, torch.float16, rescaling)
         output = transformer(**call_in_fp16)
 
+    Called under `torch.autocast` to fp16, it leaves the module in fp32, to run there. Where parts of it
+    have to stay in fp32, which autocast would undo, it is cast as well, and its calls leave autocast.
     `.half()` does not do where the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
     next call refuses a module that was cast so.
 
@@ -87,12 +99,23 @@ def rescale_(
         )
     stream, basis = check_residual(residual), check_ranges(ranges)
     kinds = [[x] for x in given]
-    scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
+    with without_autocast():
+        scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
     rescaling = fold_scaling(module, scaling)
     check_casts(rescaling)
-    if cast:
+    is_ambient = read_autocast(module) == torch.float16 and keeps_fp32(scaling)
+    if cast or is_ambient:
         cast_(module, torch.float16, rescaling)
+    if is_ambient:
+        patches = Patches()
+        hook_arguments(module, _narrow, patches)
+        rescaling.defer(patches)
     return rescaling
+
+
+def _narrow(value: torch.Tensor) -> torch.Tensor:
+    """An argument as autocast would have brought it to a product; times stay as they are."""
+    return value.half() if value.dtype == torch.float32 and value.dim() > 1 else value
 
 
 def check_residual(residual: str | None) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
+from stopdown.graph.operands import merge_operands
 from stopdown.numerics import headroom_bits
-from stopdown.records import Scaling
+from stopdown.records import Operands, Scaling
 from stopdown.scaling.certificate import bound_sums, find_uncertain
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
@@ -40,6 +41,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         outputs=outputs,
         layers=dict(_list_layers(problem, at)),
         sums=bound_sums(problem, at, solution.fp32_modules),
+        operands=_find_operands(problem, solution.fp32_modules),
     )
 
 
@@ -51,6 +53,12 @@ def _list_layers(
         found = {(at(source), at(result)) for source, result in calls}
         if len(found) == 1 and found != {(0, 0)}:
             yield path, found.pop()
+
+
+def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
+    """What makes operands one, where modules from elsewhere run inside of fp32 modules."""
+    guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
+    return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
 
 
 class _Reader:

@@ -1,0 +1,147 @@
+"""Operands of one dtype: what of a module has to be cast, or kept in fp32, for its code to run in fp16.
+
+Code that was written for autocast, or for weights that are cast at each call, mixes dtypes: a timestep
+embedding that is always fp32, an input widened before a convolution, a norm that computes in fp32 beside
+parameters in fp16. One run on fake tensors finds each such place. Where a layer is handed another
+dtype than its weight has, its input is to be cast; where its own code widens the input, as
+`GroupNorm32` does, its parameters are to stay in fp32.
+
+**Catches** linears, convolutions, layer and group norms whose weight is a parameter.
+**Does not catch** products of two values of different dtypes, and weights that are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from stopdown.arguments import hook_arguments
+from stopdown.numerics import iterate_tensors
+from stopdown.patches import Patches
+from stopdown.records import Operands
+
+NO_OPERANDS = Operands()
+"""Of code that mixes no dtypes."""
+
+_PRODUCT = ("input", "weight", "bias")
+_WEIGHTED: dict[Any, tuple[str, ...]] = {
+    functional.linear: _PRODUCT,
+    **{
+        getattr(torch, f"conv{kind}{rank}d"): _PRODUCT
+        for kind in ("", "_transpose")
+        for rank in (1, 2, 3)
+    },
+    functional.layer_norm: ("input", "normalized_shape", "weight", "bias"),
+    functional.group_norm: ("input", "num_groups", "weight", "bias"),
+}
+"""Functions that take operands of one dtype to the names of their arguments, in order."""
+
+
+def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
+    """What makes operands one in a call of a shadow, which has the dtypes to come.
+
+    Code that does not run even so is followed up to there.
+
+    Cost: one run of the call, on whatever tensors the shadow has.
+    """
+    ignored = contextlib.suppress(
+        Exception
+    )  # what stops it stops the capture, which names the line
+    with Patches() as patches, _Watch(shadow, patches) as found, ignored:
+        call()
+    return Operands(
+        tuple(sorted(found.cast - {x.rpartition(".")[0] for x in found.wide})),
+        tuple(sorted(found.wide)),
+    )
+
+
+def merge_operands(*several: Operands) -> Operands:
+    """What makes the operands of several calls one."""
+    return Operands(
+        tuple(sorted({path for one in several for path in one.cast_inputs})),
+        tuple(sorted({name for one in several for name in one.fp32_parameters})),
+    )
+
+
+def cast_operands(
+    module: torch.nn.Module, operands: Operands, dtype: torch.dtype, patches: Patches
+) -> None:
+    """Let layers cast what reaches them in another floating dtype to `dtype`, that of their weight."""
+    for path in operands.cast_inputs:
+        hook_arguments(module.get_submodule(path), partial(_cast, dtype), patches)
+
+
+def _is_autocast(args: Any, kwargs: Any) -> bool:
+    kinds = {x.device.type for x in iterate_tensors((args, kwargs))}
+    return any(map(torch.is_autocast_enabled, kinds))
+
+
+def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    is_other = value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_other else value
+
+
+class _Watch(TorchFunctionMode):
+    """Makes the operands of each layer one while its code runs, and notes where.
+
+    Attributes:
+        cast: paths of layers that were handed another dtype than their weight has.
+        wide: parameters of layers whose own code widens what they are handed.
+    """
+
+    def __init__(self, module: torch.nn.Module, patches: Patches) -> None:
+        super().__init__()
+        self.cast, self.wide = set[str](), set[str]()
+        self._names = {id(x): name for name, x in module.named_parameters()}
+        self._given: dict[str, set[torch.dtype]] = {}
+        for path, part in module.named_modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                hook = partial(self._enter, path)
+                patches.defer(part.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _enter(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._given[path] = {x.dtype for x in iterate_tensors((args, kwargs))}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        names = _WEIGHTED.get(func)
+        if names is None or _is_autocast(args, kwargs):
+            return func(*args, **kwargs)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        rest = args[len(names) :]
+        return func(*self._agree(given, names), *rest, **self._list_others(given, names))
+
+    def _list_others(self, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: x for name, x in given.items() if name not in names}
+
+    def _agree(self, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
+        """The arguments by position, of one dtype."""
+        source, weight = given["input"], given.get("weight")
+        name = self._names.get(id(weight), "")
+        if (
+            weight is not None
+            and name
+            and source.is_floating_point()
+            and source.dtype != weight.dtype
+        ):
+            path = name.rpartition(".")[0]
+            if source.dtype in self._given.get(path, ()):
+                self.cast.add(path)
+                given["input"] = source.to(weight.dtype)
+            elif weight.dtype.itemsize < source.dtype.itemsize:
+                self._widen(given, source.dtype)
+        return [given.get(name) for name in names]
+
+    def _widen(self, given: dict[str, Any], dtype: torch.dtype) -> None:
+        for key in ("weight", "bias"):
+            if given.get(key) is not None:
+                self.wide.add(self._names[id(given[key])])
+                given[key] = given[key].to(dtype)

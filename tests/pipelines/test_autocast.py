@@ -1,0 +1,119 @@
+"""Programs that keep fp32 weights and run under `torch.autocast` to fp16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mixed_dtypes import make_block, make_call
+from programs import make_program, overflow_
+from stopdown import cast_, rescale_, testing
+from stopdown.errors import NonFiniteError
+from stopdown.numerics import relative_l2
+from stopdown.runtime.guard import guard
+
+
+def run(program: Any) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        found: torch.Tensor = program.run()
+    return found
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+def test_exponents_hold_under_autocast() -> None:
+    """Found inside of it, they are exact in fp32 outside, and bring the module's own calls into range."""
+    block, (x, t) = make_block(), make_call()
+    plain = block(x, t)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not torch.isfinite(block(x, t)).all()
+        rescaling = rescale_(block, (x, t))
+        found = block(x, t)
+    assert rescaling.exponents
+    assert torch.equal(block(x, t), plain)
+    assert relative_l2(found.float(), plain) < 0.005
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert relative_l2(block(x, t).float(), plain) > 4 * relative_l2(found.float(), plain)
+    rescaling.undo()
+
+
+def test_where_folding_does_not_do_the_module_is_cast() -> None:
+    """Sums in fp32 would be undone by autocast: its calls leave it, and undoing restores all."""
+    block, (x, t) = make_block(is_pinned=True), make_call()
+    plain = block(x, t)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not torch.isfinite(block(x, t)).all()
+        rescaling = rescale_(block, (x, t))
+        assert relative_l2(block(x, t).float(), plain) < 0.005
+        assert torch.is_autocast_enabled("cpu")
+        rescaling.undo()
+        assert not torch.isfinite(block(x, t)).all()
+    assert torch.equal(block(x, t), plain)
+
+
+def test_weights_that_autocast_keeps_are_forgotten() -> None:
+    """Autocast keeps casts of weights that can be trained; folding and undoing make them anew."""
+    block, (x, t) = make_block().requires_grad_(True), make_call()
+    plain = block(x, t).detach()
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not torch.isfinite(block(x, t)).all()
+        rescaling = rescale_(block, (x, t))
+        assert relative_l2(block(x, t).detach().float(), plain) < 0.005
+        rescaling.undo()
+        assert not torch.isfinite(block(x, t)).all()
+
+
+def test_what_stays_in_fp32_is_left_alone_by_autocast() -> None:
+    """A module that was cast with parts in fp32 gives the same under autocast as outside of it."""
+    block, (x, t) = make_block(is_pinned=True), make_call()
+    rescaling = rescale_(block, (x, t))
+    cast_(block, torch.float16, rescaling)
+    plain = block(x.half(), t)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(block(x.half(), t), plain)
+        assert torch.is_autocast_enabled("cpu")
+    rescaling.undo()
+
+
+@pytest.mark.parametrize("kind", ["module", "engine", "patcher"])
+def test_a_fault_under_autocast_is_one_of_fp16(kind: str) -> None:
+    """The guard reads the precision from autocast, finds exponents, and the result is near that of fp32."""
+    program = make_program(kind, torch.float32)
+    block: Any = program.unet.blocks[1]
+    overflow_(block)
+    wide = program.run()
+    assert not torch.isfinite(run(program)).all()
+    with testing.assert_untouched(program.given), guard(program.given, announce=quiet) as handle:
+        found = run(program)
+    (repair,) = handle.repairs
+    assert (repair.kind, repair.action) == ("range", "rescaled")
+    assert repair.module_path == f"{program.component}:{program.path}blocks.1.wide"
+    assert ", in fp16. " in repair.evidence
+    assert found.dtype == wide.dtype
+    assert relative_l2(found.float(), wide) < 0.01
+
+
+def test_an_error_under_autocast_speaks_of_fp16() -> None:
+    """Weights in fp32 that autocast brings to fp16 are not called damaged."""
+    program = make_program("module", torch.float32)
+    block: Any = program.unet.blocks[1]
+    overflow_(block)
+    with (
+        guard(program.given, on_fault="raise"),
+        pytest.raises(NonFiniteError, match="in fp16") as caught,
+    ):
+        run(program)
+    assert "damaged" not in str(caught.value)
+
+
+def test_a_healthy_run_under_autocast_keeps_its_bits() -> None:
+    """No fault: the same bits, and the precisions of the record say what was computed in."""
+    program = make_program("module", torch.float32)
+    plain = run(program)
+    with guard(program.given) as handle:
+        assert torch.equal(run(program), plain)
+    assert {call.precisions for call in handle.record.calls} == {("fp16", "fp32")}
