@@ -6,16 +6,19 @@ the latter. Each overflows in fp16 and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from stopdown.pipelines.tiny_pipelines import overflow_
+
 SMALLEST = 2.0**-9
 """Weights below are 0 here, so that eight bits of the others outlive a fold in fp16."""
 
-Tensors = dict[str, torch.Tensor]
+Shapes = Mapping[str, Any]
+"""Argument to the shape of noise, or to itself where it is a tensor, text or number."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,40 @@ class FileModel:
     """A component that is published as a file by itself.
 
     Attributes:
-        name: of the component in its pipeline.
-        pipeline: class that calls it.
-        build: the component in fp32.
-        call: arguments by name.
-        writers: pattern of the modules whose outputs are made too large; for classes that
-            `tiny_pipelines` does not know.
+        build: it, in fp32.
+        call: of the class in Diffusers.
+        inputs: of the model in ComfyUI.
+        target: class in ComfyUI, where its loader takes sizes from its code that no tiny model has.
+        options: of that class.
     """
 
-    name: str
-    pipeline: str
     build: Callable[[], torch.nn.Module]
-    call: Callable[[], dict[str, Any]]
-    writers: str = ""
-    prefix: str = ""
+    call: Shapes
+    inputs: Shapes
+    target: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def draw(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def draw(shapes: Shapes) -> dict[str, Any]:
+    """Arguments with noise for shapes."""
+    noise = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(x, generator=noise) if isinstance(x, tuple) else x
+        for name, x in shapes.items()
+    }
+
+
+def build(name: str) -> torch.nn.Module:
+    """A model in bf16 that overflows in fp16, without its smallest weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = MODELS[name].build().eval().requires_grad_(False)
+    overflow_(module)
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
+            tensor.copy_(tensor.bfloat16())
+    return module
 
 
 def build_wan() -> torch.nn.Module:
@@ -112,7 +131,8 @@ def build_z_image() -> torch.nn.Module:
     from diffusers import ZImageTransformer2DModel
 
     return ZImageTransformer2DModel(
-        in_channels=16, dim=256, n_layers=2, n_refiner_layers=2, n_heads=2, n_kv_heads=2, cap_feat_dim=32,
+        in_channels=16, dim=1536, n_layers=1, n_refiner_layers=1, n_heads=12, n_kv_heads=12,
+        cap_feat_dim=32,
     )  # fmt: skip
 
 
@@ -180,8 +200,8 @@ def build_clip() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     return CLIPTextModel(CLIPTextConfig(
-        vocab_size=49408, hidden_size=768, intermediate_size=64, num_hidden_layers=12,
-        num_attention_heads=12,
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2,
     ))  # fmt: skip
 
 
@@ -194,10 +214,126 @@ def build_t5() -> torch.nn.Module:
     ))  # fmt: skip
 
 
-BUILDERS = {
-    "wan": build_wan, "flux": build_flux, "chroma": build_chroma, "sd3": build_sd3,
-    "hunyuan-video": build_hunyuan, "ltx": build_ltx, "lumina2": build_lumina, "z-image": build_z_image,
-    "qwen-image": build_qwen, "cogvideox": build_cogvideox, "sd-unet": build_unet,
-    "sdxl-unet": build_unet_xl, "vae": build_vae, "wan-vae": build_wan_vae, "clip": build_clip,
-    "t5": build_t5,
+STEP = torch.tensor([500.0])
+_ROPE = (16, 56, 56)
+
+MODELS = {
+    "wan": FileModel(
+        build_wan,
+        {"hidden_states": (1, 16, 3, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 16, 4096)},
+        {"x": (1, 16, 3, 8, 8), "timestep": STEP, "context": (1, 16, 4096)},
+    ),
+    "flux": FileModel(
+        build_flux,
+        {
+            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
+            "pooled_projections": (1, 32), "guidance": torch.tensor([3.5]),
+            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
+        },
+        {
+            "x": (1, 16, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32), "y": (1, 32),
+            "guidance": torch.tensor([3.5]),
+        },
+    ),
+    "chroma": FileModel(
+        build_chroma,
+        {
+            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
+            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
+        },
+        {"x": (1, 16, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32), "guidance": torch.zeros(1)},
+        "comfy.ldm.chroma.model:Chroma",
+        {
+            "in_channels": 64, "out_channels": 64, "context_in_dim": 32, "hidden_size": 128,
+            "mlp_ratio": 4.0, "num_heads": 1, "depth": 1, "depth_single_blocks": 1, "axes_dim": _ROPE,
+            "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 128,
+            "hidden_dim": 32, "n_layers": 2, "txt_ids_dims": [], "vec_in_dim": 0,
+        },
+    ),
+    "sd3": FileModel(
+        build_sd3,
+        {
+            "hidden_states": (1, 16, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 8, 64),
+            "pooled_projections": (1, 32),
+        },
+        {"x": (1, 16, 8, 8), "timesteps": STEP, "context": (1, 8, 64), "y": (1, 32)},
+    ),
+    "hunyuan-video": FileModel(
+        build_hunyuan,
+        {
+            "hidden_states": (1, 16, 3, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 8, 32),
+            "encoder_attention_mask": torch.ones(1, 8), "pooled_projections": (1, 768),
+            "guidance": torch.tensor([3500.0]),
+        },
+        {
+            "x": (1, 16, 3, 8, 8), "timestep": STEP, "context": (1, 8, 32), "y": (1, 768),
+            "guidance": torch.tensor([3.5]),
+        },
+    ),
+    "ltx": FileModel(
+        build_ltx,
+        {
+            "hidden_states": (1, 48, 128), "timestep": STEP, "encoder_hidden_states": (1, 8, 4096),
+            "encoder_attention_mask": torch.ones(1, 8), "num_frames": 3, "height": 4, "width": 4,
+        },
+        {
+            "x": (1, 128, 3, 4, 4), "timestep": STEP / 1000, "context": (1, 8, 4096),
+            "attention_mask": None,
+        },
+    ),
+    "lumina2": FileModel(
+        build_lumina,
+        {
+            "hidden_states": (1, 16, 8, 8), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
+            "encoder_attention_mask": torch.ones(1, 8, dtype=torch.bool),
+        },
+        {"x": (1, 16, 8, 8), "timesteps": STEP / 1000, "context": (1, 8, 32), "num_tokens": 8},
+        "comfy.ldm.lumina.model:NextDiT",
+        {
+            "in_channels": 16, "dim": 96, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "qk_norm": True,
+            "cap_feat_dim": 32, "axes_dims": (32, 32, 32), "axes_lens": (300, 512, 512),
+        },
+    ),
+    "z-image": FileModel(
+        build_z_image,
+        {"x": [torch.ones(16, 1, 8, 8)], "t": STEP / 1000, "cap_feats": [torch.ones(8, 32)]},
+        {"x": (1, 16, 8, 8), "timesteps": STEP / 1000, "context": (1, 8, 32), "num_tokens": 8},
+        "comfy.ldm.lumina.model:NextDiT",
+        {
+            "in_channels": 16, "dim": 1536, "n_layers": 1, "n_refiner_layers": 1, "n_heads": 12,
+            "n_kv_heads": 12, "qk_norm": True,
+            "cap_feat_dim": 32, "axes_dims": (32, 48, 48), "axes_lens": (1536, 512, 512),
+            "rope_theta": 256.0, "ffn_dim_multiplier": 8 / 3, "z_image_modulation": True,
+            "time_scale": 1000.0, "pad_tokens_multiple": 32,
+        },
+    ),
+    "qwen-image": FileModel(
+        build_qwen,
+        {
+            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
+            "encoder_hidden_states_mask": torch.ones(1, 8, dtype=torch.long),
+            "img_shapes": [[(1, 4, 4)]],
+        },
+        {"x": (1, 16, 1, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32)},
+        "comfy.ldm.qwen_image.model:QwenImageTransformer2DModel",
+        {"num_layers": 2, "num_attention_heads": 1, "joint_attention_dim": 32},
+    ),
+    "cogvideox": FileModel(
+        build_cogvideox,
+        {
+            "hidden_states": (1, 3, 16, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 226, 32),
+            "image_rotary_emb": [torch.ones(48, 64), torch.zeros(48, 64)],
+        },
+        {"x": (1, 16, 3, 8, 8), "timestep": STEP, "context": (1, 226, 32)},
+    ),
+    "sd-unet": FileModel(
+        build_unet,
+        {"sample": (1, 4, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 8, 768)},
+        {"x": (1, 4, 8, 8), "timesteps": STEP, "context": (1, 8, 768)},
+    ),
+    "wan-vae": FileModel(build_wan_vae, {"z": (1, 16, 2, 4, 4)}, {"z": (1, 16, 2, 4, 4)}, "vae"),
 }  # fmt: skip
+"""Name to a model that is published as a file by itself."""
+
+OTHERS = {"sdxl-unet": build_unet_xl, "vae": build_vae, "clip": build_clip, "t5": build_t5}
+"""Further ones, of which no tiny model has the sizes that ComfyUI expects."""

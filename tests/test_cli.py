@@ -779,7 +779,7 @@ def test_convert_refuses_in_one_line(run: Any, plain_plan: tuple[Path, Path], he
         (["/proc/out", "--plan", plan], 2, "The output /proc/out could not be written: "),
         (["out", "--plan", plan, "--leave", "me"], 2, "--leave me names no component of "),
         (["out", "--plan", "none.json"], 2, "The plan none.json cannot be read: "),
-        (["out.safetensors", "--plan", plan], 2, "OUT out.safetensors is a single file and "),
+        (["out.safetensors", "--plan", plan, "--to", "diffusers"], 2, "OUT out.safetensors is a "),
     ):
         found, out, err = run("convert", folder, *arguments)
         assert (found, out) == (code, "")

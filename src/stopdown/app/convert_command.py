@@ -38,9 +38,7 @@ class ConvertOptions(RequestOptions):
     source: SourceArgument
     output: Annotated[
         Path,
-        typer.Argument(
-            metavar="OUT", help="New folder; from a single file also a .safetensors file."
-        ),
+        typer.Argument(metavar="OUT", help="New folder, or a .safetensors file."),
     ]
     plan: Annotated[
         Path,
@@ -48,6 +46,13 @@ class ConvertOptions(RequestOptions):
             help="The plan that is written down: plan.json; for a LoRA the converted model."
         ),
     ]
+    to: Annotated[
+        Literal["diffusers", "single", "comfyui"] | None,
+        typer.Option(
+            help="diffusers: a folder; single: one .safetensors file; comfyui: a folder with "
+            "diffusion_models, text_encoders and vae. Without it the name of OUT decides."
+        ),
+    ] = None
     leave: Annotated[
         tuple[str, ...],
         typer.Option(help="Component to write as it is stored; give it again for more."),
@@ -116,6 +121,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
+    from stopdown.checkpoints.places import Target
     from stopdown.plans.component_calls import read_call
 
     if options.call is not None:
@@ -127,7 +133,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     }
     return convert_module.convert(
         source,
-        options.output,
+        options.output if options.to is None else Target(options.output, options.to),
         options.plan,
         leave=options.leave,
         allow=[name for name, given in allowed.items() if given],

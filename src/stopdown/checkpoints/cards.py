@@ -5,10 +5,12 @@ Both have the plan's seal, what was done to each component, and what its range r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from stopdown.environment import read_version
-from stopdown.pipelines.headers import RESCALED_ENTRY
+from stopdown.pipelines.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 from stopdown.records import Conversion, ConvertedComponent
 
 MARK = "stopdown"
@@ -20,17 +22,20 @@ CARD_LINE = "converted to fp16 by Stopdown"
 _ADAPTERS = (
     "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
     "not fit these weights**: what they add is of another scale, and the picture is wrong "
-    "without an error. Fuse a LoRA into the original (`pipe.fuse_lora()`), save that, and plan and "
-    "convert what was saved."
+    "without an error. Convert a LoRA as well, with this model as its plan: "
+    "`stopdown convert LORA OUT --plan THIS`."
 )
 
 
-def list_entries(seal: str, components: Iterable[ConvertedComponent]) -> dict[str, str]:
-    """Entries of a file with these components."""
+def list_entries(
+    seal: str, components: Iterable[ConvertedComponent], exponents: Mapping[str, int]
+) -> dict[str, str]:
+    """Entries of a file with these components, and these exponents of its tensors by their names."""
     listed = list(components)
     entries = {MARK: f"{read_version('stopdown')} plan {seal}"}
     if rescaled := [entry.component for entry in listed if entry.folded]:
         entries[RESCALED_ENTRY] = word_rescaled(rescaled)
+        entries[EXPONENTS_ENTRY] = json.dumps(dict(exponents))
     for entry in listed:
         entries[f"{MARK}.{entry.component}"] = " ".join(entry.reasons)
     return entries
@@ -70,6 +75,8 @@ def _word_row(entry: ConvertedComponent) -> str:
     return f"| {entry.component} | {entry.precision} | {entry.folded or ''} | {reasons} |\n"
 
 
-def merge_entries(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file with more entries."""
-    return {**old, **new}
+def write_card_beside(file: Path, text: str) -> None:
+    """Write the card of a single file under its name with `.md`; one of anybody else's stays."""
+    path = file.with_suffix(".md")
+    if not path.exists() or CARD_LINE in path.read_text(encoding="utf-8", errors="replace")[:500]:
+        path.write_text(text, encoding="utf-8")

@@ -14,30 +14,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
-import os
-import stat
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import save_file
 
+from stopdown.checkpoints.cards import list_entries, word_card, write_card_beside
 from stopdown.checkpoints.export import EFFECT_LIMIT, Expressed, express_component
+from stopdown.checkpoints.places import (
+    RECORD_NAME,
+    Form,
+    Target,
+    check_place,
+    choose_target,
+    measure_files,
+)
 from stopdown.environment import choose_device, read_version
 from stopdown.errors import (
     CaptureError,
-    InputError,
     OptionError,
-    OutputError,
     ScalingError,
 )
-from stopdown.json_files import UnreadableError, parse_json
-from stopdown.number_formats import FORMATS, list_some
-from stopdown.outputs import check_target, find_free, written_beside
+from stopdown.number_formats import FORMATS
+from stopdown.outputs import written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.folders import (
     copy_descriptions,
@@ -48,11 +52,14 @@ from stopdown.pipelines.folders import (
     write_card,
     write_weights,
 )
-from stopdown.pipelines.headers import (
-    EXPONENTS_ENTRY,
-    RESCALED_ENTRY,
-    read_header_bytes,
-    read_rescaled,
+from stopdown.pipelines.headers import read_rescaled
+from stopdown.pipelines.layouts import (
+    arrange,
+    change_tensor,
+    check_layouts,
+    find_folder,
+    find_prefixes,
+    lay_out,
 )
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program
@@ -83,19 +90,11 @@ from stopdown.records import (
     ConvertedComponent,
     Plan,
     Scaling,
-    read_record,
     to_json,
 )
 from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.folds import read_headroom, split_name
-
-RECORD_NAME = "stopdown.json"
-"""The record inside a converted folder, with the names and sizes of all that was written there."""
-
-_CONVERTED = "a model that convert wrote"
-
-MARK = "stopdown"
-"""The entry in the metadata of a converted single file: the version, and the seal of the plan."""
+from stopdown.scaling.adapter_exponents import spread_rows
+from stopdown.scaling.folds import list_rows, read_headroom, split_name
 
 
 @dataclass
@@ -107,7 +106,7 @@ class _Work:
         pipe: the pipeline in fp32.
         plan: what belongs to it.
         leave: components that are written as they are stored.
-        is_file: it becomes a single file.
+        form: what it becomes: `diffusers`, `single` or `comfyui`.
         expressed: component to its exponents as files hold them.
         problems: component to why it cannot be written.
     """
@@ -116,14 +115,19 @@ class _Work:
     pipe: Any
     plan: Plan
     leave: tuple[str, ...]
-    is_file: bool
+    form: Form
     expressed: dict[str, Expressed] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_config(self) -> bool:
+        """Whether a configuration stands beside what is written."""
+        return self.form == "diffusers"
 
 
 def convert(
     source: str | Path | Source,
-    output: str | Path,
+    output: str | Path | Target,
     plan: Plan | str | Path,
     *,
     leave: Sequence[str] = (),
@@ -136,7 +140,8 @@ def convert(
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
-        output: a folder that does not exist or is empty, or for a single file a `.safetensors`.
+        output: a folder that does not exist or is empty, or a `.safetensors` file; a `Target` also says in
+            which form: as Diffusers saves it, one file, or a file each for ComfyUI.
         plan: of this checkpoint, or its path.
         leave: components that are written as they are stored.
         allow: `eps`: write also where eps that no configuration sets change an output by more than
@@ -160,20 +165,25 @@ def convert(
     found = source if isinstance(source, Source) else resolve_source(source)
     verify_source(found)
     _refuse_rescaled(found, leave)
-    target = Path(output)
+    place = choose_target(output, found)
+    target = Path(place.path)
     path = None if isinstance(plan, Plan) else plan
-    replaces = _check_target(found, target, path, "overwrite" in allow)
+    replaces = check_place(found, target, path, "overwrite" in allow)
     with quiet_libraries():
-        work = _open(found, target, wanted, leave, device, request, progress)
+        work = _open(found, place, wanted, leave, device, request, progress)
         _express_all(work, "eps" in allow, request or Request(), progress)
         _refuse(work, "eps" in allow)
+        if _is_laid_out(work):
+            check_layouts(work.pipe, [entry.component for entry in work.plan.components])
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
-            if not work.is_file:
-                write_card(part, _word_card(work))
-            record = _describe(work, output, part, unread, time.perf_counter() - started)
-            if not work.is_file:
+            record = _describe(work, target, part, unread, time.perf_counter() - started)
+            if target.suffix != ".safetensors":
+                write_card(part, word_card(record, f"The record is `{RECORD_NAME}`."))
+                record = dataclasses.replace(record, files=measure_files(part))
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+        if target.suffix == ".safetensors":
+            write_card_beside(target, word_card(record, "The file's metadata says the same."))
     return record
 
 
@@ -190,114 +200,9 @@ def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
             )
 
 
-def _check_target(
-    source: Source, target: Path, plan: str | Path | None, force: bool
-) -> Callable[[Path], str]:
-    """Refuse a place before anything is loaded; what may be replaced there comes back."""
-    is_file = target.suffix.lower() == ".safetensors"
-    if is_file and source.kind != "file":
-        raise OptionError(
-            f"OUT {target} is a single file and {source.name} is a folder.",
-            expected="A single file is made from a single file, whose names it keeps.",
-            remedy=f"Give a folder: stopdown convert {source.name} {target.with_suffix('')}",
-        )
-    _refuse_nested(source, target, plan)
-    describe = describe_other_file if is_file else describe_other_folder
-
-    def replaces(path: Path) -> str:
-        is_free = path.is_dir() and not any(path.iterdir())
-        what = "" if is_free else describe(path)
-        return what or ("" if is_free or force else _CONVERTED)
-
-    if target.exists() and replaces(target) == _CONVERTED:
-        raise OutputError(
-            f"OUT {target} holds {_CONVERTED} before.",
-            expected="Nothing is replaced unasked.",
-            remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
-        )
-    check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
-    return replaces
-
-
-def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
-    """Refuse an OUT that is, holds or lies in what is read; links are followed."""
-    place = Path(os.path.realpath(target))
-    folder = Path(os.path.realpath(source.path))
-    if place == folder:
-        raise OutputError(
-            f"OUT {target} is the model itself.",
-            remedy="Give another place; it is not overwritten.",
-        )
-    if source.path.is_dir() and place.is_relative_to(folder):
-        raise OutputError(
-            f"OUT {target} lies in the folder of the model, {folder}.",
-            expected="What is read and what is written are apart.",
-            remedy="Give another place.",
-        )
-    read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
-    for path in read:
-        if Path(os.path.realpath(path)).is_relative_to(place):
-            raise OutputError(
-                f"OUT {target} holds {path}, which is read.",
-                expected="What is read and what is written are apart.",
-                remedy="Give another place.",
-            )
-
-
-def _list_files(path: Path) -> list[Path]:
-    """A file itself; of a folder every file, also behind links."""
-    if not path.is_dir():
-        return [path]
-    return [
-        Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
-    ]
-
-
-def describe_other_folder(folder: Path) -> str:
-    """What a folder holds that `convert` did not write there; empty when that is all it holds."""
-    try:
-        record = read_record(folder / RECORD_NAME, Conversion)
-    except InputError:
-        return "a folder that convert did not write"
-    found = measure_files(folder)
-    others = [name for name, size in found.items() if record.files.get(name) != size]
-    if not others:
-        return ""
-    return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
-
-
-def measure_files(folder: Path) -> dict[str, int]:
-    """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
-    found = {}
-    for place, folders, names in os.walk(folder):
-        links = [name for name in folders if Path(place, name).is_symlink()]
-        for name in [*names, *links]:
-            path = Path(place, name)
-            state = path.lstat()
-            found[path.relative_to(folder).as_posix()] = (
-                state.st_size if stat.S_ISREG(state.st_mode) else -1
-            )
-        if not folders and not names:
-            found[f"{Path(place).relative_to(folder).as_posix()}/"] = -1
-    found.pop(RECORD_NAME, None)
-    return found
-
-
-def describe_other_file(path: Path) -> str:
-    """What a `.safetensors` file is that `convert` did not write; empty when it did."""
-    try:
-        header = parse_json(read_header_bytes(path)[8:])
-        return "" if MARK in header["__metadata__"] else _NOT_CONVERTED
-    except (UnreadableError, KeyError, TypeError):
-        return _NOT_CONVERTED
-
-
-_NOT_CONVERTED = "a file that convert did not write"
-
-
 def _open(
     source: Source,
-    target: Path,
+    target: Target,
     plan: Plan,
     leave: Sequence[str],
     device: str,
@@ -328,7 +233,7 @@ def _open(
     move_program(pipe, where)
     if not source.parts:
         pipe.set_progress_bar_config(disable=True)
-    return _Work(source, pipe, plan, tuple(leave), target.suffix == ".safetensors")
+    return _Work(source, pipe, plan, tuple(leave), target.form)
 
 
 def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
@@ -368,7 +273,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
                 getattr(work.pipe, name),
                 entry,
                 lambda name=name: record().get(name, ()),  # type: ignore[misc]
-                has_config=not work.is_file,
+                has_config=work.has_config,
             )
         except (CaptureError, ScalingError) as error:
             work.problems[name] = describe_failure(error)
@@ -413,7 +318,10 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
 
 def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
     """Write everything; the tensors of a single file that Diffusers does not read come back."""
-    if work.is_file:
+    if _is_laid_out(work):
+        _write_laid_out(work, part, progress)
+        return ()
+    if work.form == "single":
         return _write_file(work, part, progress)
     held = [one.name for one in work.source.parts]
     names = [name for name in work.source.components if (work.source.described / name).is_dir()]
@@ -430,21 +338,80 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
 
 def _write_component(work: _Work, name: str, folder: Path) -> None:
     """Fold, cast and write one component, and let its fp32 weights go."""
-    module, found = getattr(work.pipe, name), work.expressed[name]
-    fold_scaling(module, found.scaling)
-    cast_(module, torch.float16, found.scaling)
-    demand_finite(name, module)
-    exponents, entries = found.scaling.exponents, {MARK: _word_mark(work)}
-    if exponents:
-        entries |= {
-            RESCALED_ENTRY: _word_entry([name]),
-            EXPONENTS_ENTRY: json.dumps(dict(exponents)),
-        }
-    write_weights(module, folder, entries)
+    module = _fold(work, name)
+    exponents = work.expressed[name].scaling.exponents
+    write_weights(module, folder, _list_entries(work, [name], exponents))
     changes = _list_fields(work, name)
     if dtype_field := find_dtype_field(folder / "config.json"):
         changes[dtype_field] = "float16"
     edit_config(folder / "config.json", changes)
+
+
+def _fold(work: _Work, name: str) -> Any:
+    """One component with its exponents in fp16."""
+    module, found = getattr(work.pipe, name), work.expressed[name]
+    fold_scaling(module, found.scaling)
+    cast_(module, torch.float16, found.scaling)
+    demand_finite(name, module)
+    return module
+
+
+def _list_entries(
+    work: _Work, names: Collection[str], exponents: Mapping[str, int]
+) -> dict[str, str]:
+    """What the metadata of a file with these components and exponents of tensors says."""
+    planned = [entry for entry in work.plan.components if entry.component in names]
+    components = [_describe_component(work, entry) for entry in planned]
+    return list_entries(work.plan.seal, components, exponents)
+
+
+def _is_laid_out(work: _Work) -> bool:
+    """Whether tensors get the names of single files; a single file that stays one keeps its own."""
+    return work.form == "comfyui" or (work.form == "single" and work.source.kind != "file")
+
+
+def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
+    """Components in the names of single files: each in a file of its own, or all in one."""
+    prefixes, whole = find_prefixes(work.source.pipeline_class), dict[str, torch.Tensor]()
+    exponents: dict[str, int] = {}
+    names = [entry.component for entry in work.plan.components]
+    for number, entry in enumerate(work.plan.components):
+        name = entry.component
+        _tell(progress, "write", name, number, len(names))
+        is_left, prefix = _is_left(work, entry), prefixes[name] if len(names) > 1 else ""
+        module = _restore(work, name) if is_left else _fold(work, name)
+        placed = {} if is_left else _place_exponents(module, work.expressed[name].scaling.exponents)
+        if work.form == "single":
+            whole |= {prefix + key: tensor for key, tensor in arrange(module).items()}
+            exponents |= {prefix + key: exponent for key, exponent in placed.items()}
+            continue
+        path = part / find_folder(name) / f"{Path(work.source.name).name}-{name}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(arrange(module), path, _list_entries(work, [name], placed))
+    if work.form == "single":
+        save_file(whole, part, _list_entries(work, names, exponents))
+    _tell(progress, "write", "done", len(names), len(names))
+
+
+def _place_exponents(module: torch.nn.Module, exponents: Mapping[str, int]) -> dict[str, int]:
+    """The exponents of a component's tensors by the names of its file, `name[0:64]` for rows."""
+    rows = list_rows(exponents)
+    spread = {}
+    for target, pieces in lay_out(module).items():
+        parts = []
+        for piece in pieces:
+            shape = module.state_dict()[piece.name].shape
+            found = spread_rows(rows.get(piece.name, ()), shape[0] if shape else 1)
+            parts.append(change_tensor(found, "swap") if piece.change == "swap" else found)
+        spread[target] = torch.cat(parts)
+    return name_exponents(spread)
+
+
+def _restore(work: _Work, name: str) -> Any:
+    """A component that is left, in the dtype that it is stored in."""
+    module = getattr(work.pipe, name)
+    cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
+    return module
 
 
 def demand_finite(name: str, module: torch.nn.Module) -> None:
@@ -476,9 +443,7 @@ def _write_as_stored(work: _Work, name: str, part: Path) -> None:
     if work.source.kind != "file":
         copy_weights(work.source.path / name, part / name, work.source.variant)
         return
-    module = getattr(work.pipe, name)
-    cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
-    write_weights(module, part / name)
+    write_weights(_restore(work, name), part / name)
 
 
 def _find_stored(work: _Work, name: str) -> str:
@@ -497,10 +462,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         rows = trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
-        entries = {MARK: _word_mark(work)}
-        if rescaled := [name for name, exponents in folds.items() if exponents]:
-            entries[RESCALED_ENTRY] = _word_entry(rescaled)
-            entries[EXPONENTS_ENTRY] = json.dumps(name_exponents(spread))
+        entries = _list_entries(work, list(folds), name_exponents(spread))
         write_single_file(work.source.path, part, spread, entries)
     except ScalingError as error:
         raise OptionError(
@@ -512,41 +474,8 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
     return rows.find_unread()
 
 
-def _word_mark(work: _Work) -> str:
-    """By which plan a file was written."""
-    return f"{read_version('stopdown')} plan {work.plan.seal}"
-
-
-def _word_entry(names: Sequence[str]) -> str:
-    """What the metadata of a file with these rescaled components says."""
-    return (
-        f"{', '.join(names)}: weights are times powers of two; an adapter (LoRA) for the original does "
-        "not fit"
-    )
-
-
-def _word_card(work: _Work) -> str:
-    """What the card of a converted folder says before all else."""
-    rescaled = [name for name, found in work.expressed.items() if found.scaling.exponents]
-    if rescaled:
-        what = (
-            f"The weights of {', '.join(rescaled)} are rescaled: stored times powers of two, so that no "
-            "value of theirs overflows fp16. The model computes what the original computes.\n\n"
-            "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
-            "not fit these weights**: what they add is of another scale, and the picture is wrong "
-            "without an error. Convert a LoRA as well, with this model as its plan: "
-            "`stopdown convert LORA OUT --plan THIS`."
-        )
-    else:
-        what = "No weight had to be rescaled. It was cast to fp16."
-    return (
-        f"# {work.source.name}, converted to fp16 by Stopdown\n\n{what}\n\n"
-        f"What was done to each component stands in `{RECORD_NAME}`.\n"
-    )
-
-
 def _describe(
-    work: _Work, output: str | Path, part: Path, unread: tuple[str, ...], elapsed_s: float
+    work: _Work, output: Path, part: Path, unread: tuple[str, ...], elapsed_s: float
 ) -> Conversion:
     components = tuple(_describe_component(work, entry) for entry in work.plan.components)
     return Conversion(
@@ -557,7 +486,6 @@ def _describe(
         load=_describe_load(work, output),
         unread=unread,
         elapsed_s=round(elapsed_s, 3),
-        files={} if work.is_file else measure_files(part),
         version=read_version("stopdown") or "",
     )
 
@@ -575,7 +503,7 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
         precision="fp16",
         folded=len({split_name(key)[0] for key in found.scaling.exponents}),
         solved_anew=found.anew,
-        fields={} if work.is_file else _list_fields(work, name),
+        fields=_list_fields(work, name) if work.has_config else {},
         eps_left=dict(found.left),
         effect=found.effect,
         calls=found.calls if found.left else 0,
@@ -587,6 +515,8 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
 def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
     if found.anew:
         yield "Its exponents were found anew, because a file cannot hold those of the plan."
+    elif found.scaling.certified:
+        yield f"By bounds from its weights every input stays in range. {found.scaling.range_note}"
     if found.left:
         change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
         yield (
@@ -605,8 +535,10 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
         yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."
 
 
-def _describe_load(work: _Work, output: str | Path) -> str:
-    """How plain Diffusers loads what was written."""
+def _describe_load(work: _Work, output: Path) -> str:
+    """How plain Diffusers, or ComfyUI, loads what was written."""
+    if work.form == "comfyui":
+        return f"copy its folders into those of ComfyUI/models: cp -r {output}/*/ ComfyUI/models/"
     dtypes = {
         entry.component: f"torch.{FORMATS[_find_stored(work, entry.component)].torch_dtype}"
         for entry in work.plan.components
@@ -618,19 +550,19 @@ def _describe_load(work: _Work, output: str | Path) -> str:
             f'"{name}": {dtype.replace("torch.torch", "torch")}' for name, dtype in dtypes.items()
         ]
         wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
-    method = "from_single_file" if work.is_file else "from_pretrained"
+    method = "from_single_file" if work.form == "single" else "from_pretrained"
     if work.source.parts:
         return _describe_load_of_part(work, output, method)
     return f'{work.source.pipeline_class}.{method}("{output}", dtype={wanted})'
 
 
-def _describe_load_of_part(work: _Work, output: str | Path, method: str) -> str:
+def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
     """The first component of a file; Transformers' classes read no single files."""
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'
-    if work.is_file and library == "diffusers":
+    if work.form == "single" and library == "diffusers":
         options = f'config="{work.source.described}", {options}'
-    elif work.is_file:
+    elif work.form == "single":
         return f'{class_name}.from_pretrained(None, config=..., state_dict=load_file("{output}"))'
     return f'{class_name}.{method}("{output}", {options})'

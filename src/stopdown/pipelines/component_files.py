@@ -3,7 +3,8 @@
 Which ones, the names say. Diffusers' own converter of each class is given the file's names and shapes
 without values; a component is in the file when every tensor of it comes out. Programs put prefixes before
 the names (`model.diffusion_model.`), and some converters need one: both are tried. Text encoders have the
-names of Transformers.
+names of Transformers. Where Diffusers has no converter, or one for the published size alone, `layouts` says
+which names a component has.
 
 **Catches** parts of a model that lack tensors, or whose shapes are not those of the configuration.
 **Does not catch** other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,9 @@ from stopdown.pipelines.component_classes import (
     find_class,
     limited_building,
 )
+from stopdown.pipelines.components import build_module
 from stopdown.pipelines.headers import read_header
+from stopdown.pipelines.layouts import measure, take_apart
 from stopdown.pipelines.skeleton_components import build_empty_component
 from stopdown.pipelines.sources import Part, Source, has_weights
 
@@ -84,11 +88,14 @@ def _find_part(
     described: Source, name: str, shapes: Mapping[str, tuple[int, ...]], taken: set[frozenset[str]]
 ) -> Part | None:
     module = build_empty_component(described, name, torch.float32)
+    laid_out = measure(module)
     for part in _list_parts(name, shapes):
         seen = frozenset(original for original in shapes if original.startswith(part.prefix))
-        if seen not in taken and _is_held(module, rename(part, shapes)):
+        found = rename(part, shapes)
+        is_laid_out = bool(laid_out) and laid_out.items() <= found.items()
+        if seen not in taken and (is_laid_out or _is_held(module, found)):
             taken.add(seen)
-            return part
+            return replace(part, laid_out=is_laid_out)
     return None
 
 
@@ -153,10 +160,17 @@ def load_parts(source: Source, tensors: Mapping[str, torch.Tensor]) -> dict[str,
 
 
 def _load_part(source: Source, part: Part, tensors: Mapping[str, torch.Tensor]) -> Any:
+    from accelerate import init_empty_weights
+
     library, class_name = source.components[part.name]
     kind, seen = find_class(library, class_name), rename(part, tensors)
     folder = source.described / part.name
     with describing_failures(source.path, class_name), limited_building():
+        if part.laid_out:
+            with init_empty_weights():
+                module = build_module(kind, folder)
+            module.load_state_dict(take_apart(module, seen), strict=True, assign=True)
+            return module.float()
         if library == "transformers":
             config = kind.config_class.from_pretrained(folder, local_files_only=True)
             module, report = kind.from_pretrained(

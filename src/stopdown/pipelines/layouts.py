@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stopdown.errors import ScalingError
+from stopdown.errors import OptionError, ScalingError
 from stopdown.toml_files import read_rows
 
 _SUM = re.compile(r"<([^<>]*)>")
@@ -39,6 +39,20 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
     source: str
     rules: tuple[tuple[str, str], ...]
     like: str = ""
+
+
+class Whole(msgspec.Struct, frozen=True):
+    """What stands before the names of each component in one file with all of a pipeline.
+
+    Attributes:
+        pipeline: its class.
+        source: where that is known from.
+        prefixes: component to prefix.
+    """
+
+    pipeline: str
+    source: str
+    prefixes: dict[str, str]
 
 
 class Piece(msgspec.Struct, frozen=True, order=True):
@@ -61,6 +75,41 @@ def read_layouts() -> dict[str, Layout]:
     return {layout.class_name: layout for layout in read_rows("layouts", "layouts", Layout)}
 
 
+@functools.cache
+def find_prefixes(pipeline_class: str) -> dict[str, str]:
+    """Component to its prefix in one file with all of a pipeline; nothing for an unknown pipeline."""
+    rows = read_rows("layouts", "whole", Whole)
+    return next((row.prefixes for row in rows if row.pipeline == pipeline_class), {})
+
+
+def find_folder(component: str) -> str:
+    """The folder of ComfyUI's models for a component's file."""
+    for prefix, folder in (("text_encoder", "text_encoders"), ("vae", "vae")):
+        if component.startswith(prefix):
+            return folder
+    return "clip_vision" if component == "image_encoder" else "diffusion_models"
+
+
+def check_layouts(program: Any, components: Iterable[str]) -> None:
+    """Refuse a program of which a component has no names in single files.
+
+    Raises:
+        OptionError: naming every such component.
+    """
+    problems = []
+    for name in components:
+        try:
+            lay_out(getattr(program, name))
+        except ScalingError as error:
+            problems.append(f"{name}: {error.what}")
+    if problems:
+        raise OptionError(
+            f"The model cannot be written as single files. {' '.join(problems)}",
+            expected=f"They are known for {', '.join(sorted(read_layouts()))}, and for text encoders.",
+            remedy='Use to="diffusers".',
+        )
+
+
 def lay_out(module: torch.nn.Module) -> dict[str, tuple[Piece, ...]]:
     """Name in a single file to the tensors of a component of which it is made.
 
@@ -72,10 +121,7 @@ def lay_out(module: torch.nn.Module) -> dict[str, tuple[Piece, ...]]:
     if found is None and type(module).__module__.startswith("transformers"):
         found = Layout(class_name, "as Transformers names them", ())
     if found is None:
-        raise ScalingError(
-            f"The names of a {class_name} in single files are not known.",
-            expected=f"They are known for {', '.join(sorted(layouts))}, and for text encoders.",
-        )
+        raise ScalingError(f"The names of a {class_name} in single files are not known.")
     rules = (*found.rules, *(layouts[found.like].rules if found.like else ()))
     names = module.state_dict().keys()
     numbers = _count(module, names)
@@ -125,7 +171,7 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
     }
 
 
-def arrange(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+def arrange(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of a component as a single file has them; tied ones once.
 
     Raises:
@@ -136,15 +182,43 @@ def arrange(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor
     state, seen = module.state_dict(), set[int]()
     made = {}
     for target, pieces in lay_out(module).items():
-        parts = [_change(state[piece.name], piece.change) for piece in pieces]
+        parts = [change_tensor(state[piece.name], piece.change) for piece in pieces]
         if len(parts) == 1 and state[pieces[0].name].data_ptr() in seen:
             continue
         seen |= {state[piece.name].data_ptr() for piece in pieces}
-        made[prefix + target] = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+        made[target] = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
     return made
 
 
-def _change(tensor: torch.Tensor, change: str) -> torch.Tensor:
+def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of `arrange`; nothing for a class without a table."""
+    if type(module).__name__ not in read_layouts():
+        return {}
+    state, made = module.state_dict(), {}
+    for target, pieces in lay_out(module).items():
+        shapes = [
+            change_tensor(state[piece.name].to("meta"), piece.change).shape for piece in pieces
+        ]
+        made[target] = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if shapes[0] else ()
+    return made
+
+
+def take_apart(
+    module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What `arrange` put together: the tensors of a component from those of its file."""
+    state, made = module.state_dict(), {}
+    for target, pieces in lay_out(module).items():
+        sizes = [len(state[piece.name]) if state[piece.name].dim() else 1 for piece in pieces]
+        parts = [tensors[target]] if len(pieces) == 1 else tensors[target].split(sizes)
+        for piece, part in zip(pieces, parts, strict=True):
+            made[piece.name] = (
+                part[..., 0, 0] if piece.change == "1x1" else change_tensor(part, piece.change)
+            )
+    return made
+
+
+def change_tensor(tensor: torch.Tensor, change: str) -> torch.Tensor:
     if change == "swap":
         return torch.cat(tensor.chunk(2)[::-1])
     if change == "1x1":

@@ -64,11 +64,13 @@ class Part:
         name: of the component.
         prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
         seen_as: what Diffusers' converter of this class wants there instead.
+        laid_out: `layouts` has its names, so no converter is asked.
     """
 
     name: str
     prefix: str = ""
     seen_as: str = ""
+    laid_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -414,6 +414,15 @@ _CONVOLUTIONAL = Stream(
     r"|attentions\.\d+\.proj_out)",
 )
 _GATED_PRODUCT = Stream(spikes=((r".*\.layer\.1\.layer_norm", 4), (r".*\.wi_1", 12)))
+_DOUBLE_STREAM = Stream(
+    writers=r"x_embedder|context_embedder|.*\.(to_out\.0|to_add_out|ff(_context)?\.net\.2)"
+    r"|single_transformer_blocks\.\d+\.proj_out"
+)
+_NORMED_STREAM = Stream(  # what is added to it comes out of norms
+    writers=r"x_embedder|all_x_embedder\.2-1|.*caption_embedder\.1|cap_embedder\.1"
+    r"|.*\.(norm2|attention_norm2|ffn_norm2)",
+    buffers=r"x_pad_token|cap_pad_token",
+)
 
 STREAMS: dict[str, Stream] = {
     "CogVideoXTransformer3DModel": Stream(
@@ -427,11 +436,27 @@ STREAMS: dict[str, Stream] = {
         carriers=r".*\.attn1\.to_out\.0",
         buffers=r"patch_embed\.pos_embed",
     ),
-    "FluxTransformer2DModel": Stream(
-        writers=r"x_embedder|context_embedder|.*\.(to_out\.0|to_add_out|ff(_context)?\.net\.2)"
+    "FluxTransformer2DModel": _DOUBLE_STREAM,
+    "WanTransformer3DModel": Stream(writers=r"patch_embedding|.*\.(to_out\.0|ffn\.net\.2)"),
+    "ChromaTransformer2DModel": _DOUBLE_STREAM,
+    "SD3Transformer2DModel": Stream(
+        writers=r"pos_embed\.proj|context_embedder|.*\.(to_out\.0|to_add_out|ff(_context)?\.net\.2)",
+        buffers=r"pos_embed\.pos_embed",
+    ),
+    "HunyuanVideoTransformer3DModel": Stream(
+        writers=r"x_embedder\.proj|context_embedder\.proj_in|.*\.(to_out\.0|to_add_out|ff(_context)?\.net\.2)"
         r"|single_transformer_blocks\.\d+\.proj_out"
     ),
-    "WanTransformer3DModel": Stream(writers=r"patch_embedding|.*\.(to_out\.0|ffn\.net\.2)"),
+    "LTXVideoTransformer3DModel": Stream(writers=r"proj_in|.*\.(to_out\.0|ff\.net\.2)"),
+    "Lumina2Transformer2DModel": _NORMED_STREAM,
+    "ZImageTransformer2DModel": _NORMED_STREAM,
+    "QwenImageTransformer2DModel": Stream(
+        writers=r"img_in|txt_in|.*\.(to_out\.0|to_add_out|(img|txt)_mlp\.net\.2)"
+    ),
+    "AutoencoderKLWan": Stream(
+        writers=r"(.*\.)?(conv_in|conv2|proj)",
+        carriers=r".*\.(conv_shortcut|resample\.1|time_conv)",
+    ),
     "CLIPVisionModelWithProjection": Stream(writers=r".*\.(pre_layrnorm|out_proj|fc2)"),
     # T5 replaces Inf in its stream by the largest value; a product that overflows becomes NaN.
     "T5EncoderModel": _GATED_PRODUCT,

@@ -1,0 +1,98 @@
+"""Converted single files in the programs that read them: models × readers, errors against fp32.
+
+    STOPDOWN_COMFYUI=CHECKOUT:CHECKOUT PYTHONPATH=PACKAGES python benchmarks/single_files.py
+
+Each model (`tests/single_file_models.py`) is a real class, tiny, with random weights in bf16 and made to
+overflow in fp16. Its file has the names of its authors. It is planned from one call and converted; then
+Diffusers' `from_single_file`, and the loader and model code of ComfyUI, read both files. An error is the
+relative L2 difference from the original in fp32 in the same reader; `nan` is an output that is not finite.
+The result goes to results/single_files.json, and as a table to results/single_files.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from single_file_models import MODELS  # noqa: E402
+from single_file_readers import (  # noqa: E402
+    UNREAD_BY_DIFFUSERS,
+    measure,
+    run_in_comfyui,
+    run_in_diffusers,
+)
+from stopdown.environment import describe_machine  # noqa: E402
+
+RESULT = Path(__file__).parent / "results" / "single_files.json"
+COLUMNS = ("fp16", "bf16", "converted fp16", "converted fp32")
+
+
+def main() -> None:
+    """Measure every model with every reader."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
+    options = parser.parse_args()
+    rows = []
+    for name in options.models:
+        for reader, run in list_readers(name):
+            with tempfile.TemporaryDirectory() as folder:
+                errors = measure(name, run, Path(folder))
+            rows.append({"model": name, "reader": reader, **errors})
+            sys.stderr.write(f"{rows[-1]}\n")
+    result = {
+        "command": "python benchmarks/single_files.py",
+        "machine": describe_machine(),
+        "diffusers": importlib.metadata.version("diffusers"),
+        "rows": [{key: _name(value) for key, value in row.items()} for row in rows],
+    }
+    RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    RESULT.with_suffix(".md").write_text(describe(rows), encoding="utf-8")
+
+
+def list_readers(name: str) -> list[tuple[str, Any]]:
+    """What reads a model's file: by name, and how."""
+    roots = [Path(x) for x in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if x]
+    found: list[tuple[str, Any]] = [
+        (read_version(root), functools.partial(run_in_comfyui, str(root)))
+        for root in roots
+        if not (name == "cogvideox" and not (root / "comfy/ldm/cogvideo").is_dir())
+    ]
+    if name not in UNREAD_BY_DIFFUSERS:
+        found.insert(0, ("Diffusers", run_in_diffusers))
+    return found
+
+
+def read_version(root: Path) -> str:
+    """The version that a checkout of ComfyUI names."""
+    text = (root / "comfyui_version.py").read_text(encoding="utf-8")
+    return f"ComfyUI {text.partition('=')[2].strip().strip(chr(34))}"
+
+
+def _name(value: Any) -> Any:
+    return str(value) if value != value else value  # JSON has no NaN
+
+
+def describe(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, with how many times nearer than bf16."""
+    lines = ["| model | reader | fp16 | bf16 | converted fp16 | times nearer | converted fp32 |"]
+    lines.append("|---|---|--:|--:|--:|--:|--:|")
+    for row in rows:
+        cells = [f"{row[key]:.2e}" for key in COLUMNS]
+        nearer = row["bf16"] / row["converted fp16"]
+        cells.insert(3, f"{nearer:.1f}")
+        lines.append(f"| {row['model']} | {row['reader']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

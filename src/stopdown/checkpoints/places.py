@@ -1,0 +1,192 @@
+"""Where a conversion goes: which form, and what may be replaced there.
+
+**Catches** forms that do not fit the place, places that are read, and what `convert` did not write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stopdown.checkpoints.cards import MARK
+from stopdown.errors import InputError, OptionError, OutputError
+from stopdown.json_files import UnreadableError, parse_json
+from stopdown.number_formats import list_some
+from stopdown.outputs import check_target, find_free
+from stopdown.pipelines.headers import read_header_bytes
+from stopdown.pipelines.layouts import find_prefixes
+from stopdown.pipelines.sources import Source, has_weights
+from stopdown.records import Conversion, read_record
+
+RECORD_NAME = "stopdown.json"
+"""The record inside a converted folder, with the names and sizes of all that was written there."""
+
+_CONVERTED = "a model that convert wrote"
+
+Form = Literal["diffusers", "single", "comfyui"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a conversion goes, and in which form.
+
+    Attributes:
+        path: a folder; for `single` a `.safetensors` file.
+        form: `diffusers`: a folder as Diffusers saves it. `single`: one file in the names of the model's
+            authors. `comfyui`: a folder with `diffusion_models`, `text_encoders` and `vae`, one file each.
+    """
+
+    path: str | Path
+    form: Form
+
+
+def choose_target(output: str | Path | Target, source: Source) -> Target:
+    """The place and its form; by the name of the place where no form is given.
+
+    Raises:
+        OptionError: the form does not fit the place, or the source.
+    """
+    if not isinstance(output, Target):
+        is_file = Path(output).suffix.lower() == ".safetensors"
+        output = Target(output, "single" if is_file else "diffusers")
+    path = Path(output.path)
+    is_file = path.suffix.lower() == ".safetensors"
+    if is_file and output.form == "diffusers":
+        raise OptionError(
+            f'OUT {path} is a single file, and to="diffusers" writes a folder.',
+            expected="A Diffusers model is a folder with one for each component.",
+            remedy=f'Give a folder, {path.with_suffix("")}, or use to="single".',
+        )
+    if not is_file and output.form == "single":
+        raise OptionError(
+            f'OUT {path} is no .safetensors file, and to="single" writes one.',
+            expected="All components are in one file.",
+            remedy=f'Give {path}.safetensors, or use to="comfyui" for a file each.',
+        )
+    if is_file and source.kind != "file":
+        _refuse_unread(source)
+    if is_file and output.form == "comfyui":
+        if source.kind != "file":
+            raise OptionError(
+                f'OUT {path} is a single file, and to="comfyui" writes one for each component.',
+                expected="ComfyUI reads each from a folder: diffusion_models, text_encoders, vae.",
+                remedy=f'Give a folder, {path.with_suffix("")}, or use to="single".',
+            )
+        return Target(path, "single")  # a file keeps its names, which ComfyUI read before
+    return Target(path, output.form)
+
+
+def _refuse_unread(source: Source) -> None:
+    """Refuse one file for a pipeline that no program reads from one."""
+    names = [name for name, (_, kind) in source.components.items() if has_weights(kind)]
+    missing = [name for name in names if name not in find_prefixes(source.pipeline_class)]
+    if missing and len(names) > 1:
+        raise OptionError(
+            f"No program is known that reads a {source.pipeline_class} from one file: it would hold the "
+            f"{' and '.join(missing)} beside the rest.",
+            expected="Files for ComfyUI hold one component each.",
+            remedy='Give a folder as OUT, and use to="comfyui".',
+        )
+
+
+def check_place(
+    source: Source, target: Path, plan: str | Path | None, force: bool
+) -> Callable[[Path], str]:
+    """Refuse a place before anything is loaded; what may be replaced there comes back."""
+    is_file = target.suffix.lower() == ".safetensors"
+    _refuse_nested(source, target, plan)
+    describe = describe_other_file if is_file else describe_other_folder
+
+    def replaces(path: Path) -> str:
+        is_free = path.is_dir() and not any(path.iterdir())
+        what = "" if is_free else describe(path)
+        return what or ("" if is_free or force else _CONVERTED)
+
+    if target.exists() and replaces(target) == _CONVERTED:
+        raise OutputError(
+            f"OUT {target} holds {_CONVERTED} before.",
+            expected="Nothing is replaced unasked.",
+            remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
+        )
+    check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
+    return replaces
+
+
+def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> None:
+    """Refuse an OUT that is, holds or lies in what is read; links are followed."""
+    place = Path(os.path.realpath(target))
+    folder = Path(os.path.realpath(source.path))
+    if place == folder:
+        raise OutputError(
+            f"OUT {target} is the model itself.",
+            remedy="Give another place; it is not overwritten.",
+        )
+    if source.path.is_dir() and place.is_relative_to(folder):
+        raise OutputError(
+            f"OUT {target} lies in the folder of the model, {folder}.",
+            expected="What is read and what is written are apart.",
+            remedy="Give another place.",
+        )
+    read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
+    for path in read:
+        if Path(os.path.realpath(path)).is_relative_to(place):
+            raise OutputError(
+                f"OUT {target} holds {path}, which is read.",
+                expected="What is read and what is written are apart.",
+                remedy="Give another place.",
+            )
+
+
+def _list_files(path: Path) -> list[Path]:
+    """A file itself; of a folder every file, also behind links."""
+    if not path.is_dir():
+        return [path]
+    return [
+        Path(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
+    ]
+
+
+def describe_other_folder(folder: Path) -> str:
+    """What a folder holds that `convert` did not write there; empty when that is all it holds."""
+    try:
+        record = read_record(folder / RECORD_NAME, Conversion)
+    except InputError:
+        return "a folder that convert did not write"
+    found = measure_files(folder)
+    others = [name for name, size in found.items() if record.files.get(name) != size]
+    if not others:
+        return ""
+    return f"a folder with files that convert did not write so: {list_some(sorted(others), 5)}"
+
+
+def measure_files(folder: Path) -> dict[str, int]:
+    """Path below a folder to bytes, without the record; what is no file, such as a link, has -1."""
+    found = {}
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        for name in [*names, *links]:
+            path = Path(place, name)
+            state = path.lstat()
+            found[path.relative_to(folder).as_posix()] = (
+                state.st_size if stat.S_ISREG(state.st_mode) else -1
+            )
+        if not folders and not names:
+            found[f"{Path(place).relative_to(folder).as_posix()}/"] = -1
+    found.pop(RECORD_NAME, None)
+    return found
+
+
+def describe_other_file(path: Path) -> str:
+    """What a `.safetensors` file is that `convert` did not write; empty when it did."""
+    try:
+        header = parse_json(read_header_bytes(path)[8:])
+        return "" if MARK in header["__metadata__"] else _NOT_CONVERTED
+    except (UnreadableError, KeyError, TypeError):
+        return _NOT_CONVERTED
+
+
+_NOT_CONVERTED = "a file that convert did not write"

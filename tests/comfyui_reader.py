@@ -1,0 +1,113 @@
+"""Files read and run by ComfyUI's own loader and model code, in a process without Stopdown and Diffusers.
+
+Started with one argument: JSON of `root`, a checkout of ComfyUI, and `runs`: each has `path` of the file,
+`dtype`, `inputs` (a file of tensors), `plain` (other arguments), `output` (where to write) and
+`target` with `options` where a class of ComfyUI is built by itself. What it writes holds the tensor `y`.
+
+ComfyUI imports torchvision and torchaudio for models that are not read here; empty modules take their place
+where they are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+
+class _Empty(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages that are not installed."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
+        if name.partition(".")[0] in ("torchvision", "torchaudio"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return _Empty(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__path__ = []
+
+
+def prepare(root: str) -> None:
+    """Make ComfyUI importable, on the CPU."""
+    import transformers
+
+    transformers.PreTrainedModel, transformers.CLIPTokenizer  # noqa: B018 - before the empty modules
+    sys.meta_path.append(_Finder())
+    sys.argv = sys.argv[:1]
+    sys.path.insert(0, root)
+    from comfy.cli_args import args
+
+    args.cpu = True
+
+
+def load(run: dict[str, Any], dtype: Any) -> Any:
+    """The model of a file: by ComfyUI's loader, or a class of its, built and filled."""
+    import comfy.ops
+    import comfy.sd
+    import comfy.utils
+
+    tensors = comfy.utils.load_torch_file(run["path"])
+    if run["target"] == "vae":
+        return comfy.sd.VAE(sd=tensors, dtype=dtype).first_stage_model.to(dtype)
+    if not run["target"]:
+        found = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"dtype": dtype})
+        return found.model.diffusion_model.to(dtype)
+    module, _, name = run["target"].partition(":")
+    kind = getattr(importlib.import_module(module), name)
+    model = kind(
+        **run["options"], dtype=dtype, device="cpu", operations=comfy.ops.disable_weight_init
+    )
+    lacking, others = model.load_state_dict(rename(tensors, model), strict=False)
+    # No reader of these has `norm_final`, or uses it.
+    assert not [x for x in lacking if not x.startswith("norm_final")], lacking
+    assert not others, others
+    return model.to(dtype)
+
+
+def rename(tensors: dict[str, Any], model: Any) -> dict[str, Any]:
+    """As ComfyUI's loader: newer versions call the `scale` of a norm its `weight`."""
+    known = model.state_dict().keys()
+    return {
+        name if name in known else name.replace(".scale", ".weight"): x
+        for name, x in tensors.items()
+    }
+
+
+def main(request: dict[str, Any]) -> None:
+    """Run every file on its inputs."""
+    prepare(request["root"])
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    torch.set_num_threads(1)
+    for run in request["runs"]:
+        dtype = getattr(torch, run["dtype"])
+        model = load(run, dtype).eval()
+        inputs = {
+            name: x if "timestep" in name else x.to(dtype)
+            for name, x in load_file(run["inputs"]).items()
+        }
+        with torch.no_grad():
+            call = model.decode if run["target"] == "vae" else model
+            y = call(*inputs.values()) if run["target"] == "vae" else call(**inputs, **run["plain"])
+        y = y[0] if isinstance(y, (list, tuple)) else y
+        save_file({"y": y.float().contiguous()}, run["output"])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,174 @@
+"""`convert --to`: one file, or a file each for ComfyUI, from a Diffusers folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from test_convert import assert_right, build, convert_made, measured, run_plain
+
+from stopdown.checkpoints.places import Target
+from stopdown.errors import OptionError
+from stopdown.pipelines.headers import read_rescaled
+from stopdown.pipelines.layouts import arrange
+from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.sources import Source, resolve_source
+from stopdown.plans.calibrated import make_plan
+from stopdown.plans.certified import certify_plan
+from stopdown.records import Conversion, Plan, read_record
+from stopdown.scaling.adapter_exponents import spread_rows
+from stopdown.scaling.folds import list_rows
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
+    """A tiny Stable Diffusion beyond fp16, in bf16, and its plan."""
+    folder = tmp_path_factory.mktemp("forms") / "model"
+    build("sd").save_pretrained(folder)
+    return folder, make_plan(str(folder), **measured("sd"))
+
+
+@pytest.fixture(scope="module")
+def single(planned: tuple[Path, Plan], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All of it in one file."""
+    output = tmp_path_factory.mktemp("single") / "out.safetensors"
+    convert_made("sd", planned[0], output, planned[1])
+    return output
+
+
+def test_one_file_is_right_in_plain_diffusers(planned: tuple[Path, Plan], single: Path) -> None:
+    """A folder becomes a checkpoint: NaN before, right after, and no `--allow-eps` is needed."""
+    (errors,) = run_plain("sd", planned[0], single)
+    assert_right(errors)
+    found = {name.partition(".")[0] for name in load_file(single)}
+    assert found == {"model", "first_stage_model", "cond_stage_model"}
+    assert complete_source(resolve_source(single, config=planned[0])).parts == ()
+
+
+def test_one_file_has_a_card_and_says_what_was_done(
+    planned: tuple[Path, Plan], single: Path
+) -> None:
+    """In its metadata and beside it: the plan, what was rescaled, what that rests on, and the limits."""
+    with safe_open(single, "pt") as file:
+        said = file.metadata()
+    assert said["stopdown"].endswith(f"plan {planned[1].seal}")
+    assert read_rescaled(single).startswith("unet: weights are times powers of two")
+    assert re.search(r"stay \d\.\d bits below the end of fp16", said["stopdown.unet"])
+    card = single.with_suffix(".md").read_text()
+    assert card.startswith(f"# {planned[0]}, converted to fp16 by Stopdown\n")
+    assert f"Plan: `{planned[1].seal}`." in card
+    assert "| unet | fp16 |" in card
+    assert "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets" in card
+
+
+def test_a_card_of_somebody_else_stays(planned: tuple[Path, Plan], tmp_path: Path) -> None:
+    """A text of that name that convert did not write is not replaced."""
+    (tmp_path / "out.md").write_text("mine")
+    convert_made("sd", planned[0], tmp_path / "out.safetensors", planned[1])
+    assert (tmp_path / "out.md").read_text() == "mine"
+
+
+def test_comfyui_gets_a_file_each(planned: tuple[Path, Plan], tmp_path: Path) -> None:
+    """In the folders of ComfyUI, with a record and a card; each is found to be the component that it is."""
+    folder, plan = planned
+    record = convert_made("sd", folder, Target(tmp_path / "out", "comfyui"), plan)
+    files = {
+        "diffusion_models/model-unet.safetensors": "unet",
+        "vae/model-vae.safetensors": "vae",
+        "text_encoders/model-text_encoder.safetensors": "text_encoder",
+    }
+    assert set(record.files) == {*files, "README.md"}
+    assert read_record(tmp_path / "out" / "stopdown.json", Conversion).files == record.files
+    for name, component in files.items():
+        source = complete_source(resolve_source(tmp_path / "out" / name, config=folder))
+        assert [part.name for part in source.parts] == [component]
+        assert {x.dtype for x in load_file(source.path).values()} == {torch.float16}
+    path = tmp_path / "out" / "diffusion_models" / "model-unet.safetensors"
+    assert_exponents(load_pipeline(resolve_source(folder), torch_dtypes=torch.float32).unet, path)
+    assert record.load.startswith("copy its folders into those of ComfyUI/models")
+
+
+def assert_exponents(module: torch.nn.Module, path: Path) -> None:
+    """Each tensor of a file is the original's times the powers of two that its metadata names."""
+    with safe_open(path, "pt") as file:
+        exponents = list_rows(json.loads(file.metadata()["stopdown.exponents"]))
+    tensors = load_file(path)
+    assert exponents
+    assert exponents.keys() <= tensors.keys()
+    for name, original in arrange(module).items():
+        rows = spread_rows(exponents.get(name, ()), len(original))
+        shape = (-1, *(1 for _ in original.shape[1:]))
+        assert torch.equal(tensors[name], torch.ldexp(original, rows.view(shape)).half()), name
+
+
+def test_what_is_left_keeps_its_format(planned: tuple[Path, Plan], tmp_path: Path) -> None:
+    """`--leave` writes a component in the names of single files and in its own dtype."""
+    folder, plan = planned
+    target = Target(tmp_path / "out", "comfyui")
+    convert_made("sd", folder, target, plan, leave=["vae"])
+    tensors = load_file(tmp_path / "out" / "vae" / "model-vae.safetensors")
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "message"),
+    [
+        ("out.safetensors", "diffusers", 'is a single file, and to="diffusers" writes a folder.'),
+        ("out", "single", 'is no .safetensors file, and to="single" writes one.'),
+        ("out.safetensors", "comfyui", 'is a single file, and to="comfyui" writes one for each'),
+    ],
+)
+def test_a_form_that_does_not_fit_its_place_is_refused(
+    name: str, form: Any, message: str, planned: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    """Before anything is loaded, with what to give instead."""
+    with pytest.raises(OptionError, match=re.escape(message)):
+        convert_made("sd", planned[0], Target(tmp_path / name, form), planned[1])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_models_without_names_are_refused(
+    save_tiny: Callable[..., Path], tmp_path: Path, planned: tuple[Path, Plan]
+) -> None:
+    """No program reads a CogVideoX from one file; of an autoencoder the names are not known."""
+    folder = save_tiny("cogvideox")
+    with pytest.raises(OptionError) as caught:
+        convert_made("cogvideox", folder, tmp_path / "out.safetensors", planned[1])
+    assert str(caught.value) == (
+        "No program is known that reads a CogVideoXPipeline from one file: it would hold the "
+        "text_encoder and transformer and vae beside the rest. Files for ComfyUI hold one component "
+        'each. Give a folder as OUT, and use to="comfyui".'
+    )
+    plan = make_plan(str(folder), **measured("cogvideox"))
+    with pytest.raises(OptionError) as caught:
+        convert_made("cogvideox", folder, Target(tmp_path / "out", "comfyui"), plan)
+    assert str(caught.value).startswith(
+        "The model cannot be written as single files. vae: The names of a AutoencoderKLCogVideoX in "
+        "single files are not known."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_certificate_goes_into_the_file(
+    single: Path, planned: tuple[Path, Plan], tmp_path: Path
+) -> None:
+    """A file with bounds says so, and for which inputs."""
+    source: Source = resolve_source(write_encoder(planned[0], tmp_path), config=planned[0])
+    convert_made("sd", source, tmp_path / "out.safetensors", certify_plan(source))
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        said = file.metadata()["stopdown.text_encoder"]
+    assert "By bounds from its weights every input stays in range. 100 % of" in said
+
+
+def write_encoder(folder: Path, place: Path) -> Path:
+    """The text encoder of a folder as a file."""
+    path = place / "clip.safetensors"
+    path.write_bytes((folder / "text_encoder" / "model.safetensors").read_bytes())
+    return path

@@ -1,0 +1,124 @@
+"""Converted files read by others: Diffusers' `from_single_file` and ComfyUI's own loader and model code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from single_file_models import MODELS, build, draw
+from stopdown.checkpoints.convert import convert
+from stopdown.pipelines.layouts import arrange
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source, resolve_source
+from stopdown.plans.calibrated import make_plan
+
+RUNS = {
+    "exact": ("before", "float32"),
+    "fp16": ("before", "float16"),
+    "bf16": ("before", "bfloat16"),
+    "converted fp16": ("after", "float16"),
+    "converted fp32": ("after", "float32"),
+}
+"""Which file is read in which dtype."""
+
+PUBLISHED_ONLY = ("flux", "chroma", "hunyuan-video", "lumina2")
+"""Models of which Diffusers' converter has the published width in its code."""
+
+UNREAD_BY_DIFFUSERS = (*PUBLISHED_ONLY, "cogvideox")
+"""No tiny file of these is read by Diffusers."""
+
+Files = Mapping[str, tuple[Path, str]]
+"""Name of a run to the file and the dtype."""
+
+
+def save_model(name: str, folder: Path) -> Source:
+    """A model's file in the names of its authors, with the config of its class beside."""
+    module: Any = build(name)
+    part = find_part(name)
+    module.save_config(folder / part)
+    path = folder / f"{name}.safetensors"
+    save_file({key: x.bfloat16() for key, x in arrange(module).items()}, path)
+    return resolve_source(path, config=folder / part)
+
+
+def convert_model(name: str, folder: Path) -> tuple[Path, Path]:
+    """The file of a model, and what it became by a plan from one call."""
+    source, call = save_model(name, folder), draw(MODELS[name].call)
+    arguments: Mapping[str, Any] = {"vae.decode": call} if "vae" in name else call
+    plan = make_plan(source, prompts=[arguments])
+    output = folder / f"{name}-fp16.safetensors"
+    convert(source, output, plan, request=Request(arguments=arguments))
+    return source.path, output
+
+
+def run_in_comfyui(root: str, name: str, files: Files, folder: Path) -> dict[str, torch.Tensor]:
+    """What ComfyUI makes of each file in a dtype."""
+    model, inputs = MODELS[name], draw(MODELS[name].inputs)
+    tensors = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor)}
+    save_file(tensors, folder / "inputs.safetensors")
+    shared = {
+        "inputs": str(folder / "inputs.safetensors"),
+        "plain": {key: x for key, x in inputs.items() if key not in tensors},
+        "target": model.target,
+        "options": dict(model.options),
+    }
+    runs = [
+        {**shared, "path": str(path), "dtype": dtype, "output": str(folder / f"{key}.out")}
+        for key, (path, dtype) in files.items()
+    ]
+    reader = Path(__file__).parent / "comfyui_reader.py"
+    done = subprocess.run(
+        [sys.executable, str(reader), json.dumps({"root": root, "runs": runs})],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {key: load_file(folder / f"{key}.out")["y"].double() for key in files}
+
+
+def run_in_diffusers(name: str, files: Files, folder: Path) -> dict[str, torch.Tensor]:
+    """What the class in Diffusers makes of each file in a dtype."""
+    made: Any = build(name)
+    call, part, found = draw(MODELS[name].call), find_part(name), {}
+    for key, (path, dtype_name) in files.items():
+        dtype = getattr(torch, dtype_name)
+        module: Any = type(made).from_single_file(
+            str(path), config=str(folder), subfolder=part, dtype=dtype
+        )
+        arguments = {name: cast(value, dtype) for name, value in call.items()}
+        with torch.no_grad():
+            run = module.decode if part == "vae" else module
+            y = run(**arguments, return_dict=False)[0]
+        found[key] = (y[0] if isinstance(y, list) else y).double()
+    return found
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """The tensors in a value in a dtype."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast(one, dtype) for one in value)
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
+
+
+def measure(
+    name: str, run: Callable[[str, Files, Path], dict[str, torch.Tensor]], folder: Path
+) -> dict[str, float]:
+    """Errors against the original in fp32, all by one reader; NaN where they are not finite."""
+    before, after = convert_model(name, folder)
+    places = {"before": before, "after": after}
+    found = run(name, {key: (places[x], dtype) for key, (x, dtype) in RUNS.items()}, folder)
+    exact = found.pop("exact")
+    return {key: float((y - exact).norm() / exact.norm()) for key, y in found.items()}
+
+
+def find_part(name: str) -> str:
+    """The component that a model is."""
+    return "vae" if "vae" in name else "unet" if "unet" in name else "transformer"
