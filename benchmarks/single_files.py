@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from single_file_models import MODELS  # noqa: E402
 from single_file_readers import (  # noqa: E402
     UNREAD_BY_DIFFUSERS,
-    measure,
+    compare,
+    convert_model,
     run_in_comfyui,
     run_in_diffusers,
 )
@@ -44,11 +45,12 @@ def main() -> None:
     options = parser.parse_args()
     rows = []
     for name in options.models:
-        for reader, run in list_readers(name):
-            with tempfile.TemporaryDirectory() as folder:
-                errors = measure(name, run, Path(folder))
-            rows.append({"model": name, "reader": reader, **errors})
-            sys.stderr.write(f"{rows[-1]}\n")
+        with tempfile.TemporaryDirectory() as folder:
+            files = convert_model(name, Path(folder))
+            for reader, run in list_readers(name):
+                errors = compare(name, run, files, Path(folder))
+                rows.append({"model": name, "reader": reader, **errors})
+                sys.stderr.write(f"{rows[-1]}\n")
     result = {
         "command": "python benchmarks/single_files.py",
         "machine": describe_machine(),

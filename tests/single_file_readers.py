@@ -37,6 +37,9 @@ UNREAD_BY_DIFFUSERS = (*PUBLISHED_ONLY, "cogvideox")
 Files = Mapping[str, tuple[Path, str]]
 """Name of a run to the file and the dtype."""
 
+Run = Callable[[str, Files, Path], dict[str, torch.Tensor]]
+"""Name of a model, its files, and a folder to work in, to what each run gave."""
+
 
 def save_model(name: str, folder: Path) -> Source:
     """A model's file in the names of its authors, with the config of its class beside."""
@@ -108,12 +111,14 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_float else value
 
 
-def measure(
-    name: str, run: Callable[[str, Files, Path], dict[str, torch.Tensor]], folder: Path
-) -> dict[str, float]:
+def measure(name: str, run: Run, folder: Path) -> dict[str, float]:
     """Errors against the original in fp32, all by one reader; NaN where they are not finite."""
-    before, after = convert_model(name, folder)
-    places = {"before": before, "after": after}
+    return compare(name, run, convert_model(name, folder), folder)
+
+
+def compare(name: str, run: Run, files: tuple[Path, Path], folder: Path) -> dict[str, float]:
+    """The same, of a file and what it became."""
+    places = dict(zip(("before", "after"), files, strict=True))
     found = run(name, {key: (places[x], dtype) for key, (x, dtype) in RUNS.items()}, folder)
     exact = found.pop("exact")
     return {key: float((y - exact).norm() / exact.norm()) for key, y in found.items()}
