@@ -166,6 +166,18 @@ def test_bars_label_their_times() -> None:
     assert re.search(r"Denoising.*step 1 of 2.*elapsed .*left", shown)
 
 
+def test_a_notebook_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell shows a terminal to `!stopdown` and keeps every line: bars would be there a hundred times."""
+    from stopdown.app import progress
+
+    console = Console(file=io.StringIO(), force_terminal=True)
+    monkeypatch.setattr(progress, "open_console", lambda **_: console)
+    monkeypatch.delenv("JPY_PARENT_PID", raising=False)
+    assert isinstance(progress.open_display(_Options()), Bars)
+    monkeypatch.setenv("JPY_PARENT_PID", "1")
+    assert isinstance(progress.open_display(_Options()), Lines)
+
+
 def test_quiet_prints_the_file_alone(run: Any, save_tiny: SaveTiny, here: Path) -> None:
     """For scripts: stdout is the name of what was written, stderr is empty."""
     assert run("generate", save_tiny("cogvideox"), "a", *SIZES, "-q") == (0, "stopdown.mp4\n", "")

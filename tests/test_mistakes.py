@@ -65,6 +65,8 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
         "The model cannot make --height 100. .* The nearest that work are 96 and 112: use --height 96.",
     ),
     ("generate shapes a --width 1", 2, "--width 1. .* multiple of 16 .* use --width 16."),
+    ("plan shapes --height 100", 2, "The model cannot make --height 100. .* use --height 96."),
+    ("compare shapes --width 100", 2, "The model cannot make --width 100. .* use --width 96."),
     ("generate shapes a --frames 10", 2, "The model cannot make --frames 10. .*--frames 9."),
     ("generate shapes a --journal-limit nan", 2, "--journal-limit nan is not a number."),
     # precisions, plans, devices

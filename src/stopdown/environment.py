@@ -171,6 +171,13 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
+def has_moving_cursor() -> bool:
+    """Whether lines that were written can be written over: not in the cell of a notebook, which shows a
+    terminal to the commands that it runs and keeps every line.
+    """
+    return "JPY_PARENT_PID" not in os.environ
+
+
 @contextmanager
 def token_in_use(token: str | None) -> Iterator[None]:
     """Within the block the Hub's client has this token; None leaves what is set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def test_a_notebook_runs(
             exec(compile(text, path.name, "exec"), scope)  # our own text
             if "STEPS" in scope:
                 scope["STEPS"] = 2
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_shows_what_came_out(path: Path) -> None:
+    """Every cell that shows something has its output, without an error, a path or a moving line; it is small."""
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 100_000
+    assert not re.search(r"\\u001b\[\d*[AK]|/(root|home|tmp|work|usr)/|Traceback", text)
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    silent = [cell for cell in cells if not cell["outputs"]]
+    assert ["".join(cell["source"]).split()[0] for cell in silent] == ["import", "import"]
+    pictures = [x for cell in cells for x in cell["outputs"] if "image/jpeg" in x.get("data", {})]
+    assert len(pictures) == 2
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.name)

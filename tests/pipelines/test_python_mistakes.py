@@ -27,6 +27,17 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda pipe: stopdown.check(pipe, precision=torch.int8),
         "floating-point",
     ),
+    "mend of a name": (lambda pipe: stopdown.mend("shapes"), "which holds no module"),
+    "no plan to write": (lambda pipe: stopdown.write_plan(3, "p.json"), "a int and no plan"),
+    "source that is no text": (lambda pipe: stopdown.load(3), "given as a int"),
+    "revision of what has none": (
+        lambda pipe: stopdown.load("shapes", revision="main"),
+        'revision="main" was given, and shapes is a bundled model',
+    ),
+    "variant that is not there": (
+        lambda pipe: stopdown.load("shapes", variant="fp16"),
+        "has no weights of the variant fp16",
+    ),
     "explanation of a number": (lambda pipe: stopdown.explain(3), "an exception"),
 }
 

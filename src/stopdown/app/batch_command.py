@@ -153,8 +153,9 @@ class BatchOptions(RequestOptions):
 def main(options: BatchOptions) -> int:
     """Run the command; 1 when an item failed, or with --strict has a finding."""
     from stopdown.app.progress import open_console, open_display
+    from stopdown.environment import has_moving_cursor
 
-    is_shown = sys.stderr.isatty() or options.quiet
+    is_shown = (sys.stderr.isatty() and has_moving_cursor()) or options.quiet
     with open_display(options, is_short=True) as display:
         record = batch(options, display, plain=None if is_shown else sys.stderr)
     if options.json:

@@ -25,7 +25,7 @@ from stopdown.app.flags import (
     WidthOption,
 )
 from stopdown.app.remedies import name_source
-from stopdown.app.request_options import refuse_ignored, refuse_unknown_device
+from stopdown.app.request_options import refuse_unknown_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.outputs import check_target, written_beside
@@ -166,7 +166,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
         OptionError: the device is unknown; a package that reads such files is missing.
     """
     from stopdown.pipelines.headers import DamagedFileError
-    from stopdown.pipelines.sources import describe_damage, refuse
+    from stopdown.pipelines.sources import describe_damage, refuse, refuse_ignored
 
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
@@ -245,6 +245,8 @@ def _read_sizes(options: CheckOptions) -> dict[str, int]:
 
 
 def _refuse(options: CheckOptions) -> None:
+    from stopdown.pipelines.sources import refuse_ignored
+
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     _refuse_unmendable(options)

@@ -265,15 +265,11 @@ def generate(
     options = dataclasses.replace(options, output=options.output or str(_find_default()))
     lead(ranks, lambda: _check_output_early(options))
     from stopdown.environment import choose_device
-    from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
 
     kept = kept or Kept()
     source = (
         kept.chosen.source if kept.chosen else follow(ranks, lambda: find_source(options, display))
     )
-    frames = options.frames if request.video is None else len(request.video)
-    grid = find_grid(read_configs(source.path))
-    check_sizes(grid, frames=frames, height=options.height, width=options.width)
     if kept.chosen is None:
         load_libraries(display)
     device = choose_device(options.device)

@@ -28,6 +28,7 @@ from stopdown.errors import make_printable
 
 if TYPE_CHECKING:
     from stopdown.app.flags import CommandOptions
+from stopdown.environment import has_moving_cursor
 
 _LABELS = {
     "batch": "Making",
@@ -197,7 +198,7 @@ class Lines:
 
 
 def open_display(options: CommandOptions, *, is_short: bool = False) -> Bars | Lines:
-    """What shows the progress of a command on standard error: bars in a terminal, lines elsewhere.
+    """What shows the progress of a command on standard error: bars in a terminal, else lines.
 
     Nothing is shown with `--quiet`, and with `--json` only in a terminal: a program reads there.
 
@@ -205,7 +206,7 @@ def open_display(options: CommandOptions, *, is_short: bool = False) -> Bars | L
         is_short: the command takes seconds, which no log need hold.
     """
     console = open_console(stderr=True)
-    if console.is_terminal and not options.quiet:
+    if console.is_terminal and has_moving_cursor() and not options.quiet:
         return Bars(console, verbose=options.verbose)
     is_hushed = options.quiet or is_short or bool(getattr(options, "json", False))
     return Lines(console, quiet=is_hushed, verbose=options.verbose)

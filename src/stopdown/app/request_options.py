@@ -74,6 +74,7 @@ def read_request(
     """
     from stopdown.media import read_image, read_video
     from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import refuse_ignored
     from stopdown.plans.plan_files import read_plan
     from stopdown.plans.precision import parse_request
 
@@ -113,15 +114,20 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
 
     Raises:
         SourceError: there is none, or it is damaged or refused.
-        OptionError: a LoRA or the scheduler is refused.
+        OptionError: a LoRA, the scheduler or a size is refused.
     """
+    from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
     from stopdown.pipelines.extras import resolve_whole
 
-    return resolve_whole(
+    found = resolve_whole(
         options,
         with_weights=with_weights,
         progress=lambda what, done, total: display.progress("download", what, done, total),
     )
+    frames = options.frames if options.video is None else None  # a video has its own
+    grid = find_grid(read_configs(found.path))
+    check_sizes(grid, frames=frames, height=options.height, width=options.width)
+    return found
 
 
 ALLOWABLE = {
@@ -176,29 +182,6 @@ def check_quantiser(allow: Sequence[str]) -> None:
         raise OptionError(
             "--allow int8 needs torchao, which is not installed.",
             remedy="Install it: pip install 'stopdown[int8]', or use --allow fp8.",
-        )
-
-
-def refuse_ignored(source: str, revision: str | None = None, config: str | None = None) -> None:
-    """Refuse options that say nothing about this kind of source.
-
-    Raises:
-        OptionError: one of them does.
-    """
-    from stopdown.pipelines.sources import KINDS, find_kind
-
-    kind = find_kind(source)
-    if revision is not None and kind != "hub":
-        raise OptionError(
-            f"--revision {revision} was given, and {source} is {KINDS[kind]}.",
-            expected="Branches, tags and commits are those of a Hub id.",
-            remedy="Leave --revision away.",
-        )
-    if config is not None and kind != "file":
-        raise OptionError(
-            f"--config {config} was given, and {source} is {KINDS[kind]}.",
-            expected="It names the configs of a single .safetensors file; others bring their own.",
-            remedy="Leave --config away.",
         )
 
 

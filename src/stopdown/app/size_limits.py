@@ -109,7 +109,11 @@ def refuse_unmeasurable(
     from stopdown.pipelines.loader import complete_source, find_class
     from stopdown.pipelines.requests import choose_class, list_needed_fields
 
+    if request.height is None and request.width is None:
+        return
     found = complete_source(source)
+    if found.parts:  # its calls are recorded ones
+        return
     found = dataclasses.replace(found, pipeline_class=choose_class(found.pipeline_class, request))
     needed = list_needed_fields(find_class("diffusers", found.pipeline_class))
     if "prompt" in needed:

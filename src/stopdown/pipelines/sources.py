@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from stopdown.errors import SourceError, make_printable
+from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
 from stopdown.pipelines import hub
 from stopdown.pipelines.descriptions import (
@@ -150,7 +150,15 @@ def resolve_source(
 
     Raises:
         SourceError: there is no such model, or what was found is refused at first sight.
+        OptionError: a revision or a config was given that says nothing about this source.
     """
+    if not isinstance(source, (str, Path)):
+        raise SourceError(
+            f"A source was given as a {type(source).__name__}.",
+            expected="It is a Hub id (owner/name), a folder, a .safetensors file or a bundled model.",
+            remedy='Write for example "shapes".',
+        )
+    refuse_ignored(source, revision, config)
     found = _resolve(source, revision, variant or "", progress, with_weights)
     if found.kind == "file":
         found = replace(found, config=config)
@@ -240,6 +248,29 @@ def find_kind(source: str | Path) -> str:
     if isinstance(source, str) and source in list_bundled():
         return "bundled"
     return "folder" if os.path.isdir(path) else "file" if os.path.exists(path) else "hub"
+
+
+def refuse_ignored(
+    source: str | Path, revision: str | None = None, config: str | Path | None = None
+) -> None:
+    """Refuse options that say nothing about this kind of source.
+
+    Raises:
+        OptionError: one of them does.
+    """
+    kind = find_kind(source)
+    if revision is not None and kind != "hub":
+        raise OptionError(
+            f'revision="{revision}" was given, and {text_of(source)} is {KINDS[kind]}.',
+            expected="Branches, tags and commits are those of a Hub id.",
+            remedy="Leave `revision` away.",
+        )
+    if config is not None and kind != "file":
+        raise OptionError(
+            f'config="{config}" was given, and {text_of(source)} is {KINDS[kind]}.',
+            expected="It names the configs of a single .safetensors file; others bring their own.",
+            remedy="Leave `config` away.",
+        )
 
 
 def _find_path(source: str | Path) -> Path:

@@ -32,6 +32,7 @@ def load(
     device: str | torch.device = "auto",
     config: str | Path | None = None,
     revision: str | None = None,
+    variant: str | None = None,
     **parts: Any,
 ) -> Any:
     """A Diffusers pipeline, each component in a precision that fits the device and the checkpoint.
@@ -47,6 +48,7 @@ def load(
         device: `"auto"`, `"cuda"`, `"cuda:1"`, `"mps"`, `"cpu"`, or a `torch.device`.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         revision: branch, tag or commit of a Hub id.
+        variant: of the weights, where there are several: `"fp16"`.
         **parts: what stands in the pipeline instead of its own scheduler, tokenizer or safety
             checker, as in Diffusers: `scheduler=...`, `safety_checker=None`.
 
@@ -57,7 +59,7 @@ def load(
     """
     asked = write_request(precision)
     target = choose_device(str(device))
-    found = resolve_source(source, revision=revision, config=config)
+    found = resolve_source(source, revision=revision, config=config, variant=variant)
     verify_source(found)
     with quiet_libraries():
         found = complete_source(found)

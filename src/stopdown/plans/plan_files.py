@@ -54,8 +54,14 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
         numbered: replace nothing: take the first free name instead.
 
     Raises:
+        InputError: it is no plan.
         OutputError: the file cannot be written, or holds something else than a plan.
     """
+    if not isinstance(plan, Plan):
+        raise InputError(
+            f"write_plan was given a {type(plan).__name__} and no plan.",
+            remedy="Make one: stopdown.make_plan(pipe).",
+        )
     text = to_json(plan)
     if numbered:
         return write_numbered(path, lambda part: part.write_text(text, encoding="utf-8"))
