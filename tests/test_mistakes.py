@@ -91,6 +91,14 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --memory 8", 2, "--memory 8 has no unit. .* Use --memory 8GiB."),
     ("plan shapes --memory lots", 2, "--memory lots is not an amount of memory."),
     ("generate shapes a --allow fp8", 2, "--allow fp8 was given without --memory."),
+    # many prompts
+    ("batch shapes --prompts none.txt -o out", 2, "The prompts none.txt cannot be read: "),
+    ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
+    ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
+    ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and up"),
+    ("batch shapes --prompts notes.txt -o out --workers 0", 2, "--workers 0 is not above 0."),
+    ("batch shapes --prompts notes.txt -o out --allow fp8", 2, "--allow fp8 was given without"),
+    ("batch shapes --prompts notes.txt -o out --steps 0", 2, "Line 1 of the prompts notes.txt: --st"),
     # outputs
     ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),
     ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4, or -o run/ "),

@@ -46,7 +46,7 @@ def test_a_notebook_runs(
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.name)
 def test_a_notebook_shows_what_came_out(path: Path) -> None:
-    """Every cell that shows something has its output, without an error, a path or a moving line; it is small."""
+    """Each cell has its output, without an error, a path or a line that was written over; it is small."""
     text = path.read_text(encoding="utf-8")
     assert len(text) < 100_000
     assert not re.search(r"\\u001b\[\d*[AK]|/(root|home|tmp|work|usr)/|Traceback", text)

@@ -27,7 +27,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda pipe: stopdown.check(pipe, precision=torch.int8),
         "floating-point",
     ),
-    "mend of a name": (lambda pipe: stopdown.mend("shapes"), "which holds no module"),
+    "mend of a name": (lambda pipe: stopdown.mend("shapes"), "load it first"),
     "no plan to write": (lambda pipe: stopdown.write_plan(3, "p.json"), "a int and no plan"),
     "source that is no text": (lambda pipe: stopdown.load(3), "given as a int"),
     "revision of what has none": (

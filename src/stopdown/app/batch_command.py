@@ -37,8 +37,11 @@ from stopdown.app.request_options import (
     RequestOptions,
     check_number,
     check_quantiser,
+    check_rate,
     read_allowed,
+    read_limit,
     read_request,
+    refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.records import BatchRecord, Item, ItemResult
@@ -349,9 +352,11 @@ def _check_options(options: BatchOptions) -> None:
 
     parse_request(options.precision)
     check_quantiser(read_allowed(options.allow, options.memory))
-    check_number("--fps", options.fps)
+    refuse_unknown_device(options.device)
+    read_limit(options.memory)
+    check_rate(options.fps)
     check_number("--journal-limit", options.journal_limit)
-    for name in ("workers", "cpus_per_worker", "tries", "fps"):
+    for name in ("workers", "cpus_per_worker", "tries"):
         value = getattr(options, name)
         if value is not None and value <= 0:
             flag = name.replace("_", "-")

@@ -45,6 +45,7 @@ from stopdown.app.request_options import (
     RequestOptions,
     check_number,
     check_quantiser,
+    check_rate,
     find_source,
     read_allowed,
     read_request,
@@ -472,7 +473,7 @@ def _read_request(options: GenerateOptions) -> Request:
     from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision)
-    _check_rate(options.fps)
+    check_rate(options.fps)
     check_number("--journal-limit", options.journal_limit)
     if options.prompt == "":
         raise OptionError(
@@ -495,16 +496,6 @@ def _read_request(options: GenerateOptions) -> Request:
         steps=options.steps,
         seed=options.seed,
     )
-
-
-_MOST_FPS = 1000.0
-
-
-def _check_rate(fps: float) -> None:
-    if not 0 < fps <= _MOST_FPS:  # NaN is neither
-        raise OptionError(
-            f"--fps {fps:g} is not above 0 and up to {_MOST_FPS:g}.", remedy="Use --fps 8."
-        )
 
 
 def _check_output_early(options: GenerateOptions) -> None:

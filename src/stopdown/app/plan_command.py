@@ -199,12 +199,11 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         )
     request = read_request(options)
     check_target(output, replaces=describe_no_plan, force=options.force)
-    from stopdown.pipelines.library_messages import quiet_libraries
-
     source = find_source(options, display)
     if source.components:
         check_components(others, source.components)
     load_libraries(display)
+    from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.calibrated import make_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.sums import choose_sums

@@ -237,6 +237,21 @@ def check_number(flag: str, value: float | None) -> None:
         raise OptionError(f"{flag} {value} is not a number.", remedy=f"Use {flag} 6.")
 
 
+_MOST_FPS = 1000.0
+
+
+def check_rate(fps: float) -> None:
+    """Refuse frames per second that no file has.
+
+    Raises:
+        OptionError: it is not above 0, or too many.
+    """
+    if not 0 < fps <= _MOST_FPS:  # NaN is neither
+        raise OptionError(
+            f"--fps {fps:g} is not above 0 and up to {_MOST_FPS:g}.", remedy="Use --fps 8."
+        )
+
+
 def _check_strength(value: float | None) -> None:
     if value is not None and not 0 < value <= 1:
         raise OptionError(

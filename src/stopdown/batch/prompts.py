@@ -162,13 +162,25 @@ def _make_item(given: str, number: int, said: dict[str, Any]) -> Item:
     try:
         item = msgspec.convert({"line": number, **said}, Item, strict=False)
     except msgspec.ValidationError as error:
-        raise _refuse(given, number, f"{error}.") from error
+        raise _refuse(given, number, f"{_describe(error)}.") from error
     for text in (item.prompt, item.negative):
         if fault := find_text_fault(text or ""):
             raise _refuse(given, number, fault)
     if item.name is not None and not _NAME.fullmatch(item.name):
         raise _refuse(given, number, f"{item.name[:60]!r} is no name of a file.")
     return item
+
+
+_TYPES = {"str": "text", "int": "a whole number", "float": "a number", "null": "nothing"}
+
+
+def _describe(error: msgspec.ValidationError) -> str:
+    """What a field holds and should hold, without the words of types."""
+    found = re.fullmatch(r"Expected `(\w+)[^`]*`, got `(\w+)`.* - at `\$\.(\w+)`", str(error))
+    if found is None:
+        return str(error)
+    wanted, got, name = found.groups()
+    return f"the field {name} holds {_TYPES.get(got, got)} and should hold {_TYPES.get(wanted, wanted)}"
 
 
 def _refuse(given: str, number: int, what: str) -> InputError:

@@ -25,7 +25,6 @@ from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
-from stopdown.errors import InputError
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, cast_floats, put_cast, put_layer
@@ -105,14 +104,9 @@ def mend(
         A handle with `.done`, `.remaining` and `.undo()`, also a context manager.
 
     Raises:
-        InputError: it is no pipeline that is loaded.
+        InputError: it is no pipeline, or a name of one.
     """
-    if not find_components(pipe):
-        raise InputError(
-            f"mend was given a {type(pipe).__name__}, which holds no module.",
-            expected="It changes a Diffusers pipeline with its weights, in place.",
-            remedy="Load it first: pipe = stopdown.load(...), or stopdown check SOURCE --fix -o FOLDER.",
-        )
+    find_components(pipe)  # refuses what holds no module
     patches, done = Patches(), list[str]()
     checked = inspect_pipeline(pipe, device=device, arguments=arguments)
     try:
