@@ -199,7 +199,7 @@ def _read_converted(path: Path) -> Weights:
         raise OptionError(
             f"{path} says nothing of exponents.",
             expected="A plan, or a folder or file that this version of convert wrote.",
-            remedy="Convert the model again, or give its plan: --plan plan.json",
+            remedy='Convert the model again, or give its plan: plan="plan.json".',
         )
     seal = seals[0].rpartition(" ")[2] or path.name
     return Weights(shapes, rows, seal, folder=path if path.is_dir() else None)
@@ -212,7 +212,7 @@ def _read_planned(plan: Plan) -> Weights:
         raise OptionError(
             f"The plan's {beyond[0]} has {rest}, so convert writes it with other exponents.",
             expected="A LoRA takes the exponents of the files that it is used with.",
-            remedy="Give the converted model instead of the plan: --plan CONVERTED. Under Stopdown a LoRA "
+            remedy='Give the converted model instead of the plan: plan="CONVERTED". Under Stopdown a LoRA '
             "needs no conversion: stopdown generate SOURCE --lora FILE --precision plan.json.",
         )
     source = resolve_source(plan.source)
@@ -221,7 +221,7 @@ def _read_planned(plan: Plan) -> Weights:
         raise OptionError(
             f"The plan is for the single file {source.name}, whose tensors have other names.",
             expected="A LoRA takes the exponents of the file that it is used with.",
-            remedy="Give the converted file: --plan CONVERTED.safetensors.",
+            remedy='Give the converted file: plan="CONVERTED.safetensors".',
         )
     files = list_weight_files(source)
     shapes = {
