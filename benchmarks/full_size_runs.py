@@ -61,6 +61,34 @@ _TINY_VAE = {
     "norm_num_groups": 2,
 }
 
+_TINY_TRANSFORMER = {
+    "num_attention_heads": 1,
+    "num_layers": 1,
+    "text_embed_dim": 4096,
+    "use_rotary_positional_embeddings": True,
+}
+_TINY_PICTURE_VAE = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [8, 8, 8, 8],
+    "norm_num_groups": 2,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+_TINY_VIDEO_VAE = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "block_out_channels": [32, 32, 32, 32],
+    "latent_channels": 4,
+}
+_TINY_CLIP = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "projection_dim": 1024,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -92,7 +120,29 @@ CASES = {
         _VIDEO,
     ),
     "CogVideoX-5B": Case("CogVideoX-5B", "transformer", _TINY_COGVIDEOX, {}, _VIDEO),
+    "T5-XXL": Case(
+        "CogVideoX-5B",
+        "text_encoder",
+        {"transformer": _TINY_TRANSFORMER, "vae": _TINY_VAE},
+        {},
+        _VIDEO,
+    ),
+    "CogView3-Plus-3B": Case(
+        "CogView3-Plus-3B",
+        "transformer",
+        {"text_encoder": _TINY_T5, "vae": _TINY_PICTURE_VAE},
+        {},
+        {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0},
+    ),
+    "SVD-XT": Case(
+        "SVD-XT",
+        "unet",
+        {"image_encoder": _TINY_CLIP, "vae": _TINY_VIDEO_VAE},
+        {},
+        {"frames": 2, "height": 128, "width": 128, "picture": True, "guidance": 1.0},
+    ),
 }
+"""Which of them were run stands in the results; all were tried with fewer layers."""
 
 
 def write_folder(name: str, folder: Path) -> int:

@@ -101,6 +101,18 @@ def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(
     assert mapped.components == plain.components
 
 
+@pytest.mark.usefixtures("few_bytes")
+def test_weights_that_are_stored_as_they_are_loaded_are_not_copied(
+    save_tiny: Callable[..., Path],
+) -> None:
+    """Their class maps the file itself; what is cast is mapped here."""
+    source = resolve_source(save_tiny("cogvideox"))
+    plain = load_pipeline(source, torch_dtypes=torch.bfloat16)
+    assert not any(map(is_mapped, plain.transformer.parameters()))
+    cast = load_pipeline(source, torch_dtypes=torch.float32)
+    assert all(map(is_mapped, cast.transformer.parameters()))
+
+
 def test_weights_that_do_not_fit_their_class_are_loaded_by_it(
     save_tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

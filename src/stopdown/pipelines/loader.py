@@ -26,7 +26,7 @@ from stopdown.environment import choose_device
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import choose_folder
-from stopdown.number_formats import FORMATS, list_some
+from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.pipelines import hub
 from stopdown.pipelines.component_classes import (
     describe_misfit,
@@ -62,7 +62,7 @@ def load_pipeline(
 ) -> Any:
     """The Diffusers pipeline of a source, on the CPU, in evaluation mode.
 
-    Weights that are large beside the machine's memory lie in temporary files and are mapped.
+    Weights that are cast and large beside the machine's memory lie in temporary files and are mapped.
 
     Args:
         source: what `resolve_source` gave, and `verify_source` let pass.
@@ -152,12 +152,13 @@ def _load_folder(
         if (source.path / name).is_dir():
             find_class(library, class_name)  # before hours are spent on another
     components: dict[str, Any] = {}
-    needed = count_bytes(source, dtypes)
-    mapped = mapped or choose_folder(needed, choose_device("cpu").memory_bytes)
+    cast = {name: count_cast_bytes(source, name, choose_dtype(dtypes, name)) for name in sizes}
+    found = choose_folder(sum(cast.values()), choose_device("cpu").memory_bytes)
     done, total = 0, sum(sizes.values())
     for name, size in sizes.items():
         _report(progress, name, done, total)
-        components[name] = _load_component(source, name, choose_dtype(dtypes, name), mapped)
+        folder = mapped or (found if cast[name] else None)
+        components[name] = _load_component(source, name, choose_dtype(dtypes, name), folder)
         done += size
     _report(progress, "pipeline", done, total)
     return _build_pipeline(source, components)
@@ -175,14 +176,15 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
-def count_bytes(source: Source, dtypes: Dtypes) -> int:
-    """Bytes of a folder's weights in these dtypes."""
-    return sum(
-        math.prod(entry.shape) * choose_dtype(dtypes, name).itemsize
-        for name, files in list_weight_files(source).items()
-        for path in files
-        for entry in read_header(path).values()
-    )
+def count_cast_bytes(source: Source, name: str, dtype: torch.dtype) -> int:
+    """Bytes of a component's weights that are cast to this dtype while they are loaded.
+
+    What is stored in it takes no memory of its own: the class maps the file.
+    """
+    files = list_weight_files(source)[name]
+    entries = (entry for path in files for entry in read_header(path).values())
+    cast = (x for x in entries if x.dtype in FORMATS and x.dtype != name_dtype(dtype))
+    return sum(math.prod(entry.shape) * dtype.itemsize for entry in cast)
 
 
 def _load_component(source: Source, name: str, dtype: torch.dtype, mapped: Path | None) -> Any:
