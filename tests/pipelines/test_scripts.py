@@ -199,11 +199,11 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "stopdown run SCRIPT",
         ),
         (
-            {"script": __file__, "precision": "fp16"},
+            {"script": __file__, "precision": "vae=fp16"},
             OptionError,
-            "--precision fp16 was given for a script. A script chooses the precisions of its pipelines "
-            "itself; a plan belongs to them. Use --precision plan.json or leave it away; torch_dtype in "
-            "the script chooses.",
+            "--precision vae=fp16 was given for a script. A script chooses what its components are loaded "
+            "in; one precision can be given for all that it loads in 16 bits, or a plan. Use --precision "
+            "fp16, --precision plan.json, or --components to guard some alone.",
         ),
     ],
 )
@@ -466,6 +466,39 @@ def test_an_overflow_without_a_pipeline_is_repaired(run: Run, tmp_path: Path) ->
     assert record.modules.reused == ("Wrapper: rescaled (fp16)",)
     assert len(said) == 1
     assert " at its call 1, in fp16. " in said[0]
+
+
+def test_a_precision_for_what_a_script_pins(run: Run, tmp_path: Path) -> None:
+    """What is bf16 in a script runs in fp16, nearer to fp32, an overflow repaired; outputs stay bf16."""
+    text = SAMPLE + "torch.save(program.run(), sys.argv[4])"
+    wide = make_program("engine")
+    overflow_(wide.unet.blocks[1])  # type: ignore[arg-type]
+    right, found = wide.run(), {}
+    for precision in ("auto", "fp16"):
+        path = tmp_path / f"{precision}.pt"
+        record, said = run(text, "engine", "bfloat16", "overflows", path, precision=precision)
+        found[precision] = torch.load(path)
+        assert record.modules is not None
+        assert {x.component: x.precisions[0] for x in record.modules.calls} == dict.fromkeys(
+            ("Wrapper", "FirstStage.decode"), "bf16" if precision == "auto" else "fp16"
+        )
+    assert said[0] == "Wrapper was in bf16, and runs in fp16."
+    assert "FirstStage was in bf16, and runs in fp16." in said
+    assert [x.action for x in record.modules.repairs] == ["rescaled"]
+    assert found["fp16"].isfinite().all()
+    assert found["auto"].dtype == torch.bfloat16
+    errors = {name: float((x.float() - right).abs().max()) for name, x in found.items()}
+    assert errors["fp16"] < errors["auto"]
+
+
+def test_a_precision_for_a_pipeline_in_a_script(run: Run, save_tiny: SaveTiny) -> None:
+    """A pipeline that is loaded in bf16 runs in fp16, its authors' fp32 parts as they are loaded so."""
+    folder = save_tiny("cogview3plus")
+    record, said = run(PAINT + "paint()\n", folder, "bfloat16", precision="fp16")
+    (guarded,) = record.runs
+    assert {x.component: x.precisions[0] for x in guarded.calls}["transformer"] == "fp16"
+    assert "transformer was in bf16, and runs in fp16." in said
+    assert choose_code(record) == 0
 
 
 def test_between_calls_a_repaired_model_is_the_scripts_own(run: Run) -> None:

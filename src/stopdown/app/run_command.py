@@ -76,7 +76,7 @@ class ScriptOptions(CommandOptions):
             "--precision",
             "--plan",
             help="auto leaves the script's choice alone; plan.json is a plan for the pipelines that "
-            "it belongs to.",
+            "it belongs to; fp16, bf16 or fp32 is what runs so that the script loads in other 16 bits.",
         ),
     ] = "auto"
     keep_repairs: KeepRepairsOption = False
@@ -161,6 +161,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         remark,
         plan,
         tuple(filter(None, (options.components or "").split(","))),
+        _read_dtype(options.precision),
     )
     with Patches() as patches, _as_main(options, patches):
         drop_empty_remarks(patches)
@@ -216,11 +217,12 @@ def _check_options(options: ScriptOptions) -> str | None:
     from stopdown.plans.precision import parse_request
 
     asked = parse_request(options.precision)
-    if asked.plan is None and not asked.is_auto:
+    if any(part.component for part in asked.parts):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
-            expected="A script chooses the precisions of its pipelines itself; a plan belongs to them.",
-            remedy="Use --precision plan.json or leave it away; torch_dtype in the script chooses.",
+            expected="A script chooses what its components are loaded in; one precision can be given for "
+            "all that it loads in 16 bits, or a plan.",
+            remedy="Use --precision fp16, --precision plan.json, or --components to guard some alone.",
         )
     if options.keep_repairs and asked.plan is None:
         raise OptionError(
@@ -229,6 +231,14 @@ def _check_options(options: ScriptOptions) -> str | None:
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
         )
     return asked.plan
+
+
+def _read_dtype(precision: str) -> Any:
+    """What the script's components are to run in; None where that is its own choice, or a plan's."""
+    from stopdown.number_formats import find_format
+
+    found = find_format(precision.strip())
+    return None if found is None else found.torch_dtype
 
 
 _OWN = ("--on-fault", "--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")

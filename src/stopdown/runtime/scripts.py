@@ -17,18 +17,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from stopdown.call_names import name_call
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.frame_faults import find_frame_findings
+from stopdown.graph.capture import set_own_dtypes
+from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.components import GENERAL_KEEPS, Callee
+from stopdown.pipelines.call_interception import find_module, put_cast
+from stopdown.pipelines.components import (
+    GENERAL_KEEPS,
+    Callee,
+    cast_component_,
+    find_callees,
+    read_precisions,
+)
 from stopdown.pipelines.outermost_calls import (
     intercept_methods,
     is_in_training,
@@ -141,6 +150,7 @@ class ScriptGuard:
         announce: told what a person must hear.
         plan: put on each pipeline that it belongs to; with the repairs of earlier calls in it.
         components: patterns of names or classes of components; empty for all.
+        precision: what components run in that the script has in another 16 bits; None leaves them.
         runs: what each guard saw and did, one for each call of a pipeline.
         findings: what is wrong with what pipelines returned.
         failed: a fault was not repaired.
@@ -150,12 +160,14 @@ class ScriptGuard:
     announce: Callable[[str], None]
     plan: Plan | None = None
     components: tuple[str, ...] = ()
+    precision: torch.dtype | None = None
     runs: list[GuardRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     failed: bool = False
     _inside: set[int] = field(default_factory=set)
     _repair_cache: RepairCache = field(default_factory=RepairCache)
     _without_plan: set[str] = field(default_factory=set)
+    _cast: WeakSet[torch.nn.Module] = field(default_factory=WeakSet)
 
     def __post_init__(self) -> None:
         self.modules = ModuleCalls(RepairLog(self.announce))
@@ -176,7 +188,7 @@ class ScriptGuard:
             return call(*args, **kwargs)
         self._inside.add(id(pipe))
         try:
-            with self._failing(guarding), silenced(), guarding:
+            with self._failing(guarding), silenced(), self._casting(find_callees(pipe)), guarding:
                 output = guarding.run(call, args, kwargs)
                 self.plan = guarding.updated_plan() or self.plan
         finally:
@@ -194,10 +206,31 @@ class ScriptGuard:
             yield
             return
         try:
-            with self._failing(guarding), guarding:
+            with self._failing(guarding), self._casting((callee,)), guarding:
                 yield
         finally:
             self.modules.add(guarding.record)
+
+    @contextlib.contextmanager
+    def _casting(self, callees: Iterable[Callee]) -> Iterator[None]:
+        """With component calls in the precision that was asked for; outputs come back as before."""
+        with Patches() as patches:
+            if self.precision is not None:
+                for callee in callees:
+                    if self._bring(callee, self.precision):
+                        put_cast(callee, self.precision, patches)
+            yield
+
+    def _bring(self, callee: Callee, wanted: torch.dtype) -> bool:
+        """Cast a component whose weights have other 16 bits; whether it was cast now or before."""
+        module = find_module(callee)
+        found = next(iter(read_precisions(module)), None)
+        if found in (torch.float16, torch.bfloat16) and found != wanted:
+            set_own_dtypes(cast_component_(module, wanted), found, wanted, Patches())
+            self._cast.add(module)
+            names = name_dtype(found), name_dtype(wanted)
+            self.announce(f"{callee.component_name} was in {names[0]}, and runs in {names[1]}.")
+        return module in self._cast
 
     def _guard_module(self, callee: Callee) -> Guard | None:
         """A guard of one call; None where it is to be left alone."""
