@@ -47,7 +47,7 @@ PROMPT = "a red circle moving left on a grey background"
 STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
-STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate")
+STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums")
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -470,7 +470,24 @@ def weights_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     return {"bytes": write_folder(name, folder / "model"), "elapsed_s": time.perf_counter() - begun}
 
 
-_MAKERS = {"weights": weights_stage, "plan": plan_stage, "certify": plan_stage}
+def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
+    """Which linear layers the certificate lets sum in fp16, and in how many pieces at most."""
+    from stopdown.plans.plan_files import read_plan
+    from stopdown.plans.sums import choose_sums, list_refused
+
+    made = choose_sums(read_plan(folder / _PLANS["fp16 by certificate"]), "auto")
+    entry = next(x for x in made.components if x.component == CASES[name].component)
+    taken = entry.accumulation.fp16_sums if entry.accumulation is not None else {}
+    terms = {path: bound.terms for path, bound in entry.scaling.sums.items()}
+    return {
+        "linears": len(terms), "fp16_sums": len(taken), "refused": list_refused(entry),
+        "longest": max(terms.values()), "most_pieces": max(-(-terms[p] // x) for p, x in taken.items()),
+    }  # fmt: skip
+
+
+_MAKERS = {
+    "weights": weights_stage, "plan": plan_stage, "certify": plan_stage, "sums": sums_stage,
+}  # fmt: skip
 
 
 def run_all(name: str, stages: list[str], folder: Path) -> None:
@@ -534,6 +551,12 @@ def write_tables(report: dict[str, Any]) -> None:
                 "| plan | seconds | peak memory | headroom | folds | exponents | fp32 modules | values |",
                 "|---|--:|--:|--:|--:|---|---|---|",
                 *plans,
+                "",
+            ]
+        if "linears" in (sums := rows.get("sums", {})):
+            lines += [
+                f"By the certificate {sums['fp16_sums']} of {sums['linears']} linear layers, with up to"
+                f" {sums['longest']} terms, may sum in fp16, in at most {sums['most_pieces']} pieces.",
                 "",
             ]
         lines += [*failed, ""] if failed else []
