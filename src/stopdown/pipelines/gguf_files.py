@@ -10,13 +10,15 @@ folded in by multiplying them alone, as far as fp16 holds that.
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stopdown.errors import OptionError, take_one_line
+from stopdown.errors import OptionError, ScalingError, take_one_line
 from stopdown.pipelines.headers import DamagedFileError
 
 SCALES: Mapping[str, tuple[int, ...]] = {
@@ -120,3 +122,63 @@ def read_scales(tensor: Any) -> torch.Tensor:
         for at in SCALES.get(tensor.tensor_type.name, ())
     ]
     return torch.cat(parts, 1) if parts else torch.empty(0, 1, dtype=torch.float16)
+
+
+def copy_with_texts(source: Path, target: Path, texts: Mapping[str, str]) -> None:
+    """Write a file again with texts more in its metadata, and every other byte as it was."""
+    reader = open_gguf(source)
+    header = source.read_bytes()[: _find_end(reader)]
+    entries = b"".join(
+        _encode(name) + _STRING.to_bytes(4, "little") + _encode(text)
+        for name, text in texts.items()
+    )
+    count = int.from_bytes(header[16:24], "little") + len(texts)
+    header = header[:16] + count.to_bytes(8, "little") + entries + header[24:]
+    with source.open("rb") as old, target.open("wb") as new:
+        new.write(header + bytes(-len(header) % reader.alignment))
+        old.seek(reader.data_offset)
+        shutil.copyfileobj(old, new, 2**22)
+
+
+_STRING = 8
+"""The type of a text in metadata."""
+
+
+def _encode(text: str) -> bytes:
+    return len(text.encode()).to_bytes(8, "little") + text.encode()
+
+
+def _find_end(reader: Any) -> int:
+    """Where the header ends, padding aside: behind the description of the last tensor."""
+    fields = [tensor.field for tensor in reader.tensors] or list(reader.fields.values())
+    return max(entry.offset + sum(part.nbytes for part in entry.parts) for entry in fields)
+
+
+def fold_tensor(tensor: Any, rows: torch.Tensor) -> float:
+    """Multiply the rows of a tensor by powers of two in place; the relative L2 change by rounding.
+
+    Args:
+        tensor: of a reader in the mode `r+`.
+        rows: exponents, `[R]`, or one for all.
+
+    Raises:
+        ScalingError: its type keeps no scale that could be multiplied.
+    """
+    kind, data = tensor.tensor_type.name, tensor.data
+    if kind not in PLAIN and kind not in SCALES:
+        raise ScalingError(f"{tensor.name} is stored as {kind}, whose scales are not folded.")
+    _, size = require_gguf().GGML_QUANT_SIZES[tensor.tensor_type]
+    parts = SCALES.get(kind, (0,))
+    width = {"F32": 4, "F64": 8}.get(kind, 2)
+    dtype = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16}
+    stored = data.view("uint8").reshape(data.shape[0], -1, size)
+    error = total = 0.0
+    for at in parts:
+        raw = torch.from_numpy(stored[:, :, at : at + width].copy())
+        before = raw.view(dtype.get(kind, torch.float16)).double()
+        exact = torch.ldexp(before, rows.reshape(-1, 1, 1))
+        after = exact.to(dtype.get(kind, torch.float16))
+        stored[:, :, at : at + width] = after.view(torch.uint8).numpy()
+        error += float((after.double() - exact).square().sum())
+        total += float(exact.square().sum())
+    return math.sqrt(error / total) if total else 0.0

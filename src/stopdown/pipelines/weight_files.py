@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.errors import ScalingError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines import gguf_files
 from stopdown.pipelines.headers import StoredTensor, read_header, read_metadata
@@ -44,6 +45,7 @@ class FileWeight:
         read: gives its values in fp32 piece by piece; nothing where they cannot be unpacked.
         read_scales: gives its scales; None where it has none.
         is_scaled: it is codes that need a scale.
+        quantised: the tensors that it is made of in a safetensors file; None for one that is one tensor.
     """
 
     name: str
@@ -53,6 +55,21 @@ class FileWeight:
     read: Callable[[], Iterator[torch.Tensor]]
     read_scales: Callable[[], torch.Tensor] | None = None
     is_scaled: bool = False
+    quantised: QuantisedWeight | None = None
+
+    def load(self) -> torch.Tensor:
+        """All values, in fp32.
+
+        Raises:
+            ScalingError: they cannot be unpacked here.
+        """
+        pieces = list(self.read())
+        if not pieces:
+            raise ScalingError(
+                f"The values of {self.name} cannot be unpacked: it is stored as {self.stored}.",
+                remedy="Use scaled fp8, int8, GGUF, or weights of 16 bits.",
+            )
+        return torch.cat([x.reshape(-1) for x in pieces]).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,11 @@ class WeightFile:
     kind: str
     metadata: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[FileWeight, ...] = ()
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether a weight of it is codes and scales."""
+        return any(weight.is_scaled for weight in self.weights)
 
 
 def open_weight_file(path: Path) -> WeightFile:
@@ -117,6 +139,7 @@ def _describe_quantised(
         partial(_read_quantised, path, weight),
         partial(_get, path, weight.scale) if weight.scale else None,
         is_scaled=True,
+        quantised=weight,
     )
 
 

@@ -33,6 +33,7 @@ from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.records import Operands
 from stopdown.scaling.exponent_rules import Operation, state_equations
+from stopdown.scaling.fold_bounds import FoldBound, read_bounds
 from stopdown.scaling.linear_system import ZERO, System
 
 SMALLEST_BITS = -22.0
@@ -90,6 +91,7 @@ class Problem:
         outputs: number of an output that the component returns in fp32 to its unknown.
         layers: module path of a product with a weight, `path[0:64]` for a block of its outputs, to the
             unknowns of its input and output in each call of it.
+        bounds: (unknown, parameter, what limits its fold) of weights whose format does not hold any.
         apart: the system before unknowns of like modules were merged; None when none were.
     """
 
@@ -107,6 +109,7 @@ class Problem:
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
     layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    bounds: list[tuple[int, str, FoldBound]] = field(default_factory=list)
     apart: System | None = None
 
 
@@ -179,6 +182,7 @@ def state_problem(
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
         _Stater(problem, module, call, index, multiplies, closed).state()
+    _bound_folds(problem, read_bounds(module))
     return problem
 
 
@@ -202,6 +206,18 @@ def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str
             if not is_inside(path, host):
                 guests.setdefault(host, set()).update(own)
     return {host: frozenset(names) for host, names in guests.items()}
+
+
+def _bound_folds(problem: Problem, bounds: Mapping[str, FoldBound]) -> None:
+    """Folds that a format limits, and those that have one exponent because they share a scale."""
+    groups: dict[str, list[int]] = {}
+    for (name, _, _), unknown in problem.parameters.items():
+        if bound := bounds.get(name):
+            problem.bounds.append((unknown, name, bound))
+            for group in bound.groups:
+                groups.setdefault(group, []).append(unknown)
+    for unknowns in groups.values():
+        problem.system.equate(*unknowns)
 
 
 class _Stater:

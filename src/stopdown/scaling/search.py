@@ -221,6 +221,9 @@ def find_folds(
     Args:
         groups: `module.path.attribute` of eps that only change together.
         free: others that may change, each by itself; None for all. The rest stays as it is.
+
+    Raises:
+        ScalingError: there would be some, and the formats of weights do not hold them.
     """
     problem = state_problem(module, calls)
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
@@ -231,6 +234,8 @@ def find_folds(
     for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
         if solution := solve_problem(problem, hard_top_bits=bits, fp32_modules=False):
             return describe_solution(problem, solution)
+    if problem.bounds:
+        raise explain_failure(problem)
     return None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -92,6 +92,10 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
     for unknown, floor, within in problem.floors:
         lifted = {lifts[path]: 4.0 * WIDEST for path in within if path in lifts}
         program.demand({problem.system.find(unknown): 1.0}, low=math.ceil(floor), extra=lifted)
+    for unknown, _, bound in problem.bounds:
+        if (root := problem.system.find(unknown)) != ZERO:
+            program.demand({root: 1.0}, low=bound.low, high=bound.high)
+            _price_beyond(program, root, bound.wanted, math.inf, Prices().lowest)
     _price_folds(program, problem)
     _price_sizes(program, problem)
     result = program.solve("fp32_modules" if fp32_modules else "folds")
@@ -104,7 +108,13 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
 
 
 def explain_failure(problem: Problem) -> ScalingError:
-    """Why there are no exponents: the largest values that nothing may scale."""
+    """Why there are no exponents: formats that do not hold them, or values that nothing may scale."""
+    if problem.bounds and (beyond := _list_beyond(problem)):
+        return ScalingError(
+            f"The formats of its weights do not hold the exponents that it needs: {'; '.join(beyond)}.",
+            expected="A fold goes into the scales of a quantised weight, and must not round them away.",
+            remedy="Use a format with fp32 scales (scaled fp8, int8 by rows), or weights in bf16.",
+        )
     fixed = [x for x in problem.limits if problem.system.find(x.unknown) == ZERO]
     too_large = [x for x in fixed if x.range.amax > _largest(x.dtype)]
     worst = sorted(too_large, key=lambda x: -x.range.amax)[:3]
@@ -114,6 +124,25 @@ def explain_failure(problem: Problem) -> ScalingError:
         expected="Each 16-bit value must stay below the largest value of its dtype.",
         remedy="Run this component in bf16 or fp32.",
     )
+
+
+def _list_beyond(problem: Problem) -> list[str]:
+    """The folds beyond their bounds where there were none, the furthest first."""
+    free = replace(problem, bounds=[])
+    found = solve_problem(free, hard_top_bits=0.01, fp32_modules=False)
+    if found is None:
+        return []
+    beyond = list[tuple[int, str]]()
+    for unknown, name, bound in problem.bounds:
+        root = problem.system.find(unknown)
+        exponent = 0 if root == ZERO else found.exponents[root]
+        if not bound.low <= exponent <= bound.high:
+            limit = bound.low if exponent < bound.low else bound.high
+            said = f"{name} needs 2**{exponent}, and {bound.reason} hold it to 2**{limit}"
+            beyond.append((abs(exponent - limit), said))
+    beyond.sort(key=lambda item: -item[0])
+    more = [f"{len(beyond) - 3} more"] if len(beyond) > 3 else []
+    return [said for _, said in beyond[:3]] + more
 
 
 @dataclass

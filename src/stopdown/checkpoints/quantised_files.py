@@ -1,0 +1,211 @@
+"""Exponents in quantised files: a power of two goes into the scales, and every code stays what it was.
+
+A file is written again with its own names, dtypes and order. Only scales and weights that are not quantised
+get other values, so bytes are copied and those overwritten in place. What the scales hold is known before
+a plan is made (`bound_weights`): the solver gets it as a bound on each fold.
+
+**Catches** scales that would be rounded, folds by rows where a weight has one scale, weights that cannot be
+unpacked here, files that are rescaled already.
+**Does not catch** activations that are quantised with a scale that is no part of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import safe_open
+
+from stopdown.errors import OptionError, ScalingError
+from stopdown.pipelines import gguf_files
+from stopdown.pipelines.headers import RESCALED_ENTRY, encode_header, read_header, read_header_bytes
+from stopdown.pipelines.weight_files import FileWeight, WeightFile, open_weight_file
+from stopdown.scaling.fold_bounds import FoldBound, bound_scales, find_normal
+
+Folds = Mapping[str, torch.Tensor]
+"""Weight of a file to the exponent of each of its rows, `[R]` int32."""
+
+
+def bound_weights(file: WeightFile) -> dict[str, FoldBound]:
+    """How far each weight of a file can be folded, and whether all of its rows go together.
+
+    Cost: one pass over the scales, and over the weights in fp16.
+    """
+    return {weight.name: _bound(file, weight) for weight in file.weights}
+
+
+def _bound(file: WeightFile, weight: FileWeight) -> FoldBound:
+    scales = weight.read_scales() if weight.read_scales is not None else None
+    if scales is None:
+        if weight.is_scaled:
+            return FoldBound(0, 0, (weight.name,), f"{weight.stored} codes")
+        if weight.stored == "fp16":
+            values = torch.cat([x.reshape(-1).half() for x in weight.read()])
+            return FoldBound(*bound_scales(values), (), "fp16 values")
+        return FoldBound()
+    reason = f"the {weight.stored} scales"
+    if weight.quantised is None:  # blocks lie inside of rows
+        return FoldBound(*bound_scales(scales), (), reason)
+    groups = () if _has_row_scales(weight, scales) else (weight.name,)
+    if is_power(scales):
+        codes = scales.view(torch.uint8)
+        return FoldBound(-int(codes.min()), 254 - int(codes.max()), groups, reason)
+    if scales.element_size() < 2:
+        return FoldBound(0, 0, groups, reason)
+    low, high = bound_scales(scales)
+    if "fp8" not in weight.stored and "float8" not in weight.stored:
+        return FoldBound(low, high, groups, reason)
+    # ComfyUI widens fp8 in the format that it computes in, the scale included
+    wanted, most = find_normal(scales)
+    return FoldBound(low, min(high, most), groups, reason, wanted)
+
+
+def is_power(scales: torch.Tensor) -> bool:
+    """Whether scales are exponents of two themselves, as in mxfp8."""
+    return scales.dtype == torch.float8_e8m0fnu
+
+
+def _has_row_scales(weight: FileWeight, scales: torch.Tensor) -> bool:
+    return scales.dim() > 0 and scales.numel() > 1 and len(scales) == weight.shape[0]
+
+
+def fold_file(
+    source: Path,
+    target: Path,
+    folds: Folds,
+    inputs: Mapping[str, int],
+    metadata: Mapping[str, str],
+) -> dict[str, float]:
+    """Write a file again with powers of two in its scales; what was lost by rounding comes back.
+
+    Args:
+        source: safetensors or GGUF; left as it is.
+        target: file to write.
+        folds: without a weight, it stays as it is.
+        inputs: weight to the exponent of the values that it multiplies, for layers that divide them by a
+            scale before they quantise them.
+        metadata: entries beside those that the source has.
+
+    Returns:
+        Weight to the relative L2 change of its scales; only those that are not exact.
+
+    Raises:
+        OptionError: the file is rescaled already.
+        ScalingError: a weight cannot be folded so.
+    """
+    file = open_weight_file(source)
+    if said := file.metadata.get(RESCALED_ENTRY):
+        raise OptionError(
+            f"{source} is rescaled already. It says: {said}.",
+            expected="Exponents are found for the original, and folded in once.",
+            remedy="Give the original file, or use this one as it is.",
+        )
+    weights = {weight.name: weight for weight in file.weights}
+    used = {name: folds[name] for name in folds if bool((folds[name] != 0).any())}
+    if unknown := sorted(used.keys() - weights.keys()):
+        raise ScalingError(f"{source} has no weight {unknown[0]}.")
+    if source.suffix.lower() == ".gguf":
+        return _fold_gguf(source, target, used, metadata)
+    return _fold_safetensors(source, target, weights, used, inputs, metadata)
+
+
+def _fold_safetensors(
+    source: Path,
+    target: Path,
+    weights: Mapping[str, FileWeight],
+    folds: Folds,
+    inputs: Mapping[str, int],
+    metadata: Mapping[str, str],
+) -> dict[str, float]:
+    header = json.loads(read_header_bytes(source)[8:])
+    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+    places, lost = read_header(source), dict[str, float]()
+    with source.open("rb") as old, target.open("wb") as new:
+        new.write(encode_header(header))
+        begin = new.tell()
+        old.seek(len(read_header_bytes(source)))
+        shutil.copyfileobj(old, new, 2**22)
+        with safe_open(str(source), framework="pt") as tensors:
+            for name, before, after in _list_changes(tensors, weights, folds, inputs):
+                if loss := _measure_change(before, after, folds.get(name)):
+                    lost[name] = loss
+                _overwrite(new, begin + places[name].start, after)
+    return lost
+
+
+def _overwrite(file: BinaryIO, place: int, tensor: torch.Tensor) -> None:
+    file.seek(place)
+    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _list_changes(
+    tensors: Any, weights: Mapping[str, FileWeight], folds: Folds, inputs: Mapping[str, int]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Tensor, its values, and the values that it gets."""
+    for name, rows in folds.items():
+        weight = weights[name]
+        stored = weight.quantised.scale if weight.quantised is not None else name
+        if weight.is_scaled and not stored:
+            raise ScalingError(
+                f"{name} is stored as {weight.stored}, which has no scale to fold into."
+            )
+        value = tensors.get_tensor(stored)
+        yield stored, value, _fold_rows(weight, value, rows)
+    for name, exponent in inputs.items():
+        found = weights[name].quantised
+        if exponent and found is not None and found.input_scale:
+            value = tensors.get_tensor(found.input_scale)
+            yield found.input_scale, value, torch.ldexp(value, torch.tensor(exponent))
+
+
+def _fold_rows(weight: FileWeight, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """A tensor times a power of two for each row of its weight; for all, where it has no rows."""
+    first = int(rows[0]) if len(rows) else 0
+    is_uniform = bool((rows == first).all())
+    if is_power(value):
+        codes = value.view(torch.uint8).int() + first
+        folded = codes.clamp(0, 254).to(torch.uint8).view(value.dtype)
+    elif value.element_size() < 2:
+        raise ScalingError(f"The scales of {weight.name} are codes themselves ({weight.stored}).")
+    elif is_uniform:
+        folded = torch.ldexp(value, torch.tensor(first)).to(value.dtype)
+    elif weight.quantised is None or _has_row_scales(weight, value):
+        shape = (-1, *(1 for _ in value.shape[1:])) if value.dim() else ()
+        folded = torch.ldexp(value.double(), rows.reshape(shape)).to(value.dtype)
+        is_uniform = True
+    if not is_uniform:
+        raise ScalingError(
+            f"{weight.name} has one scale ({weight.stored}) and needs one for each row."
+        )
+    if not bool(folded.float().isfinite().all()) and bool(value.float().isfinite().all()):
+        raise ScalingError(f"The scales of {weight.name} leave their format times 2**{first}.")
+    return folded
+
+
+def _measure_change(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None) -> float:
+    """Relative L2 error of values that were folded and rounded."""
+    if rows is None or is_power(before):
+        return 0.0
+    exponents = rows.reshape(-1, *(1 for _ in before.shape[1:])) if before.dim() else rows[0]
+    if before.dim() and len(before) != len(rows):
+        exponents = rows[0]
+    exact = torch.ldexp(before.double(), exponents)
+    size = float(exact.norm())
+    return float((after.double() - exact).norm()) / size if size else 0.0
+
+
+def _fold_gguf(
+    source: Path, target: Path, folds: Folds, metadata: Mapping[str, str]
+) -> dict[str, float]:
+    gguf_files.copy_with_texts(source, target, metadata)
+    lost = {}
+    for tensor in gguf_files.open_gguf(target, "r+").tensors:
+        if tensor.name in folds:
+            if loss := gguf_files.fold_tensor(tensor, folds[tensor.name]):
+                lost[str(tensor.name)] = loss
+            tensor.data.flush()
+    return lost

@@ -1,0 +1,374 @@
+"""Exponents in quantised files: exact in the scales, read by programs that are not ours.
+
+STOPDOWN_COMFYUI names a checkout of ComfyUI; its packages come from PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stopdown.checkpoints.quantised_files import bound_weights, fold_file
+from stopdown.errors import OptionError, ScalingError
+from stopdown.patches import Patches
+from stopdown.pipelines.gguf_files import SCALES
+from stopdown.pipelines.headers import RESCALED_ENTRY
+from stopdown.pipelines.weight_files import open_weight_file
+from stopdown.scaling import find_folds, measure_call
+from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, measure_loss, put_bounds
+from weight_file_samples import Tensors, draw, quantise_fp8, quantise_int8, write_gguf, write_sample
+
+CHECKOUT = os.environ.get("STOPDOWN_COMFYUI", "")
+ENTRY = {RESCALED_ENTRY: "all: weights are times powers of two"}
+needs_comfyui = pytest.mark.skipif(
+    not CHECKOUT, reason="STOPDOWN_COMFYUI names no checkout of ComfyUI"
+)
+
+
+def load_values(path: Path) -> Tensors:
+    return {weight.name: weight.load() for weight in open_weight_file(path).weights}
+
+
+def count_rows(path: Path) -> dict[str, int]:
+    return {x.name: x.shape[0] if x.shape else 1 for x in open_weight_file(path).weights}
+
+
+def spread(path: Path, exponents: Mapping[str, int]) -> Tensors:
+    rows = count_rows(path)
+    return {name: torch.full((rows[name],), e).int() for name, e in exponents.items()}
+
+
+# ---------------------------------------------------------------------------------------------
+# Files
+
+
+@pytest.mark.parametrize(
+    "sample", ["plain", "scaled fp8", "comfy int8", "comfy metadata", "bitsandbytes int8"]
+)
+def test_each_layout_is_folded_bit_for_bit(tmp_path: Path, sample: str) -> None:
+    """Values are 2**k times the original's; codes, names, dtypes and order are those of the source."""
+    source, target = write_sample(sample, tmp_path / "a.safetensors"), tmp_path / "b.safetensors"
+    exponents = dict.fromkeys(count_rows(source), -3)
+    before = source.read_bytes()
+    assert fold_file(source, target, spread(source, exponents), {}, ENTRY) == {}
+    assert source.read_bytes() == before
+    for name, value in load_values(source).items():
+        assert torch.equal(value * 2.0**-3, load_values(target)[name]), name
+    old, new = load_file(source), load_file(target)
+    assert {k: (v.dtype, v.shape) for k, v in old.items()} == {
+        k: (v.dtype, v.shape) for k, v in new.items()
+    }
+    codes = [name for name, value in old.items() if value.element_size() == 1]
+    assert all(torch.equal(old[x].view(torch.uint8), new[x].view(torch.uint8)) for x in codes)
+    assert open_weight_file(target).metadata[RESCALED_ENTRY] == ENTRY[RESCALED_ENTRY]
+
+
+def test_rows_have_exponents_of_their_own(tmp_path: Path) -> None:
+    """Where each row has a scale; a weight with one scale is refused."""
+    rows = torch.arange(64).int() % 7 - 3
+    source = write_sample("comfy int8", tmp_path / "a.safetensors")
+    fold_file(source, tmp_path / "b.safetensors", {"ff.weight": rows}, {}, {})
+    wanted = torch.ldexp(load_values(source)["ff.weight"], rows[:, None])
+    assert torch.equal(load_values(tmp_path / "b.safetensors")["ff.weight"], wanted)
+    source = write_sample("comfy metadata", tmp_path / "a.safetensors")
+    with pytest.raises(ScalingError, match=r"ff.weight has one scale .* needs one for each row"):
+        fold_file(source, tmp_path / "c.safetensors", {"ff.weight": rows}, {}, {})
+
+
+def test_the_scale_of_an_input_follows_it(tmp_path: Path) -> None:
+    """What divides a layer's input before it is quantised is times the input's power of two."""
+    source = write_sample(
+        "scaled fp8", tmp_path / "a.safetensors", ff_scale_input=torch.tensor(0.75)
+    )
+    name = "model.diffusion_model.ff.weight"
+    fold_file(source, tmp_path / "b.safetensors", spread(source, {name: -2}), {name: -5}, {})
+    found = load_file(tmp_path / "b.safetensors")
+    assert float(found["model.diffusion_model.ff.scale_input"]) == 0.75 * 2.0**-5
+
+
+@pytest.mark.parametrize("kind", sorted(SCALES))
+def test_gguf_scales_are_where_the_table_says(tmp_path: Path, kind: str) -> None:
+    """Blocks of random codes, unpacked by the gguf package: exactly 2**k times what they were."""
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    type_ = gguf.GGMLQuantizationType[kind]
+    values, size = gguf.GGML_QUANT_SIZES[type_]
+    blocks = np.random.default_rng(0).integers(0, 256, (4, 3 * size), dtype=np.uint8)
+    for at in SCALES[kind]:
+        for start in range(0, 3 * size, size):
+            scale = np.array([0.01, 0.5, 1.0, 3.0], np.float16).view(np.uint8).reshape(4, 2)
+            blocks[:, start + at : start + at + 2] = scale
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "flux")
+    writer.add_tensor("x", blocks, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    rows = torch.tensor([-2, 0, 3, 1]).int()
+    assert fold_file(tmp_path / "a.gguf", tmp_path / "b.gguf", {"x": rows}, {}, ENTRY) == {}
+    old, new = (
+        gguf.quants.dequantize(gguf.GGUFReader(tmp_path / name).tensors[0].data, type_)
+        for name in ("a.gguf", "b.gguf")
+    )
+    assert old.shape == (4, 3 * values)
+    assert np.array_equal(np.ldexp(old, rows.numpy()[:, None]), new, equal_nan=True)
+    assert np.isfinite(new).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "low"),
+    [("Q8_0", -4), ("Q5_0", -7), ("Q4_0", -8), ("Q4_1", -11), ("BF16", -100), ("F32", -100)],
+)
+def test_formats_hold_what_was_measured(tmp_path: Path, kind: str, low: int) -> None:
+    """Down to the bound a weight keeps its bits, below it loses more than half a place of fp16."""
+    path = write_gguf(tmp_path / "a.gguf", kind, {"x": draw(64, 512).numpy()})
+    (weight,) = open_weight_file(path).weights
+    bound = bound_weights(open_weight_file(path))["x"]
+    assert bound.low == low
+    if weight.read_scales is not None:
+        scales = weight.read_scales()
+        assert measure_loss(scales, low) <= MOST_LOSS < measure_loss(scales, low - 1)
+
+
+def test_what_is_rescaled_already_is_refused(tmp_path: Path) -> None:
+    """A file that was folded once is not folded again."""
+    source = write_sample("comfy int8", tmp_path / "a.safetensors")
+    fold_file(source, tmp_path / "b.safetensors", spread(source, {"ff.weight": -1}), {}, ENTRY)
+    with pytest.raises(OptionError, match="is rescaled already"):
+        fold_file(tmp_path / "b.safetensors", tmp_path / "c.safetensors", {}, {}, ENTRY)
+    assert not (tmp_path / "c.safetensors").exists()
+
+
+# ---------------------------------------------------------------------------------------------
+# Whole models, by readers that are not ours
+
+INSIDE = 14
+"""Between two products values are times two to this, and behind them as they were."""
+
+T5_CONFIG = {
+    "num_layers": 2, "d_model": 64, "num_heads": 4, "d_kv": 16, "d_ff": 128, "vocab_size": 100,
+    "dense_act_fn": "gelu_pytorch_tanh", "is_gated_act": True, "model_type": "t5",
+}  # fmt: skip
+
+
+@functools.cache
+def make_t5() -> torch.nn.Module:
+    """An encoder of Transformers whose gated products overflow in fp16."""
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    names = ("num_layers", "d_model", "num_heads", "d_kv", "d_ff", "vocab_size")
+    sizes = {name: T5_CONFIG[name] for name in names}
+    model = T5EncoderModel(T5Config(**sizes, feed_forward_proj="gated-gelu")).eval()
+    for block in model.encoder.block:
+        dense = block.layer[1].DenseReluDense
+        dense.wi_1.weight.data.mul_(2.0**INSIDE)
+        dense.wo.weight.data.mul_(2.0**-INSIDE)
+    return model
+
+
+def write_t5(path: Path, layout: str) -> Path:
+    tensors: Tensors = {}
+    said = {"scaled fp8": "float8_e4m3fn", "fp8": "float8_e4m3fn", "int8": "int8_tensorwise"}
+    for name, value in make_t5().state_dict().items():
+        layer = name.removesuffix(".weight")
+        if name == "encoder.embed_tokens.weight":
+            continue
+        if value.dim() < 2 or "relative" in name or "shared" in name:
+            tensors[name] = value.bfloat16()
+            continue
+        codes, scale = quantise_int8(value) if layout == "int8" else quantise_fp8(value)
+        tensors[name] = codes
+        tensors[f"{layer}.{'scale_weight' if layout == 'scaled fp8' else 'weight_scale'}"] = scale
+        if layout != "scaled fp8":
+            text = json.dumps({"format": said[layout]}).encode()
+            tensors[f"{layer}.comfy_quant"] = torch.tensor(list(text), dtype=torch.uint8)
+    if layout == "scaled fp8":
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    save_file(tensors, path)
+    return path
+
+
+def fold_model(
+    module: torch.nn.Module, source: Path, target: Path, kwargs: Mapping[str, Any]
+) -> dict[str, int]:
+    """Write a file again with the exponents that its module needs; its names are the module's."""
+    missing = module.load_state_dict(load_values(source), strict=False)
+    assert not missing.unexpected_keys
+    with Patches() as patches:
+        put_bounds(module, bound_weights(open_weight_file(source)), patches)
+        found = find_folds(module, [measure_call(module, (), kwargs, dtype=torch.float16)])
+    assert found is not None
+    rows = count_rows(source)
+    folds = {name: torch.zeros(size, dtype=torch.int32) for name, size in rows.items()}
+    for name, exponent in found.exponents.items():
+        bare, _, block = name.partition("[")
+        start, _, stop = block.rstrip("]").partition(":")
+        folds[bare][int(start or 0) : int(stop or rows[bare])] = exponent
+    assert fold_file(source, target, folds, {}, ENTRY) == {}
+    return dict(found.exponents)
+
+
+def run_comfyui(path: Path, output: Path) -> Tensors:
+    """What ComfyUI's loader and model make of a file, in its own process."""
+    paths = os.pathsep.join([CHECKOUT, os.environ.get("PYTHONPATH", "")])
+    script = Path(__file__).parents[1] / "comfyui_t5.py"
+    words = [sys.executable, script, json.dumps(T5_CONFIG), path, "", output]
+    subprocess.run(words, env={**os.environ, "PYTHONPATH": paths}, check=True, capture_output=True)
+    return torch.load(output)
+
+
+@needs_comfyui
+@pytest.mark.parametrize("layout", ["scaled fp8", "fp8", "int8"])
+def test_comfyui_reads_what_was_folded(tmp_path: Path, layout: str) -> None:
+    """fp32 equal bit for bit; in fp16 NaN before, and after nearer to fp32 than bf16 is.
+
+    By six times where weights alone are quantised; int8 quantises each row of the activations too.
+    """
+    source = write_t5(tmp_path / "a.safetensors", layout)
+    exponents = fold_model(
+        make_t5(), source, tmp_path / "b.safetensors", {"input_ids": torch.arange(12)[None]}
+    )
+    old = run_comfyui(source, tmp_path / "a.pt")
+    new = run_comfyui(tmp_path / "b.safetensors", tmp_path / "b.pt")
+    assert torch.equal(old["fp32"], new["fp32"])
+    name = "encoder.block.0.layer.1.DenseReluDense.wo.weight"
+    scaled = torch.ldexp(old["fp32-weight"], torch.tensor(exponents[name]))
+    assert exponents[name]
+    assert torch.equal(scaled, new["fp32-weight"])
+    assert not bool(old["fp16"].isfinite().all())
+    errors = {
+        name: float((new[name].float() - new["fp32"]).norm() / new["fp32"].norm())
+        for name in ("fp16", "bf16")
+    }
+    assert (1 if layout == "int8" else 6) * errors["fp16"] < errors["bf16"]
+
+
+FLUX_CONFIG = {
+    "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32, "num_attention_heads": 2,
+    "joint_attention_dim": 32, "pooled_projection_dim": 32, "in_channels": 32, "guidance_embeds": False,
+    "axes_dims_rope": [8, 12, 12],
+}  # fmt: skip
+
+
+def make_flux() -> torch.nn.Module:
+    """A transformer of Diffusers whose values of attention overflow in fp16."""
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(**FLUX_CONFIG).eval()
+    attention = model.transformer_blocks[0].attn
+    for inner, outer in (
+        (attention.to_v, attention.to_out[0]),
+        (attention.add_v_proj, attention.to_add_out),
+    ):
+        inner.weight.data.mul_(2.0**18)
+        inner.bias.data.mul_(2.0**18)
+        outer.weight.data.mul_(2.0**-18)
+    return model
+
+
+def make_flux_call(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {
+        "hidden_states": draw(1, 16, 32).to(dtype) * 16,
+        "encoder_hidden_states": draw(1, 8, 32, seed=1).to(dtype) * 16,
+        "pooled_projections": draw(1, 32, seed=2).to(dtype) * 16,
+        "timestep": torch.tensor([0.5], dtype=dtype),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    }
+
+
+def write_flux(path: Path, kind: str) -> Path:
+    tensors = {name: value.numpy() for name, value in make_flux().state_dict().items()}
+    return write_gguf(path, kind, tensors)
+
+
+def run_diffusers(path: Path, folder: Path, dtype: torch.dtype) -> torch.Tensor:
+    """What Diffusers' own loader of GGUF makes of a file."""
+    from diffusers import FluxTransformer2DModel, GGUFQuantizationConfig
+
+    make_flux().save_config(folder)
+    model = FluxTransformer2DModel.from_single_file(
+        str(path), config=str(folder), dtype=dtype,
+        quantization_config=GGUFQuantizationConfig(compute_dtype=dtype),
+    )  # fmt: skip
+    with torch.no_grad():
+        return model(**make_flux_call(dtype)).sample.float()
+
+
+@pytest.mark.parametrize("kind", ["Q5_1", "Q4_1", "BF16"])
+def test_diffusers_reads_gguf_that_was_folded(tmp_path: Path, kind: str) -> None:
+    """fp32 equal bit for bit; in fp16 NaN before, and after nearer to fp32 than bf16 is."""
+    pytest.importorskip("gguf")
+    source = write_flux(tmp_path / "a.gguf", kind)
+    fold_model(make_flux(), source, tmp_path / "b.gguf", make_flux_call())
+    run = functools.partial(run_diffusers, folder=tmp_path / "config")
+    exact = run(source, dtype=torch.float32)
+    assert torch.equal(exact, run(tmp_path / "b.gguf", dtype=torch.float32))
+    assert not bool(run(source, dtype=torch.float16).isfinite().all())
+    errors = [
+        float((run(tmp_path / "b.gguf", dtype=dtype) - exact).norm() / exact.norm())
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    assert 6 * errors[0] < errors[1]
+
+
+class Gate(torch.nn.Module):
+    """A product of two products of its input, in front of a third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+        self.c.weight.data.mul_(2.0**-14)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.a(x) * self.b(x))
+
+
+def write_gate(path: Path, kind: str) -> Path:
+    pytest.importorskip("gguf")
+    torch.manual_seed(0)
+    return write_gguf(path, kind, {x: y.numpy() for x, y in Gate().state_dict().items()})
+
+
+LARGE = {"x": draw(4, 64) * 2.0**17}
+
+
+def test_a_format_that_does_not_hold_the_fold_is_refused_with_the_number(tmp_path: Path) -> None:
+    """The solver has the bound of Q8_0 and says how far it goes, and how far it would have to."""
+    source = write_gate(tmp_path / "a.gguf", "Q8_0")
+    with pytest.raises(ScalingError) as caught:
+        fold_model(Gate(), source, tmp_path / "b.gguf", LARGE)
+    message = str(caught.value)
+    assert "The formats of its weights do not hold the exponents that it needs: " in message
+    assert re.search(
+        r"[ab]\.weight needs 2\*\*-\d+, and the Q8_0 scales hold it to 2\*\*-4", message
+    )
+    assert not (tmp_path / "b.gguf").exists()
+
+
+def test_a_format_that_holds_it_is_folded(tmp_path: Path) -> None:
+    """The same module in Q4_1, whose scales have fewer bits, and not where its bounds are left away."""
+    assert fold_model(Gate(), write_gate(tmp_path / "a.gguf", "Q4_1"), tmp_path / "b.gguf", LARGE)
+
+
+def test_without_bounds_scales_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal comes from the bounds: without them the fold is made, and what it lost is told."""
+    source = write_gate(tmp_path / "a.gguf", "Q8_0")
+    free = dict.fromkeys(Gate().state_dict(), FoldBound())
+    monkeypatch.setattr(sys.modules[__name__], "bound_weights", lambda file: free)
+    with pytest.raises(AssertionError, match="weight"):
+        fold_model(Gate(), source, tmp_path / "b.gguf", LARGE)
