@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stopdown.checkpoints.quantised_files import bound_weights, fold_file
+from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.errors import OptionError, ScalingError
 from stopdown.patches import Patches
 from stopdown.pipelines.gguf_files import SCALES
 from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.weight_files import open_weight_file
+from stopdown.plans.plan_files import seal_plan
+from stopdown.plans.quantised_bounds import bound_weights
+from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
 from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, measure_loss, put_bounds
 from weight_file_samples import Tensors, draw, quantise_fp8, quantise_int8, write_gguf, write_sample
+
+Run = Callable[..., tuple[int, str, str]]
 
 CHECKOUT = os.environ.get("STOPDOWN_COMFYUI", "")
 ENTRY = {RESCALED_ENTRY: "all: weights are times powers of two"}
@@ -45,8 +50,14 @@ def count_rows(path: Path) -> dict[str, int]:
 
 
 def spread(path: Path, exponents: Mapping[str, int]) -> Tensors:
+    """Exponent of each row of each weight; `name[0:64]` is a block of rows."""
     rows = count_rows(path)
-    return {name: torch.full((rows[name],), e).int() for name, e in exponents.items()}
+    folds = {name: torch.zeros(size, dtype=torch.int32) for name, size in rows.items()}
+    for name, exponent in exponents.items():
+        bare, _, block = name.partition("[")
+        start, _, stop = block.rstrip("]").partition(":")
+        folds[bare][int(start or 0) : int(stop or rows[bare])] = exponent
+    return folds
 
 
 # ---------------------------------------------------------------------------------------------
@@ -211,13 +222,7 @@ def fold_model(
         put_bounds(module, bound_weights(open_weight_file(source)), patches)
         found = find_folds(module, [measure_call(module, (), kwargs, dtype=torch.float16)])
     assert found is not None
-    rows = count_rows(source)
-    folds = {name: torch.zeros(size, dtype=torch.int32) for name, size in rows.items()}
-    for name, exponent in found.exponents.items():
-        bare, _, block = name.partition("[")
-        start, _, stop = block.rstrip("]").partition(":")
-        folds[bare][int(start or 0) : int(stop or rows[bare])] = exponent
-    assert fold_file(source, target, folds, {}, ENTRY) == {}
+    assert fold_file(source, target, spread(source, found.exponents), {}, ENTRY) == {}
     return dict(found.exponents)
 
 
@@ -372,3 +377,81 @@ def test_without_bounds_scales_are_rounded(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys.modules[__name__], "bound_weights", lambda file: free)
     with pytest.raises(AssertionError, match="weight"):
         fold_model(Gate(), source, tmp_path / "b.gguf", LARGE)
+
+
+# ---------------------------------------------------------------------------------------------
+# The command line
+
+
+def write_flux_fp8(path: Path) -> Path:
+    """With one scale for each matrix, as scaled fp8 files have them."""
+    tensors: Tensors = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, value in make_flux().state_dict().items():
+        if value.dim() < 2:
+            tensors[name] = value.bfloat16()
+            continue
+        tensors[name], scale = quantise_fp8(value)
+        tensors[f"{name.removesuffix('.weight')}.scale_weight"] = scale
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".gguf", ".safetensors"])
+def test_a_quantised_file_is_planned_and_converted(tmp_path: Path, run: Run, suffix: str) -> None:
+    """From the file alone: check, plan by a recorded call, convert; values are 2**k times the old."""
+    pytest.importorskip("gguf")
+    source, target = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
+    write_flux(source, "Q5_1") if suffix == ".gguf" else write_flux_fp8(source)
+    make_flux().save_config(tmp_path / "transformer")
+    save_file(make_flux_call(), tmp_path / "call.safetensors")
+    given = "--config", tmp_path / "transformer", "--call", tmp_path / "call.safetensors"
+    plan = tmp_path / "plan.json"
+    content = source.read_bytes()
+    code, _, err = run("plan", source, *given, "-o", plan)
+    assert code == 0, err
+    code, out, err = run("convert", source, target, *given, "--plan", plan, "--json")
+    assert code == 0, err
+    assert json.loads(out)["components"][0]["precision"] == "as quantised"
+    assert source.read_bytes() == content
+    before, after = load_values(source), load_values(target)
+    found = {name: find_exponents(value, after[name]) for name, value in before.items()}
+    assert any(bool(found[name].any()) for name in found if "to_v.weight" in name)
+    model = make_flux()
+    for values, is_finite in ((before, False), (after, True)):
+        model.load_state_dict(values)
+        with torch.no_grad():
+            made = model.half()(**make_flux_call(torch.float16)).sample
+        assert bool(made.isfinite().all()) == is_finite
+        model.float()
+    code, out, _ = run("check", target, "--device", "v100")
+    assert "Rescaled already: transformer: weights are times powers of two" in out
+    code, _, err = run("convert", target, tmp_path / f"c{suffix}", *given, "--plan", plan)
+    assert code == 2
+    assert not (tmp_path / f"c{suffix}").exists()
+
+
+def test_a_file_is_not_written_as_another_kind(tmp_path: Path, run: Run) -> None:
+    """A GGUF file stays one."""
+    pytest.importorskip("gguf")
+    write_flux(tmp_path / "a.gguf", "Q5_1")
+    (tmp_path / "plan.json").write_text(to_json(make_plan_of_nothing()))
+    code, _, err = run(
+        "convert", tmp_path / "a.gguf", tmp_path / "b.safetensors", "--plan", tmp_path / "plan.json"
+    )
+    assert code == 2
+    assert "is another kind of file than" in err
+
+
+def find_exponents(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Exponent of each row by which one is the other, bit for bit."""
+    rows, others = (x.reshape(len(x), -1) for x in (before, after))
+    ratios = others.abs().amax(1) / rows.abs().amax(1)
+    exponents = torch.where(ratios.isfinite(), ratios, 1.0).log2().round().int()
+    assert torch.equal(torch.ldexp(rows, exponents[:, None]), others)
+    return exponents
+
+
+def make_plan_of_nothing() -> Plan:
+    return seal_plan(
+        Plan("a.gguf", "0", "", "fp16", {}, (), prompts=(), steps=0, device="cpu", elapsed_s=1.0)
+    )

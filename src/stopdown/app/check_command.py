@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from stopdown.dtype_rules.check import Checked
 
 GIB = 2**30
-WEIGHT_FILES = (".safetensors", ".gguf")
 _OF_MODELS = (
     "precision",
     "config",
@@ -139,6 +138,7 @@ def is_weight_file(options: CheckOptions) -> bool:
     Raises:
         OptionError: of a GGUF file something is asked that only a model has.
     """
+    from stopdown.pipelines.headers import WEIGHT_FILES
     from stopdown.pipelines.sources import find_kind
 
     kind, suffix = find_kind(options.source), Path(options.source).suffix.lower()

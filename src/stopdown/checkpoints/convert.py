@@ -34,6 +34,7 @@ from stopdown.checkpoints.places import (
     choose_target,
     measure_files,
 )
+from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.environment import choose_device, read_version
 from stopdown.errors import (
     CaptureError,
@@ -52,7 +53,7 @@ from stopdown.pipelines.folders import (
     write_card,
     write_weights,
 )
-from stopdown.pipelines.headers import read_rescaled
+from stopdown.pipelines.headers import WEIGHT_FILES, read_rescaled
 from stopdown.pipelines.layouts import (
     arrange,
     change_tensor,
@@ -65,6 +66,7 @@ from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.single_files import (
+    Rows,
     name_exponents,
     spread_exponents,
     trace_rows,
@@ -84,6 +86,7 @@ from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import read_plan
+from stopdown.plans.quantised_bounds import is_quantised_file, put_file_bounds
 from stopdown.records import (
     ComponentPlan,
     Conversion,
@@ -107,6 +110,7 @@ class _Work:
         plan: what belongs to it.
         leave: components that are written as they are stored.
         form: what it becomes: `diffusers`, `single` or `comfyui`.
+        is_quantised: a single file of codes and scales, which stay so.
         expressed: component to its exponents as files hold them.
         problems: component to why it cannot be written.
     """
@@ -116,6 +120,7 @@ class _Work:
     plan: Plan
     leave: tuple[str, ...]
     form: Form
+    is_quantised: bool = False
     expressed: dict[str, Expressed] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
 
@@ -178,11 +183,11 @@ def convert(
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
             record = _describe(work, target, part, unread, time.perf_counter() - started)
-            if target.suffix != ".safetensors":
+            if target.suffix not in WEIGHT_FILES:
                 write_card(part, word_card(record, f"The record is `{RECORD_NAME}`."))
                 record = dataclasses.replace(record, files=measure_files(part))
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
-        if target.suffix == ".safetensors":
+        if target.suffix in WEIGHT_FILES:
             write_card_beside(target, word_card(record, "The file's metadata says the same."))
     return record
 
@@ -228,12 +233,14 @@ def _open(
 
     where = choose_device(device)
     pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
+    put_file_bounds(source, pipe)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
     move_program(pipe, where)
     if not source.parts:
         pipe.set_progress_bar_config(disable=True)
-    return _Work(source, pipe, plan, tuple(leave), target.form)
+    is_quantised = target.form == "single" and is_quantised_file(source)
+    return _Work(source, pipe, plan, tuple(leave), target.form, is_quantised)
 
 
 def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
@@ -463,7 +470,10 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
         entries = _list_entries(work, list(folds), name_exponents(spread))
-        write_single_file(work.source.path, part, spread, entries)
+        if work.is_quantised:
+            fold_file(work.source.path, part, spread, _find_inputs(work, rows), entries)
+        else:
+            write_single_file(work.source.path, part, spread, entries)
     except ScalingError as error:
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",
@@ -472,6 +482,18 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
         ) from error
     _tell(progress, "write", "done", 2, 2)
     return rows.find_unread()
+
+
+def _find_inputs(work: _Work, rows: Rows) -> dict[str, int]:
+    """Weights of a file to the exponent of what they multiply."""
+    inputs = {}
+    for component, found in work.expressed.items():
+        for layer, (exponent, _) in found.scaling.layers.items():
+            name = f"{layer.partition('[')[0]}.weight"
+            if name in rows.numbers[component]:
+                for weight in rows.find_tensors(component, name):
+                    inputs[weight] = exponent
+    return inputs
 
 
 def _describe(
@@ -500,7 +522,7 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
     found = work.expressed[name]
     return ConvertedComponent(
         component=name,
-        precision="fp16",
+        precision="as quantised" if work.is_quantised else "fp16",
         folded=len({split_name(key)[0] for key in found.scaling.exponents}),
         solved_anew=found.anew,
         fields=_list_fields(work, name) if work.has_config else {},
@@ -523,6 +545,11 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
             f"{len(found.left)} of its norms have an eps that no configuration sets: it stays as it was, "
             f"beside values that are scaled. With that its output {change} in {found.calls} calls; a "
             f"change of up to {EFFECT_LIMIT:.1e} passes."
+        )
+    elif work.is_quantised:
+        yield (
+            "Codes and formats are those of the source, powers of two went into scales: it is bit for bit "
+            "the original."
         )
     else:
         yield "But for rounding its weights to fp16 it is bit for bit the original."
@@ -561,6 +588,8 @@ def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'
+    if output.suffix == ".gguf":
+        options += ", quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float16)"
     if work.form == "single" and library == "diffusers":
         options = f'config="{work.source.described}", {options}'
     elif work.form == "single":

@@ -14,12 +14,12 @@ from typing import Literal
 
 from stopdown.checkpoints.cards import MARK
 from stopdown.errors import InputError, OptionError, OutputError
-from stopdown.json_files import UnreadableError, parse_json
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, find_free
-from stopdown.pipelines.headers import read_header_bytes
+from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
 from stopdown.pipelines.layouts import find_prefixes
 from stopdown.pipelines.sources import Source, has_weights
+from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.records import Conversion, read_record
 
 RECORD_NAME = "stopdown.json"
@@ -51,10 +51,16 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
         OptionError: the form does not fit the place, or the source.
     """
     if not isinstance(output, Target):
-        is_file = Path(output).suffix.lower() == ".safetensors"
+        is_file = Path(output).suffix.lower() in WEIGHT_FILES
         output = Target(output, "single" if is_file else "diffusers")
     path = Path(output.path)
-    is_file = path.suffix.lower() == ".safetensors"
+    is_file = path.suffix.lower() in WEIGHT_FILES
+    if is_file and source.kind == "file" and path.suffix.lower() != source.path.suffix.lower():
+        raise OptionError(
+            f"OUT {path} is another kind of file than {source.name}.",
+            expected="A single file keeps its names, its formats and its kind.",
+            remedy=f"Name it {path.with_suffix(source.path.suffix)}.",
+        )
     if is_file and output.form == "diffusers":
         raise OptionError(
             f'OUT {path} is a single file, and to="diffusers" writes a folder.',
@@ -97,7 +103,7 @@ def check_place(
     source: Source, target: Path, plan: str | Path | None, force: bool
 ) -> Callable[[Path], str]:
     """Refuse a place before anything is loaded; what may be replaced there comes back."""
-    is_file = target.suffix.lower() == ".safetensors"
+    is_file = target.suffix.lower() in WEIGHT_FILES
     _refuse_nested(source, target, plan)
     describe = describe_other_file if is_file else describe_other_folder
 
@@ -181,11 +187,10 @@ def measure_files(folder: Path) -> dict[str, int]:
 
 
 def describe_other_file(path: Path) -> str:
-    """What a `.safetensors` file is that `convert` did not write; empty when it did."""
+    """What a weight file is that `convert` did not write; empty when it did."""
     try:
-        header = parse_json(read_header_bytes(path)[8:])
-        return "" if MARK in header["__metadata__"] else _NOT_CONVERTED
-    except (UnreadableError, KeyError, TypeError):
+        return "" if MARK in open_weight_file(path).metadata else _NOT_CONVERTED
+    except (DamagedFileError, OSError, OptionError):
         return _NOT_CONVERTED
 
 

@@ -23,54 +23,11 @@ from safetensors import safe_open
 from stopdown.errors import OptionError, ScalingError
 from stopdown.pipelines import gguf_files
 from stopdown.pipelines.headers import RESCALED_ENTRY, encode_header, read_header, read_header_bytes
-from stopdown.pipelines.weight_files import FileWeight, WeightFile, open_weight_file
-from stopdown.scaling.fold_bounds import FoldBound, bound_scales, find_normal
+from stopdown.pipelines.weight_files import FileWeight, open_weight_file
+from stopdown.plans.quantised_bounds import has_row_scales, is_power
 
 Folds = Mapping[str, torch.Tensor]
 """Weight of a file to the exponent of each of its rows, `[R]` int32."""
-
-
-def bound_weights(file: WeightFile) -> dict[str, FoldBound]:
-    """How far each weight of a file can be folded, and whether all of its rows go together.
-
-    Cost: one pass over the scales, and over the weights in fp16.
-    """
-    return {weight.name: _bound(file, weight) for weight in file.weights}
-
-
-def _bound(file: WeightFile, weight: FileWeight) -> FoldBound:
-    scales = weight.read_scales() if weight.read_scales is not None else None
-    if scales is None:
-        if weight.is_scaled:
-            return FoldBound(0, 0, (weight.name,), f"{weight.stored} codes")
-        if weight.stored == "fp16":
-            values = torch.cat([x.reshape(-1).half() for x in weight.read()])
-            return FoldBound(*bound_scales(values), (), "fp16 values")
-        return FoldBound()
-    reason = f"the {weight.stored} scales"
-    if weight.quantised is None:  # blocks lie inside of rows
-        return FoldBound(*bound_scales(scales), (), reason)
-    groups = () if _has_row_scales(weight, scales) else (weight.name,)
-    if is_power(scales):
-        codes = scales.view(torch.uint8)
-        return FoldBound(-int(codes.min()), 254 - int(codes.max()), groups, reason)
-    if scales.element_size() < 2:
-        return FoldBound(0, 0, groups, reason)
-    low, high = bound_scales(scales)
-    if "fp8" not in weight.stored and "float8" not in weight.stored:
-        return FoldBound(low, high, groups, reason)
-    # ComfyUI widens fp8 in the format that it computes in, the scale included
-    wanted, most = find_normal(scales)
-    return FoldBound(low, min(high, most), groups, reason, wanted)
-
-
-def is_power(scales: torch.Tensor) -> bool:
-    """Whether scales are exponents of two themselves, as in mxfp8."""
-    return scales.dtype == torch.float8_e8m0fnu
-
-
-def _has_row_scales(weight: FileWeight, scales: torch.Tensor) -> bool:
-    return scales.dim() > 0 and scales.numel() > 1 and len(scales) == weight.shape[0]
 
 
 def fold_file(
@@ -173,7 +130,7 @@ def _fold_rows(weight: FileWeight, value: torch.Tensor, rows: torch.Tensor) -> t
         raise ScalingError(f"The scales of {weight.name} are codes themselves ({weight.stored}).")
     elif is_uniform:
         folded = torch.ldexp(value, torch.tensor(first)).to(value.dtype)
-    elif weight.quantised is None or _has_row_scales(weight, value):
+    elif weight.quantised is None or has_row_scales(weight, value):
         shape = (-1, *(1 for _ in value.shape[1:])) if value.dim() else ()
         folded = torch.ldexp(value.double(), rows.reshape(shape)).to(value.dtype)
         is_uniform = True

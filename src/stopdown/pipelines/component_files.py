@@ -29,10 +29,10 @@ from stopdown.pipelines.component_classes import (
     limited_building,
 )
 from stopdown.pipelines.components import build_module
-from stopdown.pipelines.headers import read_header
 from stopdown.pipelines.layouts import measure, take_apart
 from stopdown.pipelines.skeleton_components import build_empty_component
 from stopdown.pipelines.sources import Part, Source, has_weights
+from stopdown.pipelines.weight_files import read_shapes
 
 _WHOLE = (
     ("model.diffusion_model.",),
@@ -64,7 +64,7 @@ def find_parts(path: Path, described: Source) -> tuple[Part, ...]:
 
     Cost: each component built once without weights, unless the file is whole.
     """
-    shapes = {name: entry.shape for name, entry in read_header(path).items()}
+    shapes = {name: entry.shape for name, entry in read_shapes(path).items()}
     if all(any(name.startswith(kind) for name in shapes) for kind in _WHOLE):
         return ()
     found, taken = [], set[frozenset[str]]()

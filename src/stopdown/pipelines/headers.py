@@ -35,6 +35,9 @@ EXPONENTS_ENTRY = "stopdown.exponents"
 LONGEST_NAME = 255
 """A system's names of files end at so many bytes."""
 
+WEIGHT_FILES = (".safetensors", ".gguf")
+"""Endings of the files that a single one can be."""
+
 INTEGER_DTYPES = {
     "BOOL": ("bool", 8),
     "U8": ("uint8", 8),

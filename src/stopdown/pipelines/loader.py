@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from stopdown.environment import choose_device
 from stopdown.errors import SourceError
@@ -48,6 +47,7 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_descriptions,
 )
+from stopdown.pipelines.weight_files import load_weights, read_shapes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One dtype, or component → dtype with `default` for the others (fp32 without it)."""
@@ -97,7 +97,7 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
     size = source.path.stat().st_size
     _report(progress, source.path.name, 0, size)
     with quiet_libraries():
-        made = load_parts(source, load_file(source.path))
+        made = load_parts(source, load_weights(source.path))
     for name, module in made.items():
         cast_component_(module, choose_dtype(torch_dtypes, name))
     _report(progress, source.path.name, size, size)
@@ -349,7 +349,7 @@ def _identify_checkpoint(source: Source) -> str:
     """The Hub id that Diffusers takes the configuration from, by the names in the file."""
     from diffusers.loaders.single_file_utils import fetch_diffusers_config
 
-    tensors = read_header(source.path)
+    tensors = read_shapes(source.path)
     shapes = {name: SimpleNamespace(shape=tensor.shape) for name, tensor in tensors.items()}
     try:
         found: str = fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]

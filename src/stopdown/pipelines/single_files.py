@@ -28,9 +28,10 @@ from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.component_files import load_parts
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.headers import StoredTensor, encode_header, read_header, read_header_bytes
+from stopdown.pipelines.headers import StoredTensor, encode_header, read_header_bytes
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import Source
+from stopdown.pipelines.weight_files import read_shapes
 
 MOST_ROWS = 2**24
 """Whole numbers up to here are exact in fp32."""
@@ -59,6 +60,14 @@ class Rows:
         """How many rows a tensor has."""
         return (self.tensors[tensor].shape or (1,))[0]
 
+    def find_tensors(self, component: str, name: str) -> list[str]:
+        """The tensors of the file that a parameter has rows of."""
+        starts = list(self.starts)
+        firsts = torch.tensor(list(self.starts.values()))
+        used = self.numbers[component][name].unique().long()
+        places = torch.searchsorted(firsts, used, right=True) - 1
+        return [starts[place] for place in places.unique().tolist()]
+
     def find_unread(self) -> tuple[str, ...]:
         """Floating tensors of the file of which no parameter has a row."""
         read = torch.zeros(MOST_ROWS + 1, dtype=torch.bool)
@@ -82,7 +91,7 @@ def trace_rows(source: Source) -> Rows:
 
     Cost: two loads without values.
     """
-    tensors = read_header(source.path)
+    tensors = read_shapes(source.path)
     starts: dict[str, int] = {}
     last = 0
     for name, entry in tensors.items():

@@ -38,6 +38,7 @@ from stopdown.pipelines.descriptions import (
 )
 from stopdown.pipelines.headers import (
     DamagedFileError,
+    StoredTensor,
     find_missing_shards,
     find_weights,
     read_header,
@@ -326,7 +327,7 @@ def _has_variant(source: Source) -> bool:
 def _read_file(name: str, path: Path) -> Source:
     if path.suffix.lower() in hub.PICKLES:
         raise hub.refuse_pickles("SOURCE", [str(path)])
-    if path.suffix.lower() != ".safetensors":
+    if path.suffix.lower() not in (".safetensors", ".gguf"):
         raise SourceError(
             f"The file {path} is not a .safetensors file.",
             expected=f"{FORMS}.",
@@ -652,9 +653,18 @@ def _describe_no_weights(folder: Path, source: Source) -> Problem:
 
 def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
     try:
-        read_header(path)
+        _read_tensors(path)
     except (DamagedFileError, OSError) as error:
         yield describe_damage(path, error, owner)
+
+
+def _read_tensors(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file; of a GGUF file its weights, which takes torch."""
+    if path.suffix.lower() != ".gguf":
+        return read_header(path)
+    from stopdown.pipelines.weight_files import read_shapes
+
+    return read_shapes(path)
 
 
 def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
@@ -710,7 +720,7 @@ def read_stored_dtypes(source: Source) -> dict[str, dict[str, int]]:
         counts: Counter[str] = Counter()
         for path in files:
             refuse(source.name, list(_check_weight_file(path, name)))
-            for tensor in read_header(path).values():
+            for tensor in _read_tensors(path).values():
                 counts[tensor.dtype] += tensor.size_bytes
         stored[name] = dict(counts)
     return stored

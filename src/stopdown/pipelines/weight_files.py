@@ -30,8 +30,6 @@ from stopdown.pipelines.quantised_layouts import (
     spread_scale,
 )
 
-SUFFIXES = (".safetensors", ".gguf")
-
 
 @dataclass(frozen=True)
 class FileWeight:
@@ -92,6 +90,37 @@ class WeightFile:
     def is_quantised(self) -> bool:
         """Whether a weight of it is codes and scales."""
         return any(weight.is_scaled for weight in self.weights)
+
+
+def read_shapes(path: Path) -> dict[str, StoredTensor]:
+    """The weights of a file by name; those that are codes and scales stand as one in fp32 each.
+
+    Raises:
+        DamagedFileError: it is not whole.
+    """
+    file = open_weight_file(path)
+    if path.suffix.lower() != ".gguf" and not file.is_quantised:
+        return read_header(path)
+    return {
+        weight.name: StoredTensor(
+            "fp32" if weight.is_scaled else weight.stored, weight.shape, weight.size_bytes
+        )
+        for weight in file.weights
+    }
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of a file as stored; those that are codes and scales in fp32.
+
+    Raises:
+        ScalingError: one of them cannot be unpacked.
+    """
+    file = open_weight_file(path)
+    if path.suffix.lower() != ".gguf" and not file.is_quantised:
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return {weight.name: weight.load() for weight in file.weights}
 
 
 def open_weight_file(path: Path) -> WeightFile:

@@ -60,6 +60,7 @@ from stopdown.plans.component_calls import list_part_calls, play_calls
 from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
+from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
@@ -245,6 +246,7 @@ def _open(
             progress("load", what, done, total)
 
     pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
+    put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
     move_program(pipe, where)
     return _Opened(pipe, source.name, fingerprint(source), stored, where)

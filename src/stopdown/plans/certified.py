@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, parse_fp16
+from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling.search import scale_unmeasured
 
@@ -135,6 +137,7 @@ def certify_plan(
         for name in list_planned(source)
     }
     loaded = _load_file(source) if source.kind == "file" else {}
+    put_file_bounds(source, SimpleNamespace(**modules))
     components = tuple(
         _plan_component(
             source,
