@@ -279,7 +279,7 @@ def test_a_single_pickle_is_refused(tmp_path: Path, suffix: str) -> None:
 
 def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     """A file that is no safetensors by its name is refused."""
-    path = tmp_path / "model.gguf"
+    path = tmp_path / "model.onnx"
     path.touch()
     assert read_error(lambda: resolve_source(path)) == (
         f"The file {path} is not a .safetensors file. {FORMS}. Give a .safetensors file, or the "

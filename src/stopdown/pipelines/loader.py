@@ -26,6 +26,7 @@ from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import choose_folder
 from stopdown.number_formats import FORMATS, list_some, name_dtype
+from stopdown.patches import Patches
 from stopdown.pipelines import hub
 from stopdown.pipelines.component_classes import (
     describe_misfit,
@@ -47,7 +48,7 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_descriptions,
 )
-from stopdown.pipelines.weight_files import load_weights, read_shapes
+from stopdown.pipelines.weight_files import load_weights, open_weight_file, read_shapes
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 """One dtype, or component → dtype with `default` for the others (fp32 without it)."""
@@ -284,7 +285,8 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
         )
     size = source.path.stat().st_size
     _report(progress, source.path.name, 0, size)
-    with describing_failures(source.path, class_name), limited_building():
+    with describing_failures(source.path, class_name), limited_building(), Patches() as patches:
+        _read_scales(source.path, patches)
         pipe = pipeline_class.from_single_file(
             str(source.path),
             config=str(described.path),
@@ -297,6 +299,16 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
             cast_component_(component, choose_dtype(dtypes, name)).eval()
     _report(progress, "pipeline", size, size)
     return pipe
+
+
+def _read_scales(path: Path, patches: Patches) -> None:
+    """Let Diffusers, which takes codes for values, get what they are with their scales."""
+    import diffusers.loaders.single_file as loader
+
+    is_its_own = loader.load_single_file_checkpoint.__module__.startswith("diffusers.")
+    if is_its_own and open_weight_file(path).is_quantised:
+        weights = load_weights(path)
+        patches.set_attribute(loader, "load_single_file_checkpoint", lambda *_, **__: weights)
 
 
 def _choose_common_dtype(dtypes: Dtypes) -> torch.dtype:
