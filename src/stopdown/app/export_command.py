@@ -5,25 +5,38 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stopdown.app.flags import CommandOptions, ForceOption
+from stopdown.app.display import load_libraries
+from stopdown.app.flags import (
+    ConfigOption,
+    ForceOption,
+    FramesOption,
+    HeightOption,
+    SourceOptions,
+    WidthOption,
+)
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, written_beside
 
+if TYPE_CHECKING:
+    from stopdown.app.display import Display
+
 
 @dataclass(frozen=True)
-class ExportOptions(CommandOptions):
+class ExportOptions(SourceOptions):
     """Write a plan's exponents in the form that another program takes.
 
-    --scales is the table of powers of two by layer: of input, weight and output.
+    --scales is the table of powers of two by layer: of input, weight and output. --to writes components
+    with their exponents inside, by the exporters of ONNX and OpenVINO.
 
     Examples:
       stopdown plan shapes -o plan.json
       stopdown export plan.json --scales
       stopdown export plan.json --scales scales.h
+      stopdown export plan.json shapes-onnx --to onnx --component transformer
     """
 
     plan: Annotated[
@@ -34,36 +47,99 @@ class ExportOptions(CommandOptions):
         Path | None,
         typer.Argument(
             metavar="OUT",
-            help="File to write: .txt, .json, .h (C) or .py. Without it the table is printed.",
+            help="With --scales a file: .txt, .json, .h (C) or .py; without it the table is printed. "
+            "With --to a new folder.",
         ),
     ] = None
     scales: Annotated[
         bool, typer.Option("--scales", help="The table of powers of two by layer.")
     ] = False
+    to: Annotated[
+        Literal["onnx", "openvino"] | None, typer.Option(help="Components as ONNX or OpenVINO IR.")
+    ] = None
+    component: Annotated[
+        tuple[str, ...],
+        typer.Option(help="With --to: a component to write; give it again for more. Else all."),
+    ] = ()
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE", help="With --to: the model, where it is not as the plan names it."
+        ),
+    ] = None
+    config: ConfigOption = None
+    frames: FramesOption = None
+    height: HeightOption = None
+    width: WidthOption = None
     force: ForceOption = False
     json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False
 
 
 def main(options: ExportOptions) -> int:
-    """Run the command; the table is printed, or the name of the file that was written."""
-    text = export(options)
-    sys.stdout.write(f"{options.output}\n" if options.output is not None else text)
+    """Run the command; the table is printed, or the names of the files that were written."""
+    from stopdown.app.progress import open_display
+
+    if options.scales == (options.to is not None):
+        raise OptionError(
+            "Nothing was said of what to export."
+            if options.to is None
+            else "Both --scales and --to were given.",
+            remedy=f"Write: stopdown export {options.plan} --scales",
+        )
+    if options.to is None:
+        text = export_scales(options)
+        sys.stdout.write(f"{options.output}\n" if options.output is not None else text)
+        return 0
+    with open_display(options) as display:
+        written = export_graphs(options, display)
+    sys.stdout.write("".join(f"{path}\n" for path in written))
     return 0
 
 
-def export(options: ExportOptions) -> str:
+def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
+    """The files that were written, one for each call of a component.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type; no output is left.
+    """
+    from stopdown.pipelines.sources import resolve_source, verify_source
+    from stopdown.plans.plan_files import read_plan
+
+    plan = read_plan(options.plan)
+    if options.output is None or options.to is None:
+        raise OptionError(
+            "--to was given without OUT.",
+            expected="OUT is the folder that the graphs are written to.",
+            remedy=f"Write: stopdown export {options.plan} FOLDER --to {options.to}",
+        )
+    source = resolve_source(
+        options.source or plan.source, config=options.config, variant=options.variant
+    )
+    verify_source(source)
+    load_libraries(display)
+    from stopdown.checkpoints.runtime_export import export_plan
+    from stopdown.pipelines.requests import Request
+
+    request = Request(frames=options.frames, height=options.height, width=options.width)
+    return export_plan(
+        source,
+        plan,
+        options.output,
+        form=options.to,
+        components=options.component,
+        request=request,
+        progress=display.progress,
+    )
+
+
+def export_scales(options: ExportOptions) -> str:
     """The table; it is written where a file is named.
 
     Raises:
-        OptionError: nothing is asked for, or the name of the file has another ending.
+        OptionError: the name of the file has another ending.
         PlanError: the plan is damaged, or has no exponents.
         OutputError: the file cannot be written.
     """
-    if not options.scales:
-        raise OptionError(
-            "Nothing was said of what to export.",
-            remedy=f"Write: stopdown export {options.plan} --scales",
-        )
     from stopdown.plans.plan_files import read_plan
     from stopdown.plans.scale_table import FORMATS, write_table
 

@@ -12,6 +12,8 @@ override, exporters that are not installed or refuse the code.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +25,16 @@ from torch.utils import _pytree as pytree
 
 from stopdown.errors import OptionError, take_first_line
 from stopdown.numerics import iterate_tensors
+from stopdown.outputs import check_target, written_beside
 from stopdown.patches import Patches
-from stopdown.plans.applier import apply_entry
-from stopdown.plans.call_recorder import RecordedCall
+from stopdown.pipelines.loader import complete_source, load_program
+from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.sources import Source
+from stopdown.plans.applier import apply_entry, check_source
+from stopdown.plans.call_recorder import Progress, RecordedCall
+from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import find_call, place_arguments
-from stopdown.records import ComponentPlan
+from stopdown.records import ComponentPlan, Plan
 
 Form = Literal["onnx", "openvino"]
 
@@ -51,10 +58,77 @@ class _Traced(torch.nn.Module):
         return tuple(x for x in iterate_tensors(made) if x.is_floating_point())
 
 
-def list_inputs(call: RecordedCall) -> list[torch.Tensor]:
-    """The tensors of a call in the order in which an exported graph takes them."""
-    leaves, _ = pytree.tree_flatten((call.args, call.kwargs))
-    return [x for x in leaves if isinstance(x, torch.Tensor)]
+def list_inputs(module: torch.nn.Module, call: RecordedCall) -> dict[str, torch.Tensor]:
+    """The tensors of a call by the names that an exported graph gives them, in its order.
+
+    An argument has its own name; of several tensors in one, each has its number behind it.
+    """
+    parameters = inspect.signature(find_call(module, call)).parameters
+    named = [*zip(parameters, call.args, strict=False), *call.kwargs.items()]
+    found = {}
+    for name, value in named:
+        tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        for number, tensor in enumerate(tensors):
+            found[name if len(tensors) == 1 else f"{name}_{number}"] = tensor
+    return found
+
+
+def export_plan(
+    source: Source,
+    plan: Plan,
+    output: Path,
+    *,
+    form: Form,
+    components: Sequence[str] = (),
+    request: Request | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the components of a plan, one file for each call that its pipeline makes of them.
+
+    Args:
+        source: the model that the plan is for.
+        output: folder that does not exist or is empty.
+        components: by name; none for all that run in fp16.
+        request: sizes, which the graphs have; small ones where it has none.
+
+    Raises:
+        OptionError: a component is unknown, has no fp16 plan or cannot be exported.
+        OutputError: the place is taken or cannot be written.
+        PlanError: the plan belongs to another checkpoint.
+
+    Cost: the pipeline in fp32 in memory, and a trace of each call.
+    """
+    check_source(plan, source)
+    check_target(output, folder=True, option="as OUT")
+    entries = {x.component: x for x in plan.components if x.precision == "fp16"}
+    for name in components:
+        if name not in entries:
+            raise OptionError(
+                f'component="{name}" names no component that the plan runs in fp16.',
+                expected=f"Those are {', '.join(entries) or 'none'}.",
+                remedy=f'Use component="{next(iter(entries), "NAME")}".',
+            )
+    source = complete_source(source)
+    wanted = request or Request()
+    source = dataclasses.replace(source, pipeline_class=choose_class(source.pipeline_class, wanted))
+    program = load_program(source, torch_dtypes=torch.float32)
+    calls = draw_calls(source, wanted)
+    written = list[Path]()
+    with written_beside(output, option="as OUT") as part:
+        part.mkdir(exist_ok=True)
+        for name in components or entries:
+            for call in _choose_calls(calls.get(name, ())):
+                if progress is not None:
+                    progress("write", call.callee.name, len(written), 0)
+                path = part / f"{call.callee.name}{ENDINGS[form]}"
+                export_component(getattr(program, name), entries[name], call, path, form=form)
+                written.append(output / path.name)
+    return written
+
+
+def _choose_calls(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
+    """The first call of each method that the pipeline makes."""
+    return list({call.callee.name: call for call in reversed(calls) if not call.made_up}.values())
 
 
 def export_component(
@@ -96,10 +170,11 @@ def export_component(
         leaves, spec = pytree.tree_flatten((args, kwargs))
         traced = _Traced(module, find_call(module, call), leaves, spec).eval()
         given = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+        names = list(list_inputs(module, call))
         write = {"onnx": _write_onnx, "openvino": _write_openvino}[form]
         try:
             with torch.no_grad(), _quiet():
-                write(traced, given, target, precision)
+                write(traced, given, target, names, precision)
         except OptionError:
             raise
         except Exception as error:  # whatever an exporter raises for code that it does not know
@@ -154,18 +229,32 @@ def _require(name: str, extra: str) -> None:
 
 
 def _write_onnx(
-    traced: torch.nn.Module, given: tuple[torch.Tensor, ...], target: Path, precision: str
+    traced: torch.nn.Module,
+    given: tuple[torch.Tensor, ...],
+    target: Path,
+    names: list[str],
+    precision: str,
 ) -> None:
     for name in ("onnx", "onnxscript"):
         _require(name, "onnx")
-    torch.onnx.export(traced, given, target, dynamo=True, external_data=False, verbose=False)
+    torch.onnx.export(
+        traced, given, target, input_names=names, dynamo=True, external_data=False, verbose=False
+    )
 
 
 def _write_openvino(
-    traced: torch.nn.Module, given: tuple[torch.Tensor, ...], target: Path, precision: str
+    traced: torch.nn.Module,
+    given: tuple[torch.Tensor, ...],
+    target: Path,
+    names: list[str],
+    precision: str,
 ) -> None:
     _require("openvino", "openvino")
     import openvino
 
     made = openvino.convert_model(traced, example_input=given)
+    for entry, name, value in zip(made.inputs, names, given, strict=True):
+        entry.get_tensor().set_names({name})
+        entry.get_node().set_partial_shape(openvino.PartialShape(list(value.shape)))
+    made.validate_nodes_and_infer_types()
     openvino.save_model(made, target, compress_to_fp16=precision == "fp16")
