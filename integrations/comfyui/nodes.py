@@ -50,6 +50,14 @@ def _guard_all(session: Session, model: Any, clip: Any, vae: Any) -> Any:
     )
 
 
+def _show(text: str, picture: Any = None) -> dict[str, Any]:
+    """What a node shows in the page, where only pictures are shown on every node, and in the API."""
+    from .reports import draw_text
+
+    shown = draw_text(text) if picture is None else picture
+    return {**ui.PreviewImage(shown).as_dict(), "text": (text,)}
+
+
 class RunInFp16(io.ComfyNode):
     """Models that compute in fp16, each brought into range by exponents."""
 
@@ -152,7 +160,7 @@ class ShowReport(io.ComfyNode):
         runs = report.take_runs()
         text = write_report(runs)
         picture = draw_text(text, is_faulty=any(record.repairs for _, record in runs))
-        return io.NodeOutput(images, text, picture, ui=ui.PreviewText(text))
+        return io.NodeOutput(images, text, picture, ui=_show(text, picture))
 
 
 class Doctor(io.ComfyNode):
@@ -179,7 +187,7 @@ class Doctor(io.ComfyNode):
         from .reports import write_health
 
         text = write_health()
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, ui=_show(text))
 
 
 class Explain(io.ComfyNode):
@@ -210,7 +218,7 @@ class Explain(io.ComfyNode):
         from .reports import write_causes
 
         text = write_causes(message, images)
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, ui=_show(text))
 
 
 class SaveFp16Checkpoint(io.ComfyNode):
@@ -249,7 +257,7 @@ class SaveFp16Checkpoint(io.ComfyNode):
         from .files import save_fp16
 
         text = save_fp16(model, report, filename_prefix)
-        return io.NodeOutput(text, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, ui=_show(text))
 
 
 class StopdownExtension(ComfyExtension):

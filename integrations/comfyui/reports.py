@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 WIDTH = 92
-"""Characters of a line."""
+"""Characters of a line in a terminal's layout."""
+
+PICTURE_WIDTH = 80
 
 _FAULT, _GOOD = (186, 56, 40), (38, 120, 72)
 
@@ -83,18 +85,18 @@ def _print(show: Any) -> str:
     return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 
 
-def draw_text(text: str, *, is_faulty: bool) -> Any:
+def draw_text(text: str, *, is_faulty: bool = False) -> Any:
     """A text as an image `[1, H, W, 3]`, with a bar that is red where there was a fault."""
     import numpy as np
     import torch
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.load_default(14)
-    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
-    height = 20 * len(lines) + 32
-    picture = Image.new("RGB", (800, height), (250, 250, 248))
+    font = ImageFont.load_default(16)
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, PICTURE_WIDTH) or [""]]
+    height = 22 * len(lines) + 32
+    picture = Image.new("RGB", (720, height), (250, 250, 248))
     draw = ImageDraw.Draw(picture)
     draw.rectangle((0, 0, 8, height), fill=_FAULT if is_faulty else _GOOD)
     for number, line in enumerate(lines):
-        draw.text((24, 16 + 20 * number), line, fill=(24, 24, 24), font=font)
+        draw.text((24, 16 + 22 * number), line, fill=(24, 24, 24), font=font)
     return torch.from_numpy(np.asarray(picture).astype("float32") / 255)[None]

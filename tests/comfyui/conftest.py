@@ -24,7 +24,7 @@ import pytest
 HERE = Path(__file__).parent
 PACK = HERE.parents[1] / "integrations" / "comfyui"
 CHECKOUT = os.environ.get("STOPDOWN_COMFYUI", "")
-WAIT_S = 120
+WAIT_S = 600
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

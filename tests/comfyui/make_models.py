@@ -7,6 +7,7 @@ In fp32 nothing changes, and what lies between them is beyond 65504.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel  # noqa: E402
 from comfy.ldm.wan.model import WanModel  # noqa: E402
 from comfy.ldm.wan.vae import WanVAE  # noqa: E402
 from comfy.taesd.taesd import TAESD  # noqa: E402
-from narrow_models import NARROW_Z_IMAGE  # noqa: E402
+from comfy.text_encoders.t5 import T5  # noqa: E402
+from narrow_models import NARROW_T5, NARROW_Z_IMAGE  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 SPREAD = 2.0**20
@@ -119,10 +121,9 @@ def make_z_image() -> None:
     config = {"patch_size": 2, "in_channels": 16, "dim": 256, "cap_feat_dim": 64, "n_layers": 2}
     module = NextDiT(image_model="lumina2", **config, qk_norm=True, **NARROW_Z_IMAGE, **MADE)
     weights = draw(module)
-    black = spread(dict(weights), "cap_embedder.1", "cap_embedder.1", 1.0)
-    for name in ("layers.0.feed_forward.w1", "layers.0.feed_forward.w3"):
-        black[f"{name}.weight"] = black[f"{name}.weight"] * 2.0**9
-    save("diffusion_models/z_image_clamped.safetensors", black)
+    block = "layers.0.feed_forward"
+    clamped = spread(dict(weights), f"{block}.w3", f"{block}.w2", 2.0**18)
+    save("diffusion_models/z_image_clamped.safetensors", clamped)
     black = spread(dict(weights), "final_layer.adaLN_modulation.1", "final_layer.linear")
     save("diffusion_models/z_image_black.safetensors", black)
 
@@ -145,6 +146,17 @@ def make_wan() -> None:
     save(
         "diffusion_models/wan_black.safetensors",
         spread(weights, "blocks.1.ffn.0", "blocks.1.ffn.2"),
+    )
+
+
+def make_text_encoder() -> None:
+    """Black: what lies between the two linears of a feed-forward."""
+    path = Path(sys.modules[T5.__module__].__file__).with_name("t5_config_base.json")
+    config = {**json.loads(path.read_text()), **NARROW_T5}
+    weights = draw(T5(config, *MADE.values()))
+    block = "encoder.block.1.layer.1.DenseReluDense"
+    save(
+        "text_encoders/t5_black.safetensors", spread(weights, f"{block}.wi", f"{block}.wo", 2.0**16)
     )
 
 
@@ -173,4 +185,5 @@ if __name__ == "__main__":
     make_z_image()
     make_qwen_image()
     make_wan()
+    make_text_encoder()
     make_vaes()

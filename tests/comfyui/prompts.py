@@ -19,8 +19,8 @@ def make_prompt(unet: str, vae: str = "small", *, steps: int = 3, lora: str = ""
     """From a model to a saved picture; nothing of Stopdown in it."""
     family = next(name for name in WIDTHS if unet.startswith(name))
     is_video = family in ("wan", "qwen_image")
-    conditioning = {"seed": 2, "tokens": 6, "width": WIDTHS[family], "pooled": 32}
-    latent = {"width": 128, "height": 128, "batch_size": 1}
+    conditioning = {"number": 2, "tokens": 6, "width": WIDTHS[family], "pooled": 32}
+    latent = {"width": 64, "height": 64, "batch_size": 1}
     return {
         "unet": make_node("UNETLoader", unet_name=f"{unet}.safetensors", weight_dtype="default"),
         "text": make_node("TestConditioning", **conditioning),
@@ -79,10 +79,32 @@ def compute_in(prompt: Prompt, dtype: str) -> Prompt:
     return insert(prompt, "dtype", node, source)
 
 
-def run_in_fp16(prompt: Prompt, *, when: str = "at a fault", on_fault: str = "repair") -> Prompt:
-    """With our node for the model, and its report."""
-    source = "lora" if "lora" in prompt else "unet"
-    options = {"when": when, "on_fault": on_fault, "plan_file": ""}
-    node = make_node("StopdownRunInFp16", model=[source, 0], **options)
-    report = make_node("StopdownReport", images=["decode", 0], report=["fp16", 3])
-    return insert(prompt, "fp16", node, source) | {"report": report}
+SLOTS = {"model": 0, "clip": 1, "vae": 2, "report": 3}
+"""Outputs of our nodes."""
+
+
+def run_in_fp16(
+    prompt: Prompt,
+    *,
+    what: str = "model",
+    when: str = "at a fault",
+    on_fault: str = "repair",
+    plan_file: str = "",
+) -> Prompt:
+    """With our node for the model, the clip or the vae, and its report."""
+    loaded = "lora" if "lora" in prompt else "unet"
+    source = {"model": loaded}.get(what, what)
+    options = {"when": when, "on_fault": on_fault, "plan_file": plan_file, what: [source, 0]}
+    node = make_node("StopdownRunInFp16", **options)
+    report = make_node("StopdownReport", images=["decode", 0], report=["fp16", SLOTS["report"]])
+    return insert(prompt, "fp16", node, source, SLOTS[what]) | {"report": report}
+
+
+def encode_text(prompt: Prompt, text: str) -> Prompt:
+    """With a text encoder in the place of drawn conditioning."""
+    return prompt | {
+        "clip": make_node(
+            "CLIPLoader", clip_name="t5_black.safetensors", type="stable_audio", device="default"
+        ),
+        "text": make_node("CLIPTextEncode", text=text, clip=["clip", 0]),
+    }

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from comfyui.conftest import Answer, Server
-from comfyui.prompts import compute_in, make_prompt, run_in_fp16
+from comfyui.conftest import CHECKOUT, HERE, PACK, Answer, Server
+from comfyui.prompts import compute_in, encode_text, insert, make_node, make_prompt, run_in_fp16
 
 NEAR = 0.5
 """A picture this near to fp32's is right: on average less than half of one step of 255."""
@@ -19,11 +24,22 @@ def is_black(answer: Answer) -> bool:
     return bool((answer.picture == 0).all())
 
 
-@pytest.mark.parametrize("lora", ["", "flux"])
+@pytest.mark.parametrize(
+    ("name", "lora", "where"),
+    [
+        ("flux_black", "", "final_layer.adaLN_modulation.1"),
+        ("flux_black", "flux", "final_layer.adaLN_modulation.1"),
+        ("z_image_black", "", "final_layer.adaLN_modulation.1"),
+        ("qwen_image_black", "", "transformer_blocks.1.img_mlp.net.0.proj"),
+        ("wan_black", "", "blocks.1.ffn.0"),
+    ],
+)
 @pytest.mark.parametrize("when", ["at a fault", "plan first"])
-def test_black_without_and_right_with(server: Server, lora: str, when: str) -> None:
-    """Flux overflows in fp16; with the node it gives fp32's picture, also with a LoRA."""
-    prompt = make_prompt("flux_black", lora=lora)
+def test_black_without_and_right_with(
+    server: Server, name: str, lora: str, where: str, when: str
+) -> None:
+    """A model overflows in fp16; with the node it gives fp32's picture, also with a LoRA."""
+    prompt = make_prompt(name, lora=lora)
     right = server.run(prompt)
     assert is_black(server.run(compute_in(prompt, "fp16")))
     found = server.run(run_in_fp16(prompt, when=when))
@@ -34,20 +50,117 @@ def test_black_without_and_right_with(server: Server, lora: str, when: str) -> N
     (report,) = found.texts
     assert report.startswith("model: diffusion_model in fp16: 3 calls, ")
     if when == "at a fault":
-        assert "diffusion_model:final_layer.adaLN_modulation.1: range, rescaled." in report
+        assert f"diffusion_model:{where}: range, rescaled." in report
         assert "at step 1 of 3, in fp16" in report
     else:
         assert "none faulty" in report
 
 
-def test_against_its_own_clamp(server: Server) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("flux_clamped", "double_blocks.0.img_mlp.0"),
+        ("z_image_clamped", "layers.0.feed_forward.w3"),
+    ],
+)
+def test_against_its_own_clamp(server: Server, name: str, where: str) -> None:
     """What ComfyUI clamps is finite and wrong; the node finds it behind the clamp."""
-    prompt = make_prompt("flux_clamped")
+    prompt = make_prompt(name)
     right = server.run(prompt)
     assert server.run(compute_in(prompt, "fp16")).find_difference(right) > 10
     found = server.run(run_in_fp16(prompt))
     assert found.find_difference(right) < NEAR
-    assert "double_blocks.0.img_mlp.0: clamped, rescaled." in found.texts[0]
+    assert f"diffusion_model:{where}: clamped, rescaled." in found.texts[0]
+
+
+def test_a_vae_in_fp16(server: Server) -> None:
+    """A decoder that overflows gives fp32's picture, by a repair and by a plan."""
+    prompt = make_prompt("flux_healthy", "small_black")
+    right = server.run(prompt)
+    assert is_black(server.run(run_in_fp16(prompt, what="vae", on_fault="warn")))
+    for when in ("at a fault", "plan first"):
+        found = server.run(run_in_fp16(prompt, what="vae", when=when))
+        assert found.find_difference(right) < NEAR
+        assert found.texts[0].startswith("vae: vae.decode in fp16: 1 calls, ")
+    assert server.run(make_prompt("flux_healthy", "small_black", steps=2)).picture is not None
+
+
+def test_a_text_encoder_in_fp16(server: Server) -> None:
+    """ComfyUI computes text encoders in fp32; in fp16 this one overflows, and is repaired."""
+    prompt = encode_text(make_prompt("flux_healthy"), "a red circle")
+    right = server.run(prompt)
+    assert is_black(server.run(run_in_fp16(prompt, what="clip", on_fault="warn")))
+    for when in ("at a fault", "plan first"):
+        found = server.run(run_in_fp16(prompt, what="clip", when=when))
+        assert found.find_difference(right) < NEAR
+        assert found.texts[0].startswith("clip: t5base in fp16: 1 calls, ")
+
+
+def test_a_plan_is_kept_in_a_file(server: Server, tmp_path: Path) -> None:
+    """The first run writes it, another node reads it; for another model it is refused by name."""
+    file = tmp_path / "flux.json"
+    prompt = make_prompt("flux_black")
+    right = server.run(prompt)
+    server.run(run_in_fp16(prompt, when="plan first", plan_file=str(file)))
+    assert file.is_file()
+    found = server.run(run_in_fp16(prompt, plan_file=str(file)))
+    assert found.find_difference(right) < NEAR
+    assert "none faulty" in found.texts[0]
+    other = server.run(run_in_fp16(make_prompt("flux_clamped"), plan_file=str(file)))
+    assert "diffusion_model has other weights than those that were measured" in other.error
+
+
+def test_a_saved_checkpoint_needs_no_node(server: Server, models: Path) -> None:
+    """The file that is written loads by itself, and is right in fp16; what it cannot hold is refused."""
+    prompt = make_prompt("z_image_clamped")
+    right = server.run(prompt)
+    saves = {"model": ["fp16", 0], "report": ["fp16", 3], "images": ["decode", 0]}
+    node = make_node("StopdownSaveFp16", **saves, filename_prefix="diffusion_models/test")
+    found = server.run(run_in_fp16(prompt) | {"file": node})
+    text = next(text for text in found.texts if text.endswith("scaled."))
+    shutil.copy(text.partition(": ")[0], models / "diffusion_models" / "z_image_saved.safetensors")
+    saved = server.run(compute_in(make_prompt("z_image_saved"), "fp16"))
+    assert saved.find_difference(right) < NEAR
+    refused = server.run(run_in_fp16(make_prompt("flux_black")) | {"file": node})
+    assert "Powers of two in its weights alone do not keep it in fp16's range" in refused.error
+
+
+def test_doctor_and_explain(server: Server) -> None:
+    """Both say in the page what they say in a terminal."""
+    prompt = compute_in(make_prompt("flux_black"), "fp16")
+    prompt["doctor"] = make_node("StopdownDoctor")
+    prompt["explain"] = make_node("StopdownExplain", message="", images=["decode", 0])
+    doctor, explain = sorted(server.run(prompt).texts, key=lambda text: "black" in text[:80])
+    assert "What --precision auto would choose" in doctor
+    assert "black" in explain.partition("\n")[0]
+
+
+def test_the_guard_alone_leaves_the_precision(server: Server) -> None:
+    """It repairs what ComfyUI runs in fp16 by itself."""
+    prompt = compute_in(make_prompt("flux_black"), "fp16")
+    node = make_node("StopdownGuard", model=["dtype", 0], on_fault="repair")
+    report = make_node("StopdownReport", images=["decode", 0], report=["guard", 3])
+    found = server.run(insert(prompt, "guard", node, "dtype") | {"report": report})
+    assert found.find_difference(server.run(make_prompt("flux_black"))) < NEAR
+    assert "range, rescaled." in found.texts[0]
+
+
+def test_the_start_imports_nothing_of_ours(server: Server) -> None:
+    """ComfyUI imports the pack without Stopdown."""
+    code = (
+        "import sys; sys.path.insert(0, {here!r}); from launch import prepare; from pathlib import Path;"
+        "prepare(Path({checkout!r})); sys.argv = ['', '--cpu'];"
+        "import comfy.options; comfy.options.enable_args_parsing(); import comfy_api.latest;"
+        "before = set(sys.modules); sys.path.insert(0, {above!r}); import comfyui;"
+        "new = set(sys.modules) - before;"
+        "print(sorted(x for x in new if x.partition('.')[0] != 'comfyui'))"
+    )
+    filled = code.format(here=str(HERE), checkout=CHECKOUT, above=str(PACK.parent))
+    found = subprocess.run(
+        [sys.executable, "-c", filled], check=True, capture_output=True, text=True
+    )
+    names = ast.literal_eval(found.stdout.strip().splitlines()[-1])
+    assert [x for x in names if x.partition(".")[0] not in sys.stdlib_module_names] == []
 
 
 @pytest.mark.parametrize("when", ["at a fault", "plan first"])
@@ -74,6 +187,6 @@ def test_raise_names_the_layer(server: Server) -> None:
     """The run stops with the component, the layer and the step; the next one is as ever."""
     prompt = make_prompt("flux_black")
     found = server.run(run_in_fp16(prompt, on_fault="raise"))
-    assert "`diffusion_model` gave 4096 NaN in 4096 values at step 1 of 3" in found.error
+    assert "`diffusion_model` gave 1024 NaN in 1024 values at step 1 of 3" in found.error
     assert "`diffusion_model:final_layer.adaLN_modulation.1`" in found.error
     assert not is_black(server.run(make_prompt("flux_black", steps=2)))

@@ -145,8 +145,6 @@ class GuardedCall:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call begins: its arguments are noted, nothing is read."""
-        if not self.precisions:
-            self._note_precisions(args, kwargs)
         notes = self.component.notes
         notes.clear()
         notes.note_inputs(self.limits, name_inputs(args, kwargs, find_argument_names(self.callee)))
@@ -173,6 +171,8 @@ class GuardedCall:
 
     def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
+        if not self.precisions:
+            self._note_precisions(args, kwargs)
         restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
         self.latest = LatestCall(args, kwargs, restores)
 

@@ -14,6 +14,7 @@ import os
 from typing import Any
 
 import comfy.model_detection
+import comfy.sd
 import torch
 from comfy.model_patcher import ModelPatcher
 
@@ -45,6 +46,18 @@ NARROW_Z_IMAGE = {
 comfy.model_detection.detect_unet_config = _detect_narrow
 
 
+NARROW_T5 = {"num_layers": 2, "d_model": 64, "d_kv": 32, "num_heads": 2, "d_ff": 128}
+
+_load_clip = comfy.sd.load_clip
+
+
+def _load_narrow_clip(*args: Any, model_options: Any = None, **kwargs: Any) -> Any:
+    narrow = {**(model_options or {}), "t5base_model_config": NARROW_T5}
+    return _load_clip(*args, model_options=narrow, **kwargs)
+
+
+comfy.sd.load_clip = _load_narrow_clip
+
 _load = ModelPatcher.load
 
 
@@ -63,7 +76,7 @@ if os.environ.get("STOPDOWN_TEST_LOWVRAM"):
 
 
 class TestConditioning:
-    """What a text encoder would give, drawn from a seed."""
+    """What a text encoder would give, drawn by a number."""
 
     CATEGORY, FUNCTION, RETURN_TYPES = "test", "make", ("CONDITIONING",)
 
@@ -71,11 +84,11 @@ class TestConditioning:
     def INPUT_TYPES(cls) -> Any:  # ComfyUI asks by this name
         """What it takes."""
         whole = ("INT", {"default": 0, "min": 0, "max": 100000})
-        return {"required": {"seed": whole, "tokens": whole, "width": whole, "pooled": whole}}
+        return {"required": {"number": whole, "tokens": whole, "width": whole, "pooled": whole}}
 
-    def make(self, seed: int, tokens: int, width: int, pooled: int) -> Any:
+    def make(self, number: int, tokens: int, width: int, pooled: int) -> Any:
         """Conditioning of `[1, tokens, width]`."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(number)
         text = torch.randn(1, tokens, width, generator=generator)
         return ([[text, {"pooled_output": torch.randn(1, pooled, generator=generator)}]],)
 
