@@ -64,3 +64,13 @@ def test_a_dtype_is_a_precision_for_check(pipe: Any) -> None:
 def test_one_prompt_is_one_prompt() -> None:
     """A text is not taken for a list of its letters."""
     assert _number_prompts("a red circle") == [(1, "a red circle")]
+
+
+def test_handles_say_what_they_are(pipe: Any) -> None:
+    """What is printed of a guard or a mending is a sentence, and no address in memory."""
+    with stopdown.guard(pipe) as guarded:
+        assert repr(guarded) == (
+            "Guard(of a StableDiffusionPipeline, on_fault='repair', 0 faults so far)"
+        )
+    with stopdown.mend(pipe) as mending:
+        assert repr(mending).startswith("Mending(0 done, ")

@@ -79,6 +79,9 @@ class Mending:
     def __init__(self, done: tuple[str, ...], remaining: list[Finding], patches: Patches) -> None:
         self.done, self.remaining, self._patches = done, remaining, patches
 
+    def __repr__(self) -> str:
+        return f"Mending({len(self.done)} done, {len(self.remaining)} remaining)"
+
     def undo(self) -> None:
         """Restore the pipeline to the last bit. A second call does nothing."""
         self._patches.undo()

@@ -60,6 +60,11 @@ class AppliedPlan:
     def __init__(self, pipe: Any, plan: Plan, patches: Patches) -> None:
         self.pipe, self.plan, self._patches = pipe, plan, patches
 
+    def __repr__(self) -> str:
+        return (
+            f"AppliedPlan({self.plan.source} on a {type(self.pipe).__name__}, .undo() takes it off)"
+        )
+
     def undo(self) -> None:
         """Restore the pipeline to the last bit. A second call does nothing."""
         self._patches.undo()
@@ -71,9 +76,7 @@ class AppliedPlan:
         self.undo()
 
 
-def apply_plan(
-    pipe: Any, plan: Plan | str | Path, *, patches: Patches | None = None, cast: bool = True
-) -> AppliedPlan:
+def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> AppliedPlan:
     """Put a plan on a pipeline in place: exponents are folded in, components cast.
 
     What the authors of a class keep in fp32 (T5's `wo`) is cast as well: the exponents make it fit.
@@ -82,7 +85,6 @@ def apply_plan(
         pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or the
             program of another kind that the plan was made for, as `guard` takes it.
         plan: from `make_plan` or `read_plan`, or the path of its file.
-        patches: where the changes are put besides; None makes a stack of its own.
         cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
 
     Returns:
@@ -110,8 +112,6 @@ def apply_plan(
     except BaseException:
         own.undo()
         raise
-    if patches is not None:
-        patches.defer(own.undo)
     return AppliedPlan(pipe, plan, own)
 
 

@@ -450,6 +450,12 @@ class Guard:
         parts = [(key.partition("."), size) for key, size in limits.items()]
         return {name: size for (method, _, name), size in parts if method == callee.method}
 
+    def __repr__(self) -> str:
+        found = f"{len(self._log)} fault{'s' * (len(self._log) != 1)} so far"
+        return (
+            f"Guard(of a {type(self.pipe).__name__}, on_fault={self.options.on_fault!r}, {found})"
+        )
+
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
         repair_cache, self._repair_cache = self._repair_cache, None
