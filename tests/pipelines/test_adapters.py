@@ -30,6 +30,7 @@ from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import describe_scaling, sample_weights
 from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.loader import gather_facts
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
@@ -231,6 +232,29 @@ def test_a_lora_beyond_the_headroom_is_said(bare_plan: Plan, tmp_path: Path) -> 
         with pytest.warns(StopdownWarning, match=r"'style' adds up to [\d.]+ bits to what trans"):
             call_transformer(pipe, torch.float16)
         call_transformer(pipe, torch.float16)
+
+
+@pytest.mark.slow
+def test_a_certificate_with_a_lora_bounds_what_it_adds(tmp_path: Path, save_tiny: Any) -> None:
+    """A LoRA that adds 12 bits: NaN by the plan of the model alone, which says so; near by its own."""
+    folder = save_tiny("cogvideox", "fp32", "transformer")
+    lora = write_lora(build(), tmp_path) / "pytorch_lora_weights.safetensors"
+    source = resolve_source(folder)
+    styled = dataclasses.replace(source, loras=((str(lora), 3000.0),))
+    reference = call_transformer(load_pipeline(styled, torch_dtypes=torch.float32))
+    facts, cpu = gather_facts(source, read_configs(folder)), choose_device("cpu")
+    found = {}
+    for name, one in (("alone", source), ("styled", styled)):
+        plan = certify_plan(one)
+        assert find_entry(plan).scaling.certified
+        pipe = load_planned(styled, plan, "plan.json", facts, cpu).pipe
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found[name] = call_transformer(pipe, torch.float16)
+        told = [str(x.message) for x in said if "bits of headroom" in str(x.message)]
+        assert bool(told) == (name == "alone")
+    assert not bool(found["alone"].isfinite().all())
+    assert relative_l2(found["styled"], reference) < 0.01
 
 
 def test_a_certificate_does_not_cover_a_lora(bare_plan: Plan, tmp_path: Path) -> None:

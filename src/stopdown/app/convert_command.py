@@ -13,6 +13,7 @@ import typer
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
 from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
 from stopdown.records import Conversion, ConvertedComponent, to_json
 
@@ -28,11 +29,13 @@ class ConvertOptions(RequestOptions):
 
     What comes out is an ordinary fp16 model that renders right where Stopdown is not installed.
     A LoRA becomes one that fits such a model: --plan is the converted model then, or its plan.
+    A text encoder by itself needs no plan: a folder of Transformers, or --component of a model.
 
     Examples:
       stopdown plan shapes -o plan.json
       stopdown convert shapes shapes-fp16 --plan plan.json
       stopdown convert style.safetensors style-fp16.safetensors --plan shapes-fp16
+      stopdown convert google/t5-v1_1-xxl t5-fp16 --certify
     """
 
     source: SourceArgument
@@ -41,11 +44,11 @@ class ConvertOptions(RequestOptions):
         typer.Argument(metavar="OUT", help="New folder, or a .safetensors file."),
     ]
     plan: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help="The plan that is written down: plan.json; for a LoRA the converted model."
         ),
-    ]
+    ] = None
     to: Annotated[
         Literal["diffusers", "single", "comfyui"] | None,
         typer.Option(
@@ -53,6 +56,17 @@ class ConvertOptions(RequestOptions):
             "diffusion_models, text_encoders and vae. Without it the name of OUT decides."
         ),
     ] = None
+    component: Annotated[
+        str | None,
+        typer.Option(help="Text encoder to write by itself, without a plan: text_encoder."),
+    ] = None
+    certify: Annotated[
+        bool,
+        typer.Option(
+            "--certify",
+            help="For a text encoder: bounds for every text, instead of measured calls.",
+        ),
+    ] = False
     leave: Annotated[
         tuple[str, ...],
         typer.Option(help="Component to write as it is stored; give it again for more."),
@@ -113,10 +127,14 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     from stopdown.checkpoints.lora_names import is_lora_file
     from stopdown.plans.plan_files import read_plan
 
-    if is_lora_file(Path(options.source).expanduser()):
-        return _convert_lora(options, display)
+    is_lora = is_lora_file(Path(options.source).expanduser())
+    if options.plan is None and not is_lora:
+        return _convert_encoder(options, display)
+    plan = _check_plan(options)
+    if is_lora:
+        return _convert_lora(options, plan, display)
     request = read_request(options)
-    read_plan(options.plan)
+    read_plan(plan)
 
     source = find_source(options, display)
     load_libraries(display)
@@ -134,7 +152,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     return convert_module.convert(
         source,
         options.output if options.to is None else Target(options.output, options.to),
-        options.plan,
+        plan,
         leave=options.leave,
         allow=[name for name, given in allowed.items() if given],
         device=options.device or "cpu",
@@ -143,12 +161,49 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     )
 
 
-def _convert_lora(options: ConvertOptions, display: Display) -> Conversion:
+def _check_plan(options: ConvertOptions) -> Path:
+    """The plan, where one is needed, and nothing beside it that is for text encoders alone."""
+    for name, given in {"--component": options.component, "--certify": options.certify}.items():
+        if given:
+            raise OptionError(
+                f"{name} was given beside --plan.",
+                expected="It is for a text encoder by itself, which is written without a plan.",
+                remedy="Leave one of them out.",
+            )
+    if options.plan is None:
+        raise OptionError(
+            f"{options.source} was given without --plan.",
+            expected="A LoRA takes the exponents of the model that it is used with; any other model but a "
+            "text encoder those of its plan.",
+            remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
+            "plan.json",
+        )
+    return options.plan
+
+
+def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
+    load_libraries(display)
+    from stopdown.checkpoints.encoders import convert_encoder, find_encoder
+
+    encoder = find_encoder(options.source, options.component or "", revision=options.revision)
+    if encoder is None:
+        _check_plan(dataclasses.replace(options, component=None, certify=False))
+        raise AssertionError("there is no plan")
+    display.progress("measure", encoder.name, 0, 1)
+    allowed: dict[Literal["eps", "overwrite"], bool] = {
+        "eps": options.allow_eps,
+        "overwrite": options.force,
+    }
+    allow = [name for name, given in allowed.items() if given]
+    return convert_encoder(encoder, options.output, certify=options.certify, allow=allow)
+
+
+def _convert_lora(options: ConvertOptions, plan: Path, display: Display) -> Conversion:
     load_libraries(display)
     from stopdown.checkpoints.lora_files import convert_lora
 
     lora = Path(options.source).expanduser()
-    return convert_lora(lora, options.output, options.plan, overwrite=options.force)
+    return convert_lora(lora, options.output, plan, overwrite=options.force)
 
 
 def print_conversion(made: Conversion, console: Console) -> None:

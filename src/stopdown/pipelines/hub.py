@@ -93,6 +93,31 @@ def download_snapshot(
     return index.parent
 
 
+def download_component(
+    repo: str, folder: str = "", *, revision: str | None = None, progress: Progress | None = None
+) -> Path:
+    """The snapshot of a repository with one model of Transformers in it, or in one of its folders.
+
+    Raises:
+        SourceError: there is no such repository, it is gated, or the download failed.
+    """
+    import huggingface_hub
+
+    place = f"{folder}/" if folder else ""
+    names = [f"*{ending}" for ending in SIDE_FILES] + ["model*.safetensors"]
+    with _asking(repo, revision):
+        found = huggingface_hub.snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=["model_index.json", *(f"{place}{name}" for name in names)],
+            ignore_patterns=[] if folder else ["*/*"],
+            tqdm_class=_make_bar_class(progress),
+        )
+    root = Path(found)
+    _check_files([path for path in (root / folder).glob("*") if path.is_file()], repo)
+    return root
+
+
 def _check_files(paths: list[Path], repo: str) -> None:
     """Compare files that just came with the hashes that the Hub announced, by which the cache names them.
 

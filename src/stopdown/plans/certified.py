@@ -3,7 +3,8 @@
 The pipeline is built without weights and its own code is run once, dry, so each component is captured
 with the arguments that the pipeline gives it. Bounds are then carried through the graphs while the
 weights stream by, one at a time, and exponents are chosen that no input within the limits overflows.
-A single file is loaded as it is stored, because its tensors are not those of the model.
+A single file is loaded as it is stored, because its tensors are not those of the model. A model with LoRAs
+is loaded in fp32, so that what they add is in the bounds.
 
 **Catches** what `stopdown.bounds.propagation` does: every prompt, seed and timestep.
 **Does not catch** resolutions beyond the pipeline's default in models with group norms, and components
@@ -120,7 +121,7 @@ def certify_plan(
         SourceError: the model is missing, damaged or refused.
 
     Cost: captures of seconds, and one pass over the weights for each kind of call; a single file as it is
-    stored in memory.
+    stored in memory, a model with LoRAs in fp32.
     """
     started = time.perf_counter()
     parse_fp16(precision, "A certificate")
@@ -132,11 +133,16 @@ def certify_plan(
         source, pipeline_class=choose_class(source.pipeline_class, request or Request())
     )
     calls, unseen = list_source_calls(source)
-    modules = {  # built anew: what was run dry may have kept tensors of its calls
-        name: build_empty_component(source, name, torch.float16, keep_fp32=False)
-        for name in list_planned(source)
-    }
-    loaded = _load_file(source) if source.kind == "file" else {}
+    if source.loras:  # bounds of the matrices that are added are bounds of their layers' values
+        program = load_program(source, torch_dtypes=torch.float32)
+        modules = {name: getattr(program, name) for name in list_planned(source)}
+        loaded = {name: name_parameters(module) for name, module in modules.items()}
+    else:
+        modules = {  # built anew: what was run dry may have kept tensors of its calls
+            name: build_empty_component(source, name, torch.float16, keep_fp32=False)
+            for name in list_planned(source)
+        }
+        loaded = _load_file(source) if source.kind == "file" else {}
     put_file_bounds(source, SimpleNamespace(**modules))
     components = tuple(
         _plan_component(

@@ -1,0 +1,426 @@
+"""A text encoder of Transformers by itself, written so that plain Transformers runs it in fp16.
+
+The encoders of diffusion models are models of their own (T5, umT5, Gemma, Qwen2.5-VL, CLIP) and serve
+many of them. No pipeline tells how they are called, so the calls are made up: tokens over the whole
+vocabulary, at a few lengths. Exponents come from bounds over the weights (`certify`), which hold for
+every token, or from these calls. They are folded into the weights, eps go into the configuration, and every
+file that describes the model is copied.
+
+Programs read what an encoder returns, and some read its hidden states. Those stay as they are where
+exponents allow it; where only scaled hidden states keep the model in fp16 that is said. What T5 and
+umT5 hold between layers is read by none.
+
+**Catches** weights that were rescaled before, pickles, code of the model's own, classes without tokens,
+weights beyond fp16.
+**Does not catch** pictures: the vision part of a model for both is cast, and not rescaled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from stopdown.checkpoints.cards import list_entries
+from stopdown.checkpoints.convert import demand_finite
+from stopdown.checkpoints.export import EFFECT_LIMIT, Expressed, describe_rest, express_component
+from stopdown.checkpoints.places import RECORD_NAME, check_place, measure_files
+from stopdown.environment import read_version
+from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
+from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.outputs import written_beside
+from stopdown.pipelines.component_classes import (
+    describing_failures,
+    find_class,
+    limited_building,
+)
+from stopdown.pipelines.components import Callee, find_kept_fp32
+from stopdown.pipelines.descriptions import read_description
+from stopdown.pipelines.folders import (
+    copy_descriptions,
+    edit_config,
+    find_dtype_field,
+    told_as_oserror,
+    write_card,
+    write_weights,
+)
+from stopdown.pipelines.headers import (
+    DamagedFileError,
+    find_weights,
+    read_header,
+    read_rescaled,
+)
+from stopdown.pipelines.hub import Progress, download_component
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.sources import Source
+from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.exponents import describe_failure, scale_component
+from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, to_json
+from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.folds import split_name
+from stopdown.scaling.search import scale_unmeasured
+
+_ENCODERS = {
+    "T5ForConditionalGeneration": "T5EncoderModel",
+    "UMT5ForConditionalGeneration": "UMT5EncoderModel",
+    "MT5ForConditionalGeneration": "MT5EncoderModel",
+}
+"""Models that are published whole and of which diffusion models use the encoder."""
+
+_UNREAD_STATES = ("t5", "umt5", "mt5")
+"""Kinds of models whose hidden states no program reads."""
+
+LENGTHS = (8, 64)
+"""Tokens of the calls that are made up."""
+
+ROWS = 4
+"""Rows of each."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A text encoder that was found.
+
+    Attributes:
+        folder: with its `config.json` and weights.
+        name: of the folder.
+        class_name: in Transformers.
+        config: what `config.json` says.
+    """
+
+    folder: Path
+    name: str
+    class_name: str
+    config: dict[str, Any]
+
+
+def find_encoder(
+    source: str | Path,
+    component: str = "",
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> Encoder | None:
+    """The text encoder in a folder of Transformers, or in a component of a Diffusers folder.
+
+    Args:
+        source: folder or Hub id.
+        component: of a Diffusers folder.
+        revision: branch, tag or commit of a Hub id.
+        progress: called with the bytes received.
+
+    Returns:
+        None where SOURCE is no such folder.
+
+    Raises:
+        OptionError: there is no such component, or it is none of Transformers.
+        SourceError: it asks for code of its own, or its weights are no safetensors.
+    """
+    root = Path(source).expanduser()
+    if not root.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        root = download_component(str(source), component, revision=revision, progress=progress)
+    if not root.is_dir():
+        return None
+    index = root / "model_index.json"
+    if index.is_file():
+        return _find_component(root, component) if component else None
+    if not (root / "config.json").is_file():
+        return None
+    config = read_description(root / "config.json")
+    if "_class_name" in config and "architectures" not in config:
+        return None  # a component of Diffusers
+    return _open(root, config, component or Path(source).name)
+
+
+def _find_component(root: Path, component: str) -> Encoder:
+    known = {
+        key: value
+        for key, value in read_description(root / "model_index.json").items()
+        if isinstance(value, list) and value[:1] == ["transformers"]
+    }
+    folder = root / component
+    if component not in known or not (folder / "config.json").is_file():
+        encoders = [key for key in known if (root / key / "config.json").is_file()]
+        raise OptionError(
+            f"{root} has no {component} of Transformers.",
+            expected=f"By itself a text encoder can be written; it has {', '.join(encoders) or 'none'}.",
+            remedy="Convert the whole model: stopdown plan SOURCE -o plan.json, then convert with "
+            "--plan plan.json.",
+        )
+    return _open(folder, read_description(folder / "config.json"), component)
+
+
+def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
+    named = (config.get("architectures") or [""])[0]
+    if config.get("auto_map") or not named:
+        raise SourceError(
+            f"{folder / 'config.json'} "
+            + ("asks for code of its own." if config.get("auto_map") else "names no class."),
+            expected="A class of Transformers stands in `architectures`; nothing of a model is run.",
+            remedy="Give a text encoder of Transformers, as save_pretrained writes it.",
+        )
+    _, files = find_weights(folder)
+    if not files:
+        raise SourceError(
+            f"{folder} has no weights in model.safetensors or its shards.",
+            expected="Weights are read from safetensors alone; a pickle could run code.",
+            remedy="Save it again: model.save_pretrained(folder).",
+        )
+    for path in files:
+        try:
+            read_header(path)
+        except (DamagedFileError, OSError) as error:
+            raise SourceError(
+                f"The weights {path} are damaged or cut off: {error}.",
+                remedy="Download them again.",
+            ) from error
+        if said := read_rescaled(path):
+            raise OptionError(
+                f"{path} was rescaled already. {said.capitalize()}.",
+                expected="Exponents are written into weights once; these are right in fp16 as they are.",
+                remedy="Use it as it is, or convert the original.",
+            )
+    return Encoder(folder, name, _ENCODERS.get(named, named), config)
+
+
+def convert_encoder(
+    encoder: Encoder,
+    output: str | Path,
+    *,
+    certify: bool = False,
+    allow: Collection[Literal["eps", "overwrite"]] = (),
+) -> Conversion:
+    """Write a text encoder so that plain Transformers runs it in fp16.
+
+    Args:
+        encoder: from `find_encoder`.
+        output: a folder that does not exist or is empty.
+        certify: bounds for every token instead of measured calls.
+        allow: as for `convert`.
+
+    Raises:
+        OptionError: nothing that files hold keeps it in range; an option does not fit.
+        OutputError: the place is taken or cannot be written.
+        SourceError: the weights do not fit their model, or it takes no tokens.
+
+    Cost: the encoder in fp32 in memory, and captures of it.
+    """
+    started, target = time.perf_counter(), Path(output)
+    place = Source(str(encoder.folder), encoder.folder, "component")
+    replaces = check_place(place, target, None, "overwrite" in allow)
+    with quiet_libraries():
+        module = load_encoder(encoder)
+        found, entry, reasons = _express(encoder, module, certify, "eps" in allow)
+        described = _describe(encoder, module, found, reasons)
+        with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
+            entries = list_entries(entry.weights[:12], [described], found.scaling.exponents)
+            _write(encoder, module, found, part, entries)
+            write_card(part, _word_card(encoder, described))
+            record = Conversion(
+                source=str(encoder.folder),
+                output=str(output),
+                plan=entry.weights[:12],
+                components=(described,),
+                load=f'{encoder.class_name}.from_pretrained("{output}", dtype=torch.float16)',
+                elapsed_s=round(time.perf_counter() - started, 3),
+                files=measure_files(part),
+                version=read_version("stopdown") or "",
+            )
+            (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+    return record
+
+
+def load_encoder(encoder: Encoder) -> Any:
+    """The encoder in fp32, as Transformers loads it.
+
+    Raises:
+        SourceError: its weights do not fit it.
+    """
+    kind = find_class("transformers", encoder.class_name)
+    with describing_failures(encoder.folder, encoder.class_name), limited_building():
+        module, report = kind.from_pretrained(
+            encoder.folder,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    if missing := sorted(map(str, report["missing_keys"])):
+        raise SourceError(
+            f"The weights in {encoder.folder} lack {', '.join(missing[:4])}.",
+            expected=f"Their configuration describes a {encoder.class_name}.",
+            remedy="Download or save the model again.",
+        )
+    return module.eval().requires_grad_(False)
+
+
+def list_calls(module: Any, *, states: bool) -> list[RecordedCall]:
+    """Calls of a text encoder: tokens of the whole vocabulary, with a mask, at `LENGTHS`.
+
+    Args:
+        states: its hidden states are returned as well.
+
+    Raises:
+        SourceError: it has no vocabulary.
+    """
+    config = getattr(module.config, "text_config", None) or module.config
+    size = getattr(config, "vocab_size", 0)
+    if not size:
+        raise SourceError(
+            f"{type(module).__name__} takes no tokens.",
+            expected="A text encoder has a vocabulary.",
+            remedy="Convert the pipeline that it belongs to, with its plan.",
+        )
+    longest = getattr(config, "max_position_embeddings", None) or max(LENGTHS)
+    callee = Callee("text_encoder", module, "forward", "encode")
+    return [
+        RecordedCall(
+            callee, (), {**_draw(module, min(n, longest), size), **_find_options(module, states)}
+        )
+        for n in dict.fromkeys(min(x, longest) for x in LENGTHS)
+    ]
+
+
+def _draw(module: Any, length: int, size: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(length)
+    tokens = torch.randint(0, size, (ROWS, length), generator=made)
+    end = getattr(module.config, "eos_token_id", None)
+    if isinstance(end, int) and 0 <= end < size:
+        tokens[:, -1] = end  # CLIP looks for it
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def _find_options(module: Any, states: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"output_hidden_states": True} if states else {}
+    if getattr(module, "_is_stateful", False) or "use_cache" in module.config.to_dict():
+        options["use_cache"] = False
+    return options
+
+
+def _express(
+    encoder: Encoder, module: Any, certify: bool, allow_eps: bool
+) -> tuple[Expressed, ComponentPlan, list[str]]:
+    """Exponents as files hold them: with hidden states as they are, or else with what is returned alone."""
+    bare = ComponentPlan(encoder.name, encoder.class_name, sample_weights(module), "fp16")
+    problems: list[str] = []
+    is_unread = encoder.config.get("model_type") in _UNREAD_STATES
+    for states in (False,) if is_unread else (True, False):
+        calls = list_calls(module, states=states)
+        try:
+            entry = _plan(module, bare, calls, certify)
+            found = express_component(module, entry, lambda calls=calls: calls)  # type: ignore[misc]
+        except (CaptureError, ScalingError) as error:
+            problems.append(describe_failure(error))
+            continue
+        if found.effect > EFFECT_LIMIT and not allow_eps:
+            problems.append(
+                f"No configuration sets {', '.join(sorted(found.left)[:3])}, and without that its output "
+                f"is {found.effect:.1e} off; up to {EFFECT_LIMIT:.1e} passes."
+            )
+            continue
+        return found, entry, list(_list_reasons(found, entry, is_unread, states))
+    raise OptionError(
+        f"{encoder.folder} cannot be written in fp16 for plain Transformers. {' '.join(problems)}",
+        expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
+        remedy="Run it under a plan of its pipeline, or in bf16.",
+    )
+
+
+def _plan(
+    module: Any, bare: ComponentPlan, calls: list[RecordedCall], certify: bool
+) -> ComponentPlan:
+    if not certify:
+        scaling, _ = scale_component(module, calls, torch.float16)
+        return describe_scaling(bare, scaling, "fp16", len(calls))
+    captured = [
+        (capture_call(module, x.args, x.kwargs, dtype=torch.float16), x.args, x.kwargs)
+        for x in calls
+    ]
+    scaling = scale_unmeasured(module, captured, name_parameters(module).__getitem__)
+    entry = dataclasses.replace(bare, scaling=scaling)
+    if not scaling.certified or scaling.fp32_modules or scaling.multiplies:
+        rest = f"with {describe_rest(entry)}" if scaling.fp32_modules or scaling.multiplies else ""
+        raise ScalingError(
+            f"Bounds do not certify it {rest}".strip()
+            + f": {scaling.bounded} of {scaling.values} values have one that fits."
+        )
+    return describe_scaling(bare, scaling, "fp16", 0)
+
+
+def _list_reasons(
+    found: Expressed, entry: ComponentPlan, is_unread: bool, states: bool
+) -> Iterator[str]:
+    if found.scaling.certified and not found.anew:
+        yield "Certified: no text overflows fp16."
+    elif found.anew and entry.scaling.certified:
+        yield (
+            "Its exponents were found anew by measured calls, because a file cannot hold the certified "
+            "ones."
+        )
+    else:
+        yield f"Measured on {len(LENGTHS)} calls of {ROWS} rows of tokens."
+    if found.left:
+        yield (
+            f"Eps that no configuration sets: {len(found.left)}. Without them its output changes by "
+            f"{found.effect:.1e}."
+        )
+    if not states and not is_unread and found.scaling.exponents:
+        yield (
+            "What it returns is right; hidden states between its layers are times powers of two, so a "
+            "program that reads those (output_hidden_states) gets others."
+        )
+
+
+def _write(
+    encoder: Encoder, module: Any, found: Expressed, part: Path, entries: dict[str, str]
+) -> None:
+    copy_descriptions(encoder.folder, part, [""])
+    fold_scaling(module, found.scaling)
+    cast_(module, torch.float16, found.scaling)
+    demand_finite(encoder.name, module)
+    write_weights(module, part, entries)
+    config = part / "config.json"
+    changes: dict[str, Any] = dict(found.fields)
+    changes[find_dtype_field(config) or "dtype"] = "float16"
+    changes["architectures"] = [encoder.class_name]
+    edit_config(config, changes)
+
+
+def _describe(
+    encoder: Encoder, module: Any, found: Expressed, reasons: list[str]
+) -> ConvertedComponent:
+    kept = find_kept_fp32(type(module), "fp16")
+    if kept:
+        reasons = [
+            *reasons,
+            f"Its class holds {', '.join(kept)} in fp32 once loaded, which it does not need any more: "
+            ".half() is right as well.",
+        ]
+    return ConvertedComponent(
+        component=encoder.name,
+        precision="fp16",
+        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
+        solved_anew=found.anew,
+        fields=dict(found.fields),
+        eps_left=dict(found.left),
+        effect=found.effect,
+        calls=found.calls if found.left else 0,
+        kept_fp32=kept,
+        reasons=tuple(reasons),
+    )
+
+
+def _word_card(encoder: Encoder, described: ConvertedComponent) -> str:
+    return (
+        f"# {encoder.name}, converted to fp16 by Stopdown\n\n"
+        f"Its weights are stored times powers of two, so that no value overflows fp16. It computes what "
+        f"the original computes. {' '.join(described.reasons)}\n\n"
+        f"What was done stands in `{RECORD_NAME}`.\n"
+    )
