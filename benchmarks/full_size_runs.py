@@ -380,7 +380,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         "load_s": load_s, "load_peak_bytes": load_peak, "strategy": offloader.taken.strategy.name,
         "predicted_bytes": offloader.taken.peak_bytes, "measured_bytes": peak - base,
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "calls_s": calls.elapsed_s, "elapsed_s": elapsed_s,
+        "calls_s": calls.elapsed_s, "elapsed_s": elapsed_s, "cpu_s": time.process_time(),
     }  # fmt: skip
     return row | (compare(kept, stored) if stored is not None else describe(kept))
 
@@ -453,7 +453,8 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     entry = next(x for x in made.components if x.component == CASES[name].component)
     exponents = entry.scaling.exponents.values()
     return {
-        "elapsed_s": elapsed_s, "peak_bytes": watch.restart(), "precision": entry.precision,
+        "elapsed_s": elapsed_s, "cpu_s": time.process_time(),
+        "peak_bytes": watch.restart(), "precision": entry.precision,
         "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "headroom_bits": entry.scaling.headroom_bits, "folds": len(exponents),
         "exponents": [min(exponents, default=0), max(exponents, default=0)],

@@ -189,6 +189,34 @@ def wide_encoder() -> str:
     return f"{plain:.1f} times as near to fp32 as bf16 with all in fp16, {wide:.0f} times with that encoder"
 
 
+def _full(stage: str) -> dict[str, Any]:
+    found: dict[str, Any] = _read("full_size_runs")["rows"]["CogVideoX-2B"][stage]
+    return found
+
+
+@_figure
+def full_errors() -> str:
+    plan, bf16 = (_full(x)["call_error"] for x in ("fp16 by plan", "bf16"))
+    return f"{_percent(plan)} off fp32, and bf16 {_percent(bf16)}"
+
+
+@_figure
+def full_memory() -> str:
+    row = _full("fp16 by plan")
+    peaks = (row[x] / 2**30 for x in ("measured_bytes", "predicted_bytes", "load_peak_bytes"))
+    return (
+        "{:.2f} GiB while it runs ({:.2f} were predicted) and {:.2f} GiB while it is loaded".format(
+            *peaks
+        )
+    )
+
+
+@_figure
+def full_certified() -> str:
+    row = _full("certify")
+    return f"{row['bounded']} of {row['values']}"
+
+
 @_figure
 def forgotten() -> str:
     rows = [x["errors"] for x in _read("error_by_step")["rows"] if x["kind"] == "language"]
