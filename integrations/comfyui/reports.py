@@ -92,7 +92,9 @@ def draw_text(text: str, *, is_faulty: bool = False) -> Any:
     from PIL import Image, ImageDraw, ImageFont
 
     font = ImageFont.load_default(16)
-    lines = [part for line in text.split("\n") for part in textwrap.wrap(line, PICTURE_WIDTH) or [""]]
+    lines = [
+        part for line in text.split("\n") for part in textwrap.wrap(line, PICTURE_WIDTH) or [""]
+    ]
     height = 22 * len(lines) + 32
     picture = Image.new("RGB", (720, height), (250, 250, 248))
     draw = ImageDraw.Draw(picture)

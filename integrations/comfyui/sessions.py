@@ -125,12 +125,23 @@ class Session:
         return plan
 
 
+def clone_patcher(patcher: Any) -> Any:
+    """A clone whose weights are where a run finds them, as ComfyUI's node for torch.compile makes it.
+
+    Under DynamicVRAM weights are paged in at each call, and what is resident does not follow a change.
+    """
+    is_dynamic = getattr(patcher, "is_dynamic", None)
+    if is_dynamic is not None and is_dynamic():
+        return patcher.clone(disable_dynamic=True)
+    return patcher.clone()
+
+
 def guard_model(model: Any, session: Session) -> Any:
     """A clone of a MODEL whose sampling is guarded."""
     import torch
     from comfy.patcher_extension import WrappersMP
 
-    clone = model.clone()
+    clone = clone_patcher(model)
     if session.options.fp16:
         clone.set_model_compute_dtype(torch.float16)
 
@@ -145,16 +156,20 @@ def guard_model(model: Any, session: Session) -> Any:
 
 def guard_clip(clip: Any, session: Session) -> Any:
     """A clone of a CLIP whose encoding is guarded."""
-    return _guard_calls(clip.clone(), "clip", session)
+    clone = clip.clone()
+    clone.patcher = clone_patcher(clip.patcher)
+    clone.cond_stage_model = clone.patcher.model
+    return _guard_calls(clone, "clip", session)
 
 
 def guard_vae(vae: Any, session: Session) -> Any:
-    """A copy of a VAE that shares its weights, and whose encoding and decoding is guarded."""
+    """A copy of a VAE whose encoding and decoding is guarded."""
     import torch
 
     clone = copy.copy(vae)
+    clone.patcher = clone_patcher(vae.patcher)
+    clone.first_stage_model = clone.patcher.model
     if session.options.fp16:
-        clone.patcher = vae.patcher.clone()
         clone.patcher.set_model_compute_dtype(torch.float16)
         clone.vae_dtype = torch.float16
     return _guard_calls(clone, "vae", session)
@@ -205,12 +220,13 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
 
     from stopdown.pipelines.components import find_components
 
+    plain = (torch.Tensor, torch.nn.Parameter)  # quantised weights are left alone
     for component in find_components(program).values():
         for module in component.modules():
             for name in ("weight", "bias"):
                 functions = getattr(module, f"{name}_function", None)
                 tensor = getattr(module, name, None)
-                if functions and isinstance(tensor, torch.Tensor):
+                if functions and type(tensor) in plain and tensor.element_size() > 1:
                     value = tensor.detach().clone()
                     for function in functions:
                         value = function(value)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,3 +139,22 @@ def test_workflows_name_nodes_that_are_there(path: Path) -> None:
         assert nodes[source]["outputs"][slot]["type"] == kind
     picture = path.with_suffix(".jpg")
     assert 0 < picture.stat().st_size < 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("dynamic", {"disable_dynamic": True}), ("plain", {})]
+)
+def test_weights_that_are_paged_in_are_not_changed(
+    kind: str, wanted: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a patcher under DynamicVRAM a plain clone is taken; older ones know no such thing."""
+    spec = importlib.util.spec_from_file_location("sessions", PACK / "sessions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sessions = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, sessions)
+    spec.loader.exec_module(sessions)
+    patcher = SimpleNamespace(clone=lambda **given: given)
+    if kind == "dynamic":
+        patcher.is_dynamic = lambda: True
+    assert sessions.clone_patcher(patcher) == wanted
