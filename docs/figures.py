@@ -501,6 +501,19 @@ def eight_bits_table() -> str:
 
 
 @_figure
+def quantised_table() -> str:
+    """What each format of quantised files holds, and fp16 with its exponents."""
+    rows = []
+    for x in _read("quantised")["rows"]:
+        held = "every power of two" if x["holds_down_to"] <= -100 else f"2^{x['holds_down_to']}"
+        before = "NaN" if x["fp16 before"] is None else _percent(x["fp16 before"])
+        after = _percent(x["fp16 after"]) if "fp16 after" in x else "refused"
+        rows.append([x["format"], held, before, after, _percent(x["bf16"])])
+    headings = ("format", "its scales hold", "fp16 before", "fp16 after", "bf16")
+    return _make_table(headings, rows)
+
+
+@_figure
 def compare_table() -> str:
     """The comparison of the README's picture: 20 prompts in six precisions."""
     record = _read("compare")["comparison"]

@@ -162,6 +162,55 @@ def test_what_is_rescaled_already_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "c.safetensors").exists()
 
 
+def test_torchao_reads_what_was_folded(tmp_path: Path) -> None:
+    """Its own reader gives weights that are 2**k times what they were, bit for bit."""
+    quantization = pytest.importorskip("torchao.quantization")
+    from safetensors import safe_open
+    from torchao.prototype.safetensors import safetensors_support as support
+
+    torch.manual_seed(0)
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig(version=2))
+    state = {name: x.data for name, x in layer.state_dict().items()}
+    tensors, metadata = support.flatten_tensor_state_dict(state)
+    save_file(tensors, tmp_path / "a.safetensors", metadata)
+    rows = torch.arange(64).int() % 5 - 4
+    fold_file(tmp_path / "a.safetensors", tmp_path / "b.safetensors", {"0.weight": rows}, {}, ENTRY)
+    with safe_open(tmp_path / "b.safetensors", framework="pt") as file:
+        said = {key: value for key, value in file.metadata().items() if key != RESCALED_ENTRY}
+    found, _ = support.unflatten_tensor_state_dict(load_file(tmp_path / "b.safetensors"), said)
+    before, after = state["0.weight"].dequantize(), found["0.weight"].dequantize()
+    assert torch.equal(torch.ldexp(before, rows[:, None]), after)
+
+
+def test_bitsandbytes_reads_what_was_folded(tmp_path: Path) -> None:
+    """Its own reader of nf4 gives weights that are 2**k times what they were, bit for bit."""
+    bnb = pytest.importorskip("bitsandbytes")
+
+    def write(name: str, **options: Any) -> Path:
+        layer = bnb.nn.Linear4bit(64, 64, quant_type="nf4")
+        layer.weight = bnb.nn.Params4bit(
+            draw(64, 64), requires_grad=False, quant_type="nf4", **options
+        ).to("cpu")
+        save_file({f"ff.{k}": v for k, v in layer.state_dict().items()}, tmp_path / name)
+        return tmp_path / name
+
+    def read(path: Path) -> torch.Tensor:
+        state = {name.removeprefix("ff."): x for name, x in load_file(path).items()}
+        parts = {name: x for name, x in state.items() if name.startswith("weight.")}
+        weight = bnb.nn.Params4bit.from_prequantized(state["weight"], parts, device="cpu")
+        return bnb.functional.dequantize_4bit(weight.data, weight.quant_state)
+
+    source = write("a.safetensors", compress_statistics=False)
+    (weight,) = [x for x in open_weight_file(source).weights if x.name == "ff.weight"]
+    folds = {"ff.weight": torch.full((weight.shape[0],), -6).int()}
+    fold_file(source, tmp_path / "b.safetensors", folds, {}, ENTRY)
+    assert torch.equal(read(source) * 2.0**-6, read(tmp_path / "b.safetensors"))
+    twice = write("c.safetensors", compress_statistics=True)
+    with pytest.raises(ScalingError, match="are codes themselves"):
+        fold_file(twice, tmp_path / "d.safetensors", folds, {}, ENTRY)
+
+
 # ---------------------------------------------------------------------------------------------
 # Whole models, by readers that are not ours
 

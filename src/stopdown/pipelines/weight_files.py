@@ -88,8 +88,8 @@ class WeightFile:
 
     @property
     def is_quantised(self) -> bool:
-        """Whether a weight of it is codes and scales."""
-        return any(weight.is_scaled for weight in self.weights)
+        """Whether a weight of it is codes and scales; GGUF is taken as such, whatever its types are."""
+        return self.kind != "safetensors" or any(weight.is_scaled for weight in self.weights)
 
 
 def read_shapes(path: Path) -> dict[str, StoredTensor]:
@@ -99,7 +99,7 @@ def read_shapes(path: Path) -> dict[str, StoredTensor]:
         DamagedFileError: it is not whole.
     """
     file = open_weight_file(path)
-    if path.suffix.lower() != ".gguf" and not file.is_quantised:
+    if not file.is_quantised:
         return read_header(path)
     return {
         weight.name: StoredTensor(
@@ -116,7 +116,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
         ScalingError: one of them cannot be unpacked.
     """
     file = open_weight_file(path)
-    if path.suffix.lower() != ".gguf" and not file.is_quantised:
+    if not file.is_quantised:
         from safetensors.torch import load_file
 
         return load_file(path)
