@@ -12,7 +12,6 @@ The result goes to results/single_files.json, and as a table to results/single_f
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -29,8 +28,10 @@ from single_file_readers import (  # noqa: E402
     UNREAD_BY_DIFFUSERS,
     compare,
     convert_model,
-    run_in_comfyui,
+    measure_errors,
+    place_runs,
     run_in_diffusers,
+    run_many_in_comfyui,
 )
 from stopdown.environment import describe_machine  # noqa: E402
 
@@ -44,13 +45,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     options = parser.parse_args()
     rows = []
-    for name in options.models:
-        with tempfile.TemporaryDirectory() as folder:
-            files = convert_model(name, Path(folder))
-            for reader, run in list_readers(name):
-                errors = compare(name, run, files, Path(folder))
-                rows.append({"model": name, "reader": reader, **errors})
-                sys.stderr.write(f"{rows[-1]}\n")
+    with tempfile.TemporaryDirectory() as place:
+        folders = {name: Path(place, name) for name in options.models}
+        files = {name: convert_model(name, folder) for name, folder in folders.items()}
+        for name in options.models:
+            if name not in UNREAD_BY_DIFFUSERS:
+                errors = compare(name, run_in_diffusers, files[name], folders[name])
+                rows.append({"model": name, "reader": "Diffusers", **errors})
+        for root in filter(None, os.environ.get("STOPDOWN_COMFYUI", "").split(":")):
+            read = [name for name in options.models if is_read(name, Path(root))]
+            runs = {name: place_runs(files[name]) for name in read}
+            found = run_many_in_comfyui(root, runs, Path(place))
+            reader = read_version(Path(root))
+            rows += [{"model": x, "reader": reader, **measure_errors(found[x])} for x in read]
+    rows.sort(key=lambda row: options.models.index(row["model"]))
     result = {
         "command": "python benchmarks/single_files.py",
         "machine": describe_machine(),
@@ -61,17 +69,9 @@ def main() -> None:
     RESULT.with_suffix(".md").write_text(describe(rows), encoding="utf-8")
 
 
-def list_readers(name: str) -> list[tuple[str, Any]]:
-    """What reads a model's file: by name, and how."""
-    roots = [Path(x) for x in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if x]
-    found: list[tuple[str, Any]] = [
-        (read_version(root), functools.partial(run_in_comfyui, str(root)))
-        for root in roots
-        if not (name == "cogvideox" and not (root / "comfy/ldm/cogvideo").is_dir())
-    ]
-    if name not in UNREAD_BY_DIFFUSERS:
-        found.insert(0, ("Diffusers", run_in_diffusers))
-    return found
+def is_read(name: str, root: Path) -> bool:
+    """Whether a version of ComfyUI knows a model."""
+    return name != "cogvideox" or (root / "comfy" / "ldm" / "cogvideo").is_dir()
 
 
 def read_version(root: Path) -> str:

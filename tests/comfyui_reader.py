@@ -79,6 +79,21 @@ def load(run: dict[str, Any], dtype: Any) -> Any:
     return model.to(dtype)
 
 
+def run_checkpoint(run: dict[str, Any], inputs: dict[str, Any], dtype: Any) -> Any:
+    """A whole checkpoint by ComfyUI's guessing loader: its encoder, a step of its UNet, its decoder."""
+    import comfy.sd
+    import torch
+
+    model, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(
+        run["path"], model_options={"dtype": dtype}, te_model_options={"dtype": dtype}
+    )
+    condition = clip.encode_from_tokens(clip.tokenize(run["plain"]["prompt"])).to(dtype)
+    unet, decoder = model.model.diffusion_model.to(dtype), vae.first_stage_model.to(dtype)
+    noise = unet(inputs["x"], inputs["timesteps"], condition)
+    picture = decoder.decode(inputs["x"])
+    return torch.cat([x.float().flatten() for x in (condition, noise, picture)])
+
+
 def rename(tensors: dict[str, Any], model: Any) -> dict[str, Any]:
     """As ComfyUI's loader: newer versions call the `scale` of a norm its `weight`."""
     known = model.state_dict().keys()
@@ -97,11 +112,16 @@ def main(request: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     for run in request["runs"]:
         dtype = getattr(torch, run["dtype"])
-        model = load(run, dtype).eval()
         inputs = {
             name: x if "timestep" in name else x.to(dtype)
             for name, x in load_file(run["inputs"]).items()
         }
+        if run["target"] == "checkpoint":
+            with torch.no_grad():
+                y = run_checkpoint(run, inputs, dtype)
+            save_file({"y": y}, run["output"])
+            continue
+        model = load(run, dtype).eval()
         with torch.no_grad():
             call = model.decode if run["target"] == "vae" else model
             y = call(*inputs.values()) if run["target"] == "vae" else call(**inputs, **run["plain"])

@@ -55,10 +55,7 @@ def build(name: str) -> torch.nn.Module:
         torch.manual_seed(0)
         module = MODELS[name].build().eval().requires_grad_(False)
     overflow_(module)
-    for tensor in module.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
-            tensor.copy_(tensor.bfloat16())
+    round_(module)
     return module
 
 
@@ -175,6 +172,45 @@ def build_unet_xl() -> torch.nn.Module:
         transformer_layers_per_block=(0, 2), addition_embed_type="text_time", addition_time_embed_dim=8,
         projection_class_embeddings_input_dim=6 * 8 + 32,
     )  # fmt: skip
+
+
+def build_pipeline() -> Any:
+    """A Stable Diffusion 1 with the sizes that ComfyUI expects, in bf16; UNet and autoencoder overflow."""
+    import diffusers
+    import transformers
+
+    from stopdown.pipelines.components import find_components
+    from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer
+
+    torch.manual_seed(0)
+    widths = (128, 256, 512)
+    made = diffusers.StableDiffusionPipeline(
+        vae=diffusers.AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=widths, layers_per_block=2, latent_channels=4, sample_size=32,
+        ),
+        text_encoder=transformers.CLIPTextModel(transformers.CLIPTextConfig(
+            vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
+            num_attention_heads=12, bos_token_id=49406, eos_token_id=49407,
+        )),
+        tokenizer=make_clip_tokenizer(), unet=build_unet(), scheduler=diffusers.EulerDiscreteScheduler(),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    for module in find_components(made).values():
+        module.eval().requires_grad_(False)
+        if module is not made.text_encoder:
+            overflow_(module)
+        round_(module)
+        module.to(torch.bfloat16)
+    return made
+
+
+def round_(module: torch.nn.Module) -> None:
+    """Bring weights to bf16, without the smallest."""
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
+            tensor.copy_(tensor.bfloat16())
 
 
 def build_vae() -> torch.nn.Module:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from single_file_models import MODELS, build, draw
+from single_file_models import MODELS, STEP, build, build_pipeline, draw
 from stopdown.checkpoints.convert import convert
-from stopdown.pipelines.layouts import arrange
+from stopdown.pipelines.components import find_components
+from stopdown.pipelines.layouts import arrange, find_prefixes
+from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.plans.calibrated import make_plan
@@ -45,6 +47,7 @@ def save_model(name: str, folder: Path) -> Source:
     """A model's file in the names of its authors, with the config of its class beside."""
     module: Any = build(name)
     part = find_part(name)
+    folder.mkdir(exist_ok=True)
     module.save_config(folder / part)
     path = folder / f"{name}.safetensors"
     save_file({key: x.bfloat16() for key, x in arrange(module).items()}, path)
@@ -63,19 +66,23 @@ def convert_model(name: str, folder: Path) -> tuple[Path, Path]:
 
 def run_in_comfyui(root: str, name: str, files: Files, folder: Path) -> dict[str, torch.Tensor]:
     """What ComfyUI makes of each file in a dtype."""
-    model, inputs = MODELS[name], draw(MODELS[name].inputs)
-    tensors = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor)}
-    save_file(tensors, folder / "inputs.safetensors")
-    shared = {
-        "inputs": str(folder / "inputs.safetensors"),
-        "plain": {key: x for key, x in inputs.items() if key not in tensors},
-        "target": model.target,
-        "options": dict(model.options),
+    return run_many_in_comfyui(root, {name: files}, folder)[name]
+
+
+def run_many_in_comfyui(
+    root: str, files: Mapping[str, Files], folder: Path
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The same for several models in one process, whose start takes longer than its runs."""
+    runs = [run for name in files for run in _list_runs(name, files[name], folder)]
+    read_in_comfyui(root, runs)
+    return {
+        name: {key: load_file(folder / f"{name}-{key}.out")["y"].double() for key in files[name]}
+        for name in files
     }
-    runs = [
-        {**shared, "path": str(path), "dtype": dtype, "output": str(folder / f"{key}.out")}
-        for key, (path, dtype) in files.items()
-    ]
+
+
+def read_in_comfyui(root: str, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Start the process that reads and runs files."""
     reader = Path(__file__).parent / "comfyui_reader.py"
     done = subprocess.run(
         [sys.executable, str(reader), json.dumps({"root": root, "runs": runs})],
@@ -83,7 +90,57 @@ def run_in_comfyui(root: str, name: str, files: Files, folder: Path) -> dict[str
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return {key: load_file(folder / f"{key}.out")["y"].double() for key in files}
+
+
+def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
+    """Errors of a whole Stable Diffusion, from a Diffusers folder to one file, read by ComfyUI."""
+    build_pipeline().save_pretrained(folder / "model")
+    request = Request(height=32, width=32, steps=2)
+    plan = make_plan(str(folder / "model"), prompts=["a ball"], request=request)
+    before, after = folder / "before.safetensors", folder / "after.safetensors"
+    convert(folder / "model", after, plan, request=request)
+    pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.bfloat16)
+    prefixes = find_prefixes("StableDiffusionPipeline")
+    whole = {
+        prefixes[name] + key: x
+        for name, module in find_components(pipe).items()
+        for key, x in arrange(module).items()
+    }
+    save_file(whole, before)
+    noise = draw({"x": (1, 4, 8, 8), "timesteps": STEP})
+    save_file(noise, folder / "inputs.safetensors")
+    shared = {
+        "inputs": str(folder / "inputs.safetensors"),
+        "plain": {"prompt": "a ball"},
+        "target": "checkpoint",
+        "options": {},
+    }
+    files = place_runs((before, after))
+    read_in_comfyui(
+        root,
+        [
+            {**shared, "path": str(path), "dtype": dtype, "output": str(folder / f"{key}.out")}
+            for key, (path, dtype) in files.items()
+        ],
+    )
+    return measure_errors({key: load_file(folder / f"{key}.out")["y"].double() for key in files})
+
+
+def _list_runs(name: str, files: Files, folder: Path) -> list[dict[str, Any]]:
+    model, inputs = MODELS[name], draw(MODELS[name].inputs)
+    tensors = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor)}
+    place = folder / f"{name}-inputs.safetensors"
+    save_file(tensors, place)
+    shared = {
+        "inputs": str(place),
+        "plain": {key: x for key, x in inputs.items() if key not in tensors},
+        "target": model.target,
+        "options": dict(model.options),
+    }
+    return [
+        {**shared, "path": str(path), "dtype": dtype, "output": str(folder / f"{name}-{key}.out")}
+        for key, (path, dtype) in files.items()
+    ]
 
 
 def run_in_diffusers(name: str, files: Files, folder: Path) -> dict[str, torch.Tensor]:
@@ -118,10 +175,21 @@ def measure(name: str, run: Run, folder: Path) -> dict[str, float]:
 
 def compare(name: str, run: Run, files: tuple[Path, Path], folder: Path) -> dict[str, float]:
     """The same, of a file and what it became."""
+    return measure_errors(run(name, place_runs(files), folder))
+
+
+def place_runs(files: tuple[Path, Path]) -> Files:
+    """`RUNS` of a file and what it became."""
     places = dict(zip(("before", "after"), files, strict=True))
-    found = run(name, {key: (places[x], dtype) for key, (x, dtype) in RUNS.items()}, folder)
-    exact = found.pop("exact")
-    return {key: float((y - exact).norm() / exact.norm()) for key, y in found.items()}
+    return {key: (places[x], dtype) for key, (x, dtype) in RUNS.items()}
+
+
+def measure_errors(found: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Relative L2 difference of each run from the exact one."""
+    exact = found["exact"]
+    return {
+        key: float((y - exact).norm() / exact.norm()) for key, y in found.items() if key != "exact"
+    }
 
 
 def find_part(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,26 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_convert import assert_right, build, convert_made, measured, run_plain
 
+from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.places import Target
 from stopdown.errors import OptionError
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.layouts import arrange
 from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, resolve_source
+from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, read_record
 from stopdown.scaling.adapter_exponents import spread_rows
 from stopdown.scaling.folds import list_rows
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from single_file_models import build_t5
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +179,26 @@ def write_encoder(folder: Path, place: Path) -> Path:
     path = place / "clip.safetensors"
     path.write_bytes((folder / "text_encoder" / "model.safetensors").read_bytes())
     return path
+
+
+def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
+    """A T5 whose first norms see small values: its eps belong into a config; a folder holds it, no file."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module: Any = build_t5().eval().requires_grad_(False)
+    overflow_(module)
+    module.config.architectures = ["T5EncoderModel"]
+    module.config.save_pretrained(tmp_path / "text_encoder")
+    path = tmp_path / "t5.safetensors"
+    save_file(arrange(module), path)
+    source = resolve_source(path, config=tmp_path / "text_encoder")
+    call = {"input_ids": torch.arange(1, 17)[None]}
+    plan, request = make_plan(source, prompts=[call]), Request(arguments=call)
+    with pytest.raises(OptionError) as caught:
+        convert(source, tmp_path / "out.safetensors", plan, request=request)
+    message = str(caught.value)
+    assert "text_encoder: no configuration sets encoder.block.0.layer.0.layer_norm" in message
+    assert 'Or write a folder, whose config sets eps: to="diffusers".' in message
+    assert not (tmp_path / "out.safetensors").exists()
+    (entry,) = convert(source, tmp_path / "out", plan, request=request).components
+    assert (entry.eps_left, list(entry.fields)) == ({}, ["layer_norm_epsilon"])

@@ -16,7 +16,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from single_file_models import MODELS
-from single_file_readers import UNREAD_BY_DIFFUSERS, measure, run_in_comfyui, run_in_diffusers
+from single_file_readers import (
+    UNREAD_BY_DIFFUSERS,
+    measure,
+    measure_checkpoint,
+    run_in_comfyui,
+    run_in_diffusers,
+)
 
 CHECKOUTS = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]
 QUICK = ("wan", "sd3")
@@ -45,3 +51,18 @@ def test_diffusers_reads_what_was_converted(name: str, tmp_path: Path) -> None:
 def test_comfyui_reads_what_was_converted(name: str, root: str, tmp_path: Path) -> None:
     """By ComfyUI's own loader; where its code has sizes that no tiny model has, by its model class."""
     assert_right(measure(name, functools.partial(run_in_comfyui, root), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHECKOUTS, reason="STOPDOWN_COMFYUI names no checkout of ComfyUI")
+@pytest.mark.parametrize("root", CHECKOUTS)
+def test_comfyui_reads_a_whole_checkpoint(root: str, tmp_path: Path) -> None:
+    """A Diffusers folder becomes one file, without `--allow-eps`: its encoder, UNet and decoder are right.
+
+    Eps stay as they are, so in fp32 the last bit may be another for other latents than those measured.
+    """
+    errors = measure_checkpoint(root, tmp_path)
+    print(errors)  # noqa: T201 - the figures, with -s
+    assert not errors["fp16"] < 0.5
+    assert errors["converted fp32"] <= 2.0**-20
+    assert errors["converted fp16"] <= errors["bf16"] / 6

@@ -44,6 +44,7 @@ from stopdown.errors import (
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
+from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
     copy_descriptions,
     copy_weights,
@@ -313,14 +314,24 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
     is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
     leave = " ".join(f'leave="{name}"' for name in work.problems)
+    ways = [f"Write as stored what cannot be: {leave}."]
+    if is_eps and not work.has_config and _has_fields(work):
+        ways.append('Or write a folder, whose config sets eps: to="diffusers".')
+    if is_eps:
+        ways.append('Or take the difference: allow="eps".')
+    ways.append(f"Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.")
     raise OptionError(
         f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
         f"{' '.join(parts)}",
         expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
-        remedy=f"Write as stored what cannot be: {leave}."
-        + (' Or take the difference: allow="eps".' if is_eps else "")
-        + f" Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.",
+        remedy=" ".join(ways),
     )
+
+
+def _has_fields(work: _Work) -> bool:
+    """Whether a configuration would set eps of what cannot be written."""
+    names = work.problems.keys() & work.expressed.keys()
+    return any(find_eps_fields(getattr(work.pipe, name)) for name in names)
 
 
 def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...]:
