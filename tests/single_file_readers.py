@@ -50,7 +50,8 @@ def save_model(name: str, folder: Path) -> Source:
     folder.mkdir(exist_ok=True)
     module.save_config(folder / part)
     path = folder / f"{name}.safetensors"
-    save_file({key: x.bfloat16() for key, x in arrange(module).items()}, path)
+    prefix = "model.diffusion_model." if part == "unet" else ""  # Diffusers wants it there alone
+    save_file({prefix + key: x.bfloat16() for key, x in arrange(module).items()}, path)
     return resolve_source(path, config=folder / part)
 
 
