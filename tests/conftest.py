@@ -6,9 +6,13 @@ import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from simulated_device import Simulated
 
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -89,6 +93,20 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     known = speed.Speed(1e11, 1e10, "Known.", widened_bytes_per_s=1e10)
     monkeypatch.setattr(speed, "measure_speed", lambda *_: known)
+
+
+@pytest.fixture(scope="session")
+def _simulated_devices(pytestconfig: pytest.Config) -> Simulated:
+    from simulated_device import load_device
+
+    return load_device(pytestconfig.cache.mkdir("simulated-device"))
+
+
+@pytest.fixture
+def simulated(_simulated_devices: Simulated) -> Iterator[Simulated]:
+    """Two accelerators that are not there, for one test."""
+    with _simulated_devices.present() as devices:
+        yield devices
 
 
 @pytest.fixture(scope="session")

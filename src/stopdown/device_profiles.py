@@ -28,6 +28,7 @@ from stopdown.environment import (
     Support,
     Verdict,
     find_onednn_formats,
+    is_device_name,
     judge_device,
     list_devices,
     read_cpu_flags,
@@ -221,7 +222,7 @@ def find_target(name: str = "auto") -> tuple[Device, Profile]:
     if is_profile(name):
         profile = find_profile(name)
         return profile.as_device(), profile
-    if not re.fullmatch(r"(auto|(cuda|mps|cpu)(:\d+)?)", name.strip().lower()):
+    if not is_device_name(name):
         raise _unknown_profile(name)
     device = select_device(name, list_devices())
     return device, describe_device(device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,9 @@ from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
 from stopdown.toml_files import read_rows
+
+if TYPE_CHECKING:
+    import torch
 
 _SWITCHES = {
     "cuda": (
@@ -54,7 +57,6 @@ _SWITCHES = {
         ("backends.mkldnn.matmul.fp32_precision", "bf16 or tf32 here lowers fp32 products"),
         ("backends.mkldnn.conv.fp32_precision", "bf16 or tf32 here lowers fp32 convolutions"),
     ),
-    "mps": (),
 }
 """Attributes of torch that change what a product is summed in, and what it means when they are on."""
 
@@ -196,30 +198,43 @@ def try_attention(device: Device) -> dict[str, tuple[str, ...]]:
 
     Cost: twelve calls on tensors of 1 x 1 x 16 x 64; on an accelerator they synchronise.
     """
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch says why a kernel refuses; the answer is enough here
-        found = {
-            kernel: tuple(name for name in PRECISIONS if _runs_attention(device, kernel, name))
-            for kernel in _KERNELS
-        }
+    found = {
+        kernel: tuple(name for name in PRECISIONS if _runs_attention(device, kernel, name))
+        for kernel in _KERNELS
+    }
     return {kernel: formats for kernel, formats in found.items() if formats}
 
 
 def _runs_attention(device: Device, kernel: str, name: str) -> bool:
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     try:
-        with torch.inference_mode(), sdpa_kernel([getattr(SDPBackend, _KERNELS[kernel])]):
+        with torch.inference_mode():
             x = torch.ones(1, 1, 16, 64, dtype=FORMATS[name].torch_dtype, device=device.torch_name)
-            result = torch.nn.functional.scaled_dot_product_attention(x, x, x)
-            return bool(torch.isfinite(result).all())
+            return bool(torch.isfinite(attend_with(kernel, x)).all())
     except (RuntimeError, TypeError, NotImplementedError):
         return False
+
+
+def list_kernels() -> tuple[str, ...]:
+    """The kernels of attention by name."""
+    return tuple(_KERNELS)
+
+
+def attend_with(kernel: str, x: torch.Tensor) -> torch.Tensor:
+    """Attention of `x` `[B, H, L, E]` over itself by one kernel.
+
+    Raises:
+        RuntimeError: the kernel does not take it.
+    """
+    import warnings
+
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with warnings.catch_warnings(), sdpa_kernel([getattr(SDPBackend, _KERNELS[kernel])]):
+        warnings.simplefilter("ignore")  # torch says why a kernel refuses; the error is enough
+        return functional.scaled_dot_product_attention(x, x, x)
 
 
 def read_switches(kinds: Iterable[str]) -> list[Switch]:
@@ -228,7 +243,7 @@ def read_switches(kinds: Iterable[str]) -> list[Switch]:
 
     found = []
     for kind in kinds:
-        for path, meaning in _SWITCHES[kind]:
+        for path, meaning in _SWITCHES.get(kind, ()):
             value: Any = torch
             for part in path.split("."):
                 value = getattr(value, part, None)  # some are absent in older torch

@@ -10,6 +10,7 @@ because emulation counts.
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.metadata
 import math
 import os
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from stopdown.errors import OptionError, take_first_line
+from stopdown.errors import OptionError, StopdownError, take_first_line, take_one_line
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.toml_files import read_rows, read_rules
 
@@ -249,12 +250,24 @@ def _read_sysctl(name: str) -> str:
 # Devices
 
 
+KINDS = ("cuda", "xpu", "mps", "cpu")
+"""What PyTorch calls the kinds of devices that a run takes."""
+
+
+def is_device_name(name: str) -> bool:
+    """Whether a name is that of a device which some machine has: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`."""
+    kind, _, index = name.strip().lower().partition(":")
+    return (
+        kind in (*KINDS, *(() if index else ("auto",))) and re.fullmatch(r"\d*", index) is not None
+    )
+
+
 @dataclass(frozen=True)
 class Device:
     """A device of this machine.
 
     Attributes:
-        type: `cuda`, `mps` or `cpu`.
+        type: `cuda`, `mps`, `cpu`, or what PyTorch calls another accelerator: `xpu`.
         index: which of several, from 0.
         name: the maker's name.
         capability: CUDA compute capability, such as (7, 0); None elsewhere.
@@ -272,35 +285,32 @@ class Device:
     @property
     def torch_name(self) -> str:
         """What `torch.device` takes: `cuda:0`, `mps` or `cpu`."""
-        return f"cuda:{self.index}" if self.type == "cuda" else self.type
+        return self.type if self.type in ("mps", "cpu") else f"{self.type}:{self.index}"
 
     def __str__(self) -> str:
         return f"{self.torch_name} ({self.name})"
 
 
 def list_devices() -> list[Device]:
-    """The devices of this machine, the one that `auto` takes first: cuda, then mps, then cpu."""
+    """The devices of this machine, the one that `auto` takes first: accelerators, then the CPU."""
     import torch
 
-    found = [_describe_cuda(index) for index in range(_count_cuda())]
-    if torch.backends.mps.is_available():
-        memory = int(torch.mps.recommended_max_memory())
-        found.append(Device("mps", 0, read_cpu_model(), None, memory))
+    found: list[Device] = []
+    if torch.accelerator.is_available():
+        kind = str(torch.accelerator.current_accelerator())
+        found = [_describe_accelerator(kind, at) for at in range(torch.accelerator.device_count())]
     return [*found, Device("cpu", 0, read_cpu_model(), None, _read_memory_bytes())]
 
 
-def _count_cuda() -> int:
+def _describe_accelerator(kind: str, index: int) -> Device:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def _describe_cuda(index: int) -> Device:
-    import torch
-
-    facts = torch.cuda.get_device_properties(index)
-    capability = (int(facts.major), int(facts.minor))
-    return Device("cuda", index, str(facts.name), capability, int(facts.total_memory))
+    if kind == "mps":
+        memory = int(torch.mps.recommended_max_memory())
+        return Device("mps", 0, read_cpu_model(), None, memory)
+    facts = torch.get_device_module(kind).get_device_properties(index)
+    capability = (int(facts.major), int(facts.minor)) if kind == "cuda" else None
+    return Device(kind, index, str(facts.name), capability, int(facts.total_memory))
 
 
 def choose_device(name: str = "auto") -> Device:
@@ -321,9 +331,10 @@ def select_device(name: str, devices: list[Device]) -> Device:
     matches = devices if asked == "auto" else [d for d in devices if _answers_to(d, asked)]
     if not matches:
         here = ", ".join(str(device) for device in devices)
-        is_known = re.fullmatch(r"(cuda(:\d+)?|mps(:0)?|cpu(:0)?)", asked)
         raise OptionError(
-            f"There is no device {name} here." if is_known else f"The device {name!r} is unknown.",
+            f"There is no device {name} here."
+            if is_device_name(asked)
+            else f"The device {name!r} is unknown.",
             expected=f"This machine, with this build of PyTorch, has: {here}.",
             remedy=f'Use device="{devices[0].torch_name}", or device="auto".',
         )
@@ -585,8 +596,13 @@ def judge_device(device: Device) -> dict[str, Verdict]:
     if device.type == "mps":
         parts = platform.mac_ver()[0].split(".")
         return judge_mps(device.name, tuple(int(part) for part in parts if part.isdigit()))
-    if device.type == "cpu" or device.capability is None:
+    if device.type == "cpu":
         return judge_cpu(read_cpu_flags())
+    if device.capability is None:
+        unknown = (
+            f"Nothing is known of the arithmetic of {device.type} devices but what a probe tells."
+        )
+        return {"fp32": _FP32, "bf16": Verdict(True, unknown), "fp16": Verdict(True, unknown)}
     import torch
 
     if torch.version.hip:
@@ -701,10 +717,10 @@ def _sample(
     for number in range(_ROUNDS):
         for key, operation in list(operations.items())[:: 1 if number % 2 else -1]:
             if number < 2 or number * min(samples[key]) < _SHARE_S:
-                _synchronise(device)
+                synchronise(device)
                 start = time.perf_counter()
                 operation()
-                _synchronise(device)
+                synchronise(device)
                 samples[key].append(time.perf_counter() - start)
     return samples
 
@@ -741,17 +757,57 @@ def _make_operations(device: Device, dtype: torch.dtype) -> tuple[_Operation, _O
     )
 
 
-def _synchronise(device: Device) -> None:
+def synchronise(device: Device) -> None:
+    """Wait until a device has done what it was given."""
     import torch
 
-    if device.type == "cuda":
-        torch.cuda.synchronize(device.index)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device.torch_name)
 
 
 # ---------------------------------------------------------------------------------------------
 # Memory
+
+
+def free_memory() -> None:
+    """Give back the memory of what nobody uses any more: a pipeline that is gone may hold itself."""
+    import torch
+
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left; the CPU's and MPS's are RuntimeErrors."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        "allocate memory" in text or "out of memory" in text.lower()
+    )
+
+
+@contextmanager
+def describing_out_of_memory() -> Iterator[None]:
+    """What a device raises when its memory is full, as a message.
+
+    Raises:
+        StopdownError: instead of any such error.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StopdownError(
+            f"The device ran out of memory: {take_one_line(error, 200)}",
+            expected="A run needs room for the weights and for the largest layer's values.",
+            remedy='Add memory="auto", or use a smaller `height` and `width`, fewer `frames`, or a '
+            "16-bit `precision`.",
+        ) from error
 
 
 @dataclass
@@ -759,7 +815,7 @@ class PeakMemory:
     """The peak of memory use during a block; complete when the block has ended.
 
     Attributes:
-        peak_bytes: the largest use. On cuda and mps all that was allocated on the device; on the
+        peak_bytes: the largest use. On accelerators all that was allocated on the device; on the
             CPU the growth of the process's resident memory (RSS) since the block began.
         method: what was measured, one sentence.
     """
@@ -777,29 +833,31 @@ def peak_memory(device: Device) -> Iterator[PeakMemory]:
 
     On the CPU and on mps a thread reads the use every 20 ms, so a peak shorter than that can be
     missed, and memory that was freed before the block and is used again does not count as growth.
-    On cuda the allocator's own peak is exact; its counter is reset, so blocks must not be nested.
+    Elsewhere the allocator's own peak is exact; its counter is reset, so blocks must not be nested.
     """
-    if device.type == "cuda":
-        measure = _measure_cuda(device)
-    elif device.type == "mps":
+    if device.type == "mps":
         measure = _sample_peak(_read_mps_bytes, 0, "memory of the Metal driver, read every 20 ms")
-    else:
+    elif device.type == "cpu":
         text = "growth of resident memory (RSS), read every 20 ms"
         measure = _sample_peak(_read_rss_bytes, _read_rss_bytes(), text)
+    else:
+        measure = _ask_allocator(device)
     with measure as peak:
         yield peak
 
 
 @contextmanager
-def _measure_cuda(device: Device) -> Iterator[PeakMemory]:
+def _ask_allocator(device: Device) -> Iterator[PeakMemory]:
     import torch
 
-    torch.cuda.reset_peak_memory_stats(device.index)
-    peak = PeakMemory(method="peak of PyTorch's CUDA allocator")
+    module = torch.get_device_module(device.type)
+    module.reset_peak_memory_stats(device.index)
+    name = "CUDA" if device.type == "cuda" else device.type
+    peak = PeakMemory(method=f"peak of PyTorch's {name} allocator")
     try:
         yield peak
     finally:
-        peak.peak_bytes = int(torch.cuda.max_memory_allocated(device.index))
+        peak.peak_bytes = int(module.max_memory_allocated(device.index))
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int
     if tensor.numel() == 0:
         return 0.0, 0.0, 0.0, 0
     flat = tensor.detach().reshape(-1)
-    flat = flat.cpu() if flat.device.type == "mps" else flat  # which has no float64
+    flat = flat if flat.device.type in ("cpu", "cuda") else flat.cpu()  # others may lack float64
     if flat.device.type == "cpu":
         pieces = [_summarise_cached(x) for x in flat.split(CACHED_VALUES)]
     else:

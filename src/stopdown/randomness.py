@@ -20,15 +20,15 @@ class RandomSource(NamedTuple):
 def find_random(device: torch.device, arguments: Iterable[Any]) -> list[RandomSource]:
     """What a call may draw from: the CPU, the device, and the generators that it is given, in order."""
     sources = [RandomSource(torch.get_rng_state, torch.set_rng_state)]
-    if device.type == "cuda":
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        which = () if device.type == "mps" else (device,)  # of which there is one
         sources.append(
             RandomSource(
-                lambda: torch.cuda.get_rng_state(device),
-                lambda state: torch.cuda.set_rng_state(state, device),
+                lambda: module.get_rng_state(*which),
+                lambda state: module.set_rng_state(state, *which),
             )
         )
-    elif device.type == "mps":
-        sources.append(RandomSource(torch.mps.get_rng_state, torch.mps.set_rng_state))
     for value in arguments:
         for generator in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(generator, torch.Generator):

@@ -220,8 +220,9 @@ def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(name="Tesla V100", major=7, minor=0, total_memory=2**34),
         SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=2**34),
     ]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: cards[index])
     monkeypatch.setattr(torch.version, "hip", None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
 
 LARGEST_SEED = 2**63 - 1
-_DEVICE = re.compile(r"auto|(cuda|mps|cpu)(:\d+)?")
 
 
 class RequestOptions(SourceOptions):
@@ -206,8 +204,9 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
         OptionError: it is unknown, or a profile where something is to run.
     """
     from stopdown.device_profiles import find_profile, is_profile
+    from stopdown.environment import is_device_name
 
-    if device is None or _DEVICE.fullmatch(device.strip().lower()):
+    if device is None or is_device_name(device):
         return
     if not is_profile(device) and not takes_profile:
         raise OptionError(

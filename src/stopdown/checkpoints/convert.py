@@ -64,7 +64,7 @@ from stopdown.pipelines.layouts import (
     lay_out,
 )
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loader import complete_source, load_program
+from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.single_files import (
     Rows,
@@ -81,7 +81,7 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.applier import apply_plan, check_source
-from stopdown.plans.calibrated import list_requests, move_program
+from stopdown.plans.calibrated import list_requests
 from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls, record_run
 from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import Device, Support, choose_device, probe_formats
+from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
@@ -131,7 +130,7 @@ class Subject:
     def close(self) -> None:
         """Let every pipeline go."""
         self._opened.clear()
-        gc.collect()
+        free_memory()
 
     def _load(self, name: str, folder: Path) -> Opened:
         if name == "plan" or name.endswith(".json"):
@@ -159,7 +158,7 @@ class Subject:
             if sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes:
                 return
             self._opened.pop(next(iter(self._opened)))
-            gc.collect()
+            free_memory()
 
 
 def describe_subject(

@@ -34,7 +34,7 @@ from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import find_components, list_calls
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.loader import complete_source, load_pipeline
+from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source
@@ -144,7 +144,7 @@ def _load_wide(source: Source) -> Any:
     sources.verify_source(whole)
     pipe = load_pipeline(whole, torch_dtypes=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    return pipe.to(find_target()[0].torch_name)
+    return move_program(pipe, find_target()[0])
 
 
 def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) -> Checked:

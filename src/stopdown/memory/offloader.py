@@ -11,7 +11,6 @@ stays for the rest of the run.
 from __future__ import annotations
 
 import functools
-import gc
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from stopdown.environment import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.memory.forecast import (
     HEADROOM,
@@ -133,9 +133,7 @@ class Offloader:
         Raises:
             StopdownError: there is none.
         """
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         before = self.taken
         smaller = [other for other in self._others if other.peak_bytes < before.peak_bytes]
         if not smaller:
@@ -243,11 +241,3 @@ def _describe_misfit(
 def _round_up(count: float) -> str:
     """An amount of memory, no smaller than a number of bytes."""
     return f"{math.ceil(count / 2**20)}MiB"
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left; the CPU's is an ordinary RuntimeError."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return "allocate memory" in text or "out of memory" in text.lower()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stopdown.device_profiles import Profile
-from stopdown.environment import Device
+from stopdown.environment import Device, synchronise
 from stopdown.memory.eight_bits import pack
 from stopdown.number_formats import FORMATS
 
@@ -107,18 +107,11 @@ def _time_second(device: Device, work: Callable[[], Any]) -> float:
     The least of three times, for what else runs here only adds to it.
     """
     work()
-    _wait(device)
+    synchronise(device)
     seconds: list[float] = []
     while len(seconds) < 3:
         begun = time.perf_counter()
         work()
-        _wait(device)
+        synchronise(device)
         seconds.append(time.perf_counter() - begun)
     return max(min(seconds), 1e-9)
-
-
-def _wait(device: Device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device.index)
-    elif device.type == "mps":
-        torch.mps.synchronize()

@@ -94,7 +94,7 @@ class WeightStore:
         Cost: the first time, a copy on disk or in host memory.
         """
         if id(tensor) not in self._kept:
-            self._owners[id(tensor)] = tensor, tensor.device
+            self._owners.setdefault(id(tensor), (tensor, tensor.device))  # it may be away already
             self._kept[id(tensor)] = self._write(tensor)
             self._own(tensor)
         self.drop(tensor)
@@ -201,13 +201,18 @@ class WeightStore:
             table.pop(key, None)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type != self._device.type:
-            self._owners[id(tensor)] = tensor, tensor.device
+        if not is_on(tensor, self._device):
+            self._owners.setdefault(id(tensor), (tensor, tensor.device))
             tensor.data = tensor.data.to(self._device)
 
     def _own(self, tensor: torch.Tensor) -> None:
-        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized."""
-        tensor.data = torch.empty_like(tensor.data, device=self._device)
+        """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized.
+
+        What it has is given back first: a device that is full has no room for both.
+        """
+        like = torch.empty_like(tensor.data, device="meta")
+        tensor.data = tensor.data.new_empty(0)
+        tensor.data = torch.empty_like(like, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
 
     def _write(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -219,3 +224,8 @@ class WeightStore:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(dir=self._place))
         return map_copy(tensor, self._folder)
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device; `cuda` alone is any of them."""
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import choose_device
+from stopdown.environment import Device, choose_device, describing_out_of_memory
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import choose_folder
@@ -35,7 +35,7 @@ from stopdown.pipelines.component_classes import (
     limited_building,
 )
 from stopdown.pipelines.component_files import find_parts, load_parts
-from stopdown.pipelines.components import cast_component_
+from stopdown.pipelines.components import cast_component_, find_components
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.extras import put_extras
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
@@ -114,6 +114,21 @@ def _refuse_parts(source: Source) -> SourceError:
         remedy=f"Give the model's Diffusers folder or Hub id. The file by itself can be planned and "
         f"converted: stopdown plan {source.name} --certify",
     )
+
+
+def move_program(program: Any, device: Device) -> Any:
+    """Have the weights of a module, a program or a pipeline on a device; it comes back.
+
+    Raises:
+        StopdownError: they do not fit.
+    """
+    if device.type != "cpu":  # where they are loaded
+        is_module = isinstance(program, torch.nn.Module)
+        modules = [program] if is_module else find_components(program).values()
+        with describing_out_of_memory():
+            for module in modules:
+                module.to(device.torch_name)
+    return program
 
 
 def complete_source(source: Source, *, progress: Progress | None = None) -> Source:

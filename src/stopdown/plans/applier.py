@@ -39,7 +39,7 @@ from stopdown.pipelines.components import (
     find_components,
 )
 from stopdown.pipelines.extras import put_loras
-from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapters import watch_adapters
 from stopdown.plans.calibrated import count_folds, sample_weights
@@ -420,8 +420,8 @@ def load_planned(
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
     put_loras(pipe, loras)
-    if device.type != "cpu" and move:
-        pipe.to(device.torch_name)
+    if move:
+        move_program(pipe, device)
     return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, off))
 
 

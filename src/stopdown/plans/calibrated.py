@@ -35,7 +35,7 @@ from stopdown.pipelines.components import (
     find_components,
     read_precisions,
 )
-from stopdown.pipelines.loader import complete_source, load_program
+from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import (
     Request,
     build_arguments,
@@ -248,15 +248,7 @@ def _open(
     pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
     put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
-    move_program(pipe, where)
-    return _Opened(pipe, source.name, fingerprint(source), stored, where)
-
-
-def move_program(program: Any, device: Device) -> None:
-    """Move the components of a program, or a pipeline, to a device."""
-    if device.type != "cpu":
-        for module in find_components(program).values():
-            module.to(device.torch_name)
+    return _Opened(move_program(pipe, where), source.name, fingerprint(source), stored, where)
 
 
 def _find_device(program: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from stopdown.pipelines.components import (
     find_kept_fp32,
     list_calls,
 )
-from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
 from stopdown.plans.precision import (
     ComponentFacts,
@@ -117,15 +118,17 @@ def load_decided(
     arguments are cast at their component calls.
 
     Args:
-        move: False leaves the weights in host memory.
+        move: False leaves the weights in host memory, for whoever places them: then there is one copy.
 
     Raises:
         SourceError: the weights do not fit their model.
     """
-    widest = {
-        name: FORMATS[precision].torch_dtype
-        for name, precision in widest_by_component(decisions).items()
-    }
+    formats = widest_by_component(decisions)
+    if not move:
+        decisions = tuple(
+            _share_weights(x, formats[name_component(x.component)]) for x in decisions
+        )
+    widest = {name: FORMATS[precision].torch_dtype for name, precision in formats.items()}
     pipe = load_pipeline(source, torch_dtypes=widest, progress=progress)
     decisions = tuple(d for d in decisions if name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
@@ -134,15 +137,23 @@ def load_decided(
         name = callee.component_name
         if callee.name in wanted and wanted[callee.name] != widest[name]:
             narrow = cast_component_(copy.deepcopy(callee.owner), wanted[callee.name])
-            narrow.to(device.torch_name if move else "cpu")
+            move_program(narrow, device)
             patches.set_attribute(callee.owner, callee.method, getattr(narrow, callee.method))
-    if device.type != "cpu" and move:
-        pipe.to(device.torch_name)  # for "cpu" it would only warn about fp16
+    if move:
+        move_program(pipe, device)
     if len(set(wanted.values())) > 1:
         for callee in find_callees(pipe):
             if callee.name in wanted:
                 put_cast(callee, wanted[callee.name], patches)
     return Loaded(pipe, decisions, patches)
+
+
+def _share_weights(decision: Decision, widest: str) -> Decision:
+    """What is decided of a call where one copy of the weights serves all calls of its component."""
+    if decision.precision == widest:
+        return decision
+    reason = f"{decision.reason} Under a memory limit its weights are there once, in {widest}."
+    return dataclasses.replace(decision, precision=widest, reason=reason)
 
 
 def widest_by_component(decisions: tuple[Decision, ...]) -> dict[str, str]:

@@ -17,8 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.environment import Device, PeakMemory, describe_machine
-from stopdown.errors import InputError, StopdownError, take_one_line
+from stopdown.environment import (
+    Device,
+    PeakMemory,
+    describe_machine,
+    describing_out_of_memory,
+)
+from stopdown.errors import InputError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import choose_format, to_uint8, write_media
 from stopdown.outputs import find_record_path, written_beside
@@ -100,12 +105,14 @@ def make_frames(
 def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
     """Run the pipeline; what it refuses about its arguments becomes a message without a traceback."""
     try:
-        return pipe(**arguments)
+        with describing_out_of_memory():
+            return pipe(**arguments)
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{type(pipe).__name__} refused the request: {str(error).strip()}",
             remedy="Change the option that it names.",
         ) from error
+<<<<<<< HEAD
     except (MemoryError, RuntimeError) as error:
         is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not is_memory and "allocate memory" not in str(error):
@@ -116,6 +123,8 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
             remedy='Add memory="auto", or use a smaller `height` and `width`, fewer `frames`, or a '
             "16-bit `precision`.",
         ) from error
+=======
+>>>>>>> 33433d8 (A simulated accelerator for the tests, and the faults that it found: stepping down on a full device, homes of weights, messages of full devices, one copy of weights under a limit)
 
 
 def write_frames(

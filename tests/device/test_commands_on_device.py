@@ -1,0 +1,177 @@
+"""Commands with `--device`: load, plan, run, compare and make many on a device that is not the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from simulated_device import KIND, Simulated
+from stopdown.app.generate_command import GenerateOptions, generate
+from stopdown.errors import NonFiniteError
+from stopdown.media import read_image
+from stopdown.records import RunRecord
+
+pytestmark = pytest.mark.usefixtures("known_speed")
+
+
+def make(folder: Path, output: Path, **options: Any) -> RunRecord:
+    """A run of two steps, with the seed and the noise of every other."""
+    return generate(
+        GenerateOptions(
+            source=str(folder),
+            prompt="a",
+            steps=2,
+            output=str(output),
+            **{"device": KIND, "quiet": True, "force": True, **options},
+        )
+    )
+
+
+def read_pixels(path: Path) -> np.ndarray[Any, Any]:
+    return read_image(path)
+
+
+PRECISIONS = {
+    "fp32": "fp32",
+    "mixed": "unet=bf16,vae.encode=fp32,vae.decode=bf16,text_encoder=fp32",
+    "fp16": "fp16",
+}
+
+
+@pytest.mark.parametrize("memory", [None, "64MiB"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_run_is_that_of_the_cpu(
+    precision: str,
+    memory: str | None,
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """In each precision, with and without a limit: the same file, and nothing is left on the device."""
+    simulated.act_as("cuda")
+    folder, asked = save_tiny("sd", "fp32"), PRECISIONS[precision]
+    make(folder, tmp_path / "there.png", precision=asked, device="cpu", memory=memory)
+    before = simulated.used(), simulated.counts.operations
+    record = make(folder, tmp_path / "here.png", precision=asked, memory=memory)
+    np.testing.assert_array_equal(
+        read_pixels(tmp_path / "here.png"), read_pixels(tmp_path / "there.png")
+    )
+    assert simulated.counts.operations - before[1] > 1000
+    assert record.peak_source == "peak of PyTorch's simulated allocator"
+    assert record.repairs == ()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_a_small_device_makes_the_same_file(
+    share: float, simulated: Simulated, save_tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With `--memory auto` on a device that has a part of what the run takes, weights wait on the host."""
+    folder, before = save_tiny("sd", "fp32"), simulated.used()
+    whole = make(folder, tmp_path / "whole.png", precision="fp32")
+    assert simulated.used() == before
+    simulated.limit(before + int(share * whole.peak_bytes))
+    small = make(folder, tmp_path / "small.png", precision="fp32", memory="auto")
+    assert small.strategy != "resident"
+    assert small.peak_bytes <= before + int(share * whole.peak_bytes)
+    np.testing.assert_array_equal(
+        read_pixels(tmp_path / "small.png"), read_pixels(tmp_path / "whole.png")
+    )
+
+
+@pytest.mark.parametrize("backend", ["cuda", "mps"])
+def test_a_full_device_is_a_message(
+    backend: str,
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    """Without `--memory` a device that is too small is said in one message, as CUDA and as MPS say it."""
+    simulated.act_as(backend)
+    folder, before = save_tiny("sd", "fp32"), simulated.used()
+    peak = make(folder, tmp_path / "a.png", precision="fp32").peak_bytes
+    for share in (0.9, 0.1):
+        simulated.limit(before + int(share * peak))
+        code, _, said = run(
+            *("generate", folder, "a", "--steps", 2, "--device", KIND, "--precision", "fp32"),
+            *("-o", tmp_path / "b.png"),
+        )
+        assert code == 1
+        assert "The device ran out of memory" in said
+        assert "Add --memory auto" in said
+        assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("memory", [None, "1MiB", "4MiB"])
+@pytest.mark.parametrize("precision", ["fp16", "auto"])
+def test_overflow_is_repaired_wherever_weights_wait(
+    precision: str,
+    memory: str | None,
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """A denoiser that overflows is scaled on the device, also while its weights come and go."""
+    simulated.act_as("cuda", computes_not=[torch.bfloat16])
+    folder = save_tiny("sd", "fp32", "unet")
+    record = make(folder, tmp_path / "a.png", precision=precision, memory=memory)
+    assert record.findings == ()
+    assert (precision == "fp16") == bool(record.repairs)
+
+
+def test_a_repair_without_room_says_so(
+    simulated: Simulated, save_tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A repair takes more than the run; on a device that is as small as the run it is refused, in words."""
+    folder, before = save_tiny("sd", "fp32", "unet"), simulated.used()
+    simulated.limit(before + 1_000_000)
+    with pytest.raises(
+        NonFiniteError, match="Tried without success: rescaled: simulated out of memory"
+    ):
+        make(folder, tmp_path / "a.png", precision="fp16", memory="auto")
+
+
+def test_a_device_without_fp64_serves_every_command(
+    simulated: Simulated,
+    save_tiny: Callable[..., Path],
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    """Plan, run, compare and batch where fp64 is missing, as on MPS: nothing asks for it there."""
+    simulated.act_as("mps", lacks=[torch.float64])
+    folder, there = save_tiny("sd", "fp32", "unet"), ("--device", KIND)
+    plan = tmp_path / "plan.json"
+    assert run("plan", folder, "--steps", 2, "-o", plan, *there)[0] == 0
+    record = make(folder, tmp_path / "a.png", precision=str(plan))
+    assert (record.findings, record.repairs) == ((), ())
+    page = tmp_path / "page.html"
+    code, _, said = run(
+        *("compare", folder, "--prompt", "a", "--steps", 2, "--precisions", f"fp32,fp16,{plan}"),
+        *("-o", page, *there),
+    )
+    assert code == 0, said
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\n")
+    out = tmp_path / "many"
+    code, _, said = run(
+        *(
+            "batch",
+            folder,
+            "--prompts",
+            prompts,
+            "-o",
+            out,
+            "--steps",
+            2,
+            "--precision",
+            plan,
+            *there,
+        )
+    )
+    assert code == 0, said
+    assert len(list(out.rglob("*.mp4"))) + len(list(out.rglob("*.png"))) == 2
