@@ -6,7 +6,7 @@ OUT ?= out
 JOBS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test slow check docs clean
+.PHONY: demo test slow gpu check docs clean
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
@@ -18,6 +18,10 @@ test: $(VENV)/installed-dev
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
+
+gpu: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/stopdown bench
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests training benchmarks docs

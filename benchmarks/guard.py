@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown import load, testing
+from stopdown.benchmark.measurement import Counter
 from stopdown.environment import describe_machine
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.call_interception import find_module
@@ -42,37 +42,6 @@ from stopdown.runtime.guard import guard
 RESULTS = Path(__file__).parent / "results"
 Work = Callable[[Any], object]
 Way = Callable[[Any], AbstractContextManager[object]]
-
-
-class Counter(TorchDispatchMode):
-    """Counts operations, and values that the host reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.reads += 1
-        else:
-            self.operations += 1
-        return func(*args, **(kwargs or {}))
-
-    @contextlib.contextmanager
-    def counting(self) -> Iterator[Counter]:
-        """Also `tolist`, which asks no operation for the values of a tensor on the CPU."""
-        plain = torch.Tensor.tolist
-
-        def tolist(tensor: torch.Tensor) -> Any:
-            self.reads += bool(tensor.dim())  # one of a single value is an `item`
-            return plain(tensor)
-
-        torch.Tensor.tolist = tolist  # type: ignore[method-assign]
-        try:
-            with self:
-                yield self
-        finally:
-            del torch.Tensor.tolist
 
 
 @contextlib.contextmanager

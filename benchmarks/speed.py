@@ -10,11 +10,10 @@ kept: a machine that slows down slows down both. Explicit multiplies are all tha
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,11 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from rescale import overflow  # noqa: E402 (the paths are set above)
 
 from rescaling_models import WAYS, Call, make_example, run_calls  # noqa: E402
-from stopdown.environment import describe_machine  # noqa: E402
+from stopdown.benchmark.measurement import time_runs  # noqa: E402
+from stopdown.environment import choose_device, describe_machine  # noqa: E402
 from stopdown.scaling import cast_, find_scaling, fold_scaling, measure_call  # noqa: E402
+
+DEVICE = choose_device("cpu")
 
 CLASSES = (
     ("CogVideoX rotary", "residual"),
@@ -50,25 +52,15 @@ def make_pair(name: str, way: str) -> tuple[list[Call], list[Call], int]:
     return plain_calls, calls, len(scaling.multiplies)
 
 
-def time_call(run: Callable[[], Any], repeats: int) -> float:
-    """Seconds of the fastest of some runs."""
-    best = float("inf")
-    for _ in range(repeats):
-        begun = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return best
-
-
 def measure(name: str, way: str, pairs: int, repeats: int) -> dict[str, Any]:
     plain, rescaled, multiplies = make_pair(name, way)
     ratios = []
     for turn in range(pairs + 1):
         order = (plain, rescaled) if turn % 2 else (rescaled, plain)
         spent = {
-            id(calls): time_call(lambda calls=calls: run_calls(calls, torch.float16), repeats)
+            id(calls): time_runs(
+                DEVICE, functools.partial(run_calls, calls, torch.float16), repeats
+            )
             for calls in order
         }
         ratios.append(spent[id(rescaled)] / spent[id(plain)])

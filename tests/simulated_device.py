@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import hashlib
 import shutil
 import subprocess
@@ -105,6 +106,7 @@ class Simulated:
             patch.setattr(environment, "KINDS", (*environment.KINDS, KIND))
             patch.setattr(environment, "_time_formats", time_formats)
             environment._probe_once.cache_clear()
+            gc.collect()  # what other tests left on the device
             ops.set_present(True)
             try:
                 yield self

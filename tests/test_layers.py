@@ -39,6 +39,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoints", "doctor", "dtype_rules", "parallel"),
     ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
     ("batch",),  # its workers make runs with `runtime`
+    ("benchmark",),  # its runs are those of plans, memory strategies and the guard
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`
     ("report", "testing"),
     ("__init__",),  # the public names; the command line is their first user
@@ -82,6 +83,8 @@ TENSORLESS = (
     "batch.records",
     "comparison.records",
     "comparison.verdicts",
+    "benchmark.records",
+    "benchmark.page",
 )
 """What never sees a tensor: no torch, not even inside a function."""
 

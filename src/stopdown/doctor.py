@@ -164,7 +164,42 @@ def _join_health(
         attention=try_attention(device) if tried else {n: tuple(f) for n, f in known.items()},
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
         outlooks=tuple(foresee(supports, device.type)),
+        measured=tuple(quote_measured(device.name, device.type)),
     )
+
+
+class MeasuredRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One way in which a model ran, beside fp32."""
+
+    subject: str
+    way: str
+    time_ratio: float
+    rel_err: float | None = None
+
+
+class MeasuredDevice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A device of `knowledge/rules/measured.toml`, as `stopdown bench` found it."""
+
+    name: str
+    backend: str
+    torch: str
+    source: str
+    rows: tuple[MeasuredRow, ...]
+
+
+def quote_measured(name: str, backend: str) -> Iterable[str]:
+    """What was measured on devices of this name, a sentence for each model."""
+    for device in read_rows("measured", "device", MeasuredDevice):
+        if (device.name, device.backend) != (name, backend):
+            continue
+        for subject in dict.fromkeys(row.subject for row in device.rows):
+            rows = [row for row in device.rows if row.subject == subject and row.way != "fp32"]
+            said = "; ".join(f"{row.way} {row.time_ratio:.2g}{_say_error(row)}" for row in rows)
+            yield f"{subject}, times over that of fp32: {said} (torch {device.torch}; {device.source})."
+
+
+def _say_error(row: MeasuredRow) -> str:
+    return ", NaN" if row.rel_err is None else f", off by {row.rel_err:.2g}"
 
 
 def foresee(supports: Mapping[str, Support], kind: str) -> list[Outlook]:

@@ -897,6 +897,7 @@ class DeviceHealth(Displayed):
         attention: formats that each kernel of attention takes, by its name.
         faults: what is known to go wrong on it, each with a remedy and a source.
         outlooks: what `auto` would choose.
+        measured: what `stopdown bench` found on devices of the same name, a sentence for each model.
     """
 
     device: str
@@ -908,6 +909,7 @@ class DeviceHealth(Displayed):
     attention: dict[str, tuple[str, ...]]
     faults: tuple[str, ...]
     outlooks: tuple[Outlook, ...]
+    measured: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

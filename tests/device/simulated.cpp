@@ -503,7 +503,8 @@ at::Tensor sum_in_fp16(const at::Tensor& left, const at::Tensor& right) {
 }
 
 bool compute_in_fp16(const HostCall& call, Stack* stack) {
-  if (!rules.sums_in_fp16 || !PRODUCTS.count(call.name)) return false;
+  const bool asked = rules.sums_in_fp16 || at::globalContext().allowFP16AccumulationCuBLAS();
+  if (!asked || !PRODUCTS.count(call.name)) return false;
   const auto count = call.schema.arguments().size();
   auto argument = [&](size_t i) { return (*stack)[stack->size() - count + i]; };
   const bool adds = call.name == "aten::addmm" || call.name == "aten::baddbmm";

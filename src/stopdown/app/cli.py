@@ -20,6 +20,7 @@ import typer
 import stopdown
 from stopdown.app import (
     batch_command,
+    bench_command,
     check_command,
     compare_command,
     convert_command,
@@ -35,6 +36,7 @@ from stopdown.app import (
     streams,
 )
 from stopdown.app.batch_command import BatchOptions
+from stopdown.app.bench_command import BenchOptions
 from stopdown.app.check_command import CheckOptions
 from stopdown.app.compare_command import CompareOptions
 from stopdown.app.convert_command import ConvertOptions
@@ -89,6 +91,7 @@ add_command(
 add_command(app, "check", CheckOptions, check_command.main)
 add_command(app, "explain", ExplainOptions, explain_command.main)
 add_command(app, "doctor", DoctorOptions, doctor_command.main)
+add_command(app, "bench", BenchOptions, bench_command.main)
 add_command(app, "compare", CompareOptions, compare_command.main)
 add_command(app, "report", ReportOptions, report_command.main)
 

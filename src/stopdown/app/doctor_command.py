@@ -117,6 +117,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
     kernels = "; ".join(f"{name}: {', '.join(fmt)}" for name, fmt in device.attention.items())
     print_prose(console, f"  attention kernels: {kernels or 'none known'}")
     _print_list("Known faults of this device", device.faults, console)
+    _print_list("Measured on such a device by stopdown bench", device.measured, console)
     _print_outlook(device, console)
 
 

@@ -388,6 +388,21 @@ def build_pipeline(name: str, *, seed: int = 0) -> Any:
     return getattr(diffusers, class_name)(**components)
 
 
+def build_wide(heads: int, layers: int, time_width: int, device: str) -> Any:
+    """The tiny CogVideoX with a denoiser of some size: heads of 64, drawn from a seed on a device."""
+    from diffusers import CogVideoXTransformer3DModel
+
+    pipe = build_pipeline("cogvideox")
+    config = {name: x for name, x in pipe.transformer.config.items() if not name.startswith("_")}
+    config |= {"num_attention_heads": heads, "attention_head_dim": 64}
+    config |= {"num_layers": layers, "time_embed_dim": time_width}
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(0)
+        made = CogVideoXTransformer3DModel(**config)
+    pipe.register_modules(transformer=made.eval().requires_grad_(False))
+    return pipe
+
+
 @dataclass(frozen=True)
 class Stream:
     """Which parameters write a residual stream.

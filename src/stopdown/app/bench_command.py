@@ -1,0 +1,219 @@
+"""`stopdown bench`: what this device makes of each precision, as a table that can be sent in."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stopdown.app.display import Display, load_libraries
+from stopdown.app.flags import DeviceOption, ForceOption, SourceOptions
+from stopdown.app.request_options import refuse_unknown_device
+from stopdown.errors import InputError, OptionError
+from stopdown.outputs import check_target, written_beside
+from stopdown.records import describe_other, read_record, to_json
+
+if TYPE_CHECKING:
+    from stopdown.benchmark.records import Benchmark
+    from stopdown.benchmark.subjects import Subject
+    from stopdown.environment import Device
+
+
+@dataclass(frozen=True)
+class BenchOptions(SourceOptions):
+    """Measure what this device makes of each precision.
+
+    A model and generated weights run in fp32, bf16, fp16, rescaled, guarded, offloaded and compiled:
+    time, peak memory beside the prediction, error against fp32, and what the host waits for. The JSON
+    file and the page hold no names and no paths, and can be sent in. A second start goes on.
+
+    Examples:
+      stopdown bench
+      stopdown bench --size 10GiB --minutes 30
+    """
+
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SOURCE]",
+            help="Model to run beside generated weights: Hub id, Diffusers folder, or bundled model.",
+        ),
+    ] = "shapes"
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="JSON file; the page stands beside it. Without it by the device."
+        ),
+    ] = None
+    force: ForceOption = False
+    device: DeviceOption = "auto"
+    size: Annotated[
+        str,
+        typer.Option(help="Generated weights in fp16, 10GiB; auto: the largest that fits; none."),
+    ] = "auto"
+    minutes: Annotated[float, typer.Option(help="When to stop; what is missing is said.")] = 15.0
+    steps: Annotated[int, typer.Option(help="Denoising steps of a run.")] = 2
+    ways: Annotated[
+        tuple[str, ...],
+        typer.Option("--way", help="Only this way; give it again for more. Without it all."),
+    ] = ()
+    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the page.")] = (
+        False
+    )
+
+
+def main(options: BenchOptions) -> int:
+    """Run the command, with progress and the page; 1 when something is missing."""
+    from stopdown.app.progress import open_display
+
+    with open_display(options) as display:
+        made, path = bench(options, display)
+    if options.json:
+        sys.stdout.write(to_json(made))
+    elif options.quiet:
+        sys.stdout.write(f"{path}\n")
+    else:
+        from stopdown.benchmark.page import render
+
+        sys.stdout.write(f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n")
+    return 0 if made.is_complete else 1
+
+
+def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
+    """Measure, and write the record and its page after each row: the record, and where it stands.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type.
+    """
+    _check_options(options)
+    load_libraries(display)
+    from stopdown.benchmark.page import render
+    from stopdown.benchmark.session import begin, go_on
+    from stopdown.environment import choose_device
+
+    device = choose_device(options.device)
+    path = options.output or Path(f"stopdown-bench-{_make_slug(device.name)}.json")
+    made = begin(
+        device,
+        subjects := list_subjects(options, device),
+        _list_ways(options),
+        {"size": options.size, "steps": options.steps},
+    )
+    if path.exists() and not options.force:
+        made = _take_up(path, made)
+
+    def keep(found: Benchmark) -> None:
+        with written_beside(path, replaces=_describe_other) as part:
+            part.write_text(to_json(found), encoding="utf-8")
+        with written_beside(path.with_suffix(".md")) as part:
+            part.write_text(render(found), encoding="utf-8")
+
+    made = go_on(
+        made, device, subjects, minutes=options.minutes, keep=keep, progress=display.progress
+    )
+    keep(made)
+    return made, path
+
+
+def _check_options(options: BenchOptions) -> None:
+    from stopdown.number_formats import parse_bytes
+
+    refuse_unknown_device(options.device)
+    if options.size not in ("auto", "none"):
+        parse_bytes(options.size)
+    if options.steps < 1 or not 0 < options.minutes < 1e6:
+        raise OptionError(
+            f"--steps {options.steps} --minutes {options.minutes:g} is no run.",
+            expected="Both are above 0.",
+            remedy="Use --steps 2 --minutes 15.",
+        )
+    if options.output is not None:
+        if options.output.suffix != ".json":
+            raise OptionError(
+                f"The output {options.output} does not end in .json.",
+                remedy=f"Use -o {options.output.with_suffix('.json')}",
+            )
+        check_target(options.output, noun="record", replaces=_describe_other, force=True)
+
+
+def _describe_other(path: Path) -> str:
+    return describe_other(path, "benchmark")
+
+
+def _make_slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
+
+
+def _list_ways(options: BenchOptions) -> list[str]:
+    from stopdown.benchmark.ways import WAYS
+
+    unknown = [name for name in options.ways if name not in WAYS]
+    if unknown:
+        raise OptionError(
+            f"The way {unknown[0]!r} is unknown.",
+            expected=f"Known are {', '.join(WAYS)}.",
+            remedy='Use --way fp32 --way "fp32 residual".',
+        )
+    return [name for name in WAYS if not options.ways or name in options.ways]
+
+
+def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
+    """The model that was named, and generated weights of the size that was asked for or fits."""
+    from stopdown.benchmark.subjects import make_generated, make_real
+    from stopdown.number_formats import parse_bytes
+    from stopdown.pipelines.loader import complete_source
+    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.sources import resolve_source, verify_source
+
+    source = resolve_source(options.source, variant=options.variant)
+    verify_source(source)
+    prompt = "a red circle moving left on a grey background"
+    request = Request(prompt=prompt, steps=options.steps)
+    subjects = [make_real(complete_source(source), device, request)]
+    if options.size != "none":
+        size = find_size(device) if options.size == "auto" else parse_bytes(options.size)
+        subjects.append(make_generated(size, device, options.steps))
+    return subjects
+
+
+def find_size(device: Device) -> int:
+    """Bytes in fp16 of the largest weights that fit in fp32, and on a CPU of those that take seconds."""
+    from stopdown.benchmark.subjects import FP32_SHARE
+
+    fits = int(FP32_SHARE * device.memory_bytes / 2)
+    return min(fits, _MOST_ON_CPU) if device.type == "cpu" else fits
+
+
+_MOST_ON_CPU = 2**24
+"""Where a format is emulated, a call takes seconds even so."""
+
+
+def _take_up(path: Path, begun: Benchmark) -> Benchmark:
+    """What an earlier start left.
+
+    Raises:
+        InputError: it measured something else.
+    """
+    from stopdown.benchmark.records import Benchmark
+
+    found = read_record(path, Benchmark)
+    if dataclasses.replace(begun, memory_bytes=0) != dataclasses.replace(
+        found,
+        rows=(),
+        attention=(),
+        elapsed_s=0.0,
+        is_complete=False,
+        memory_source="",
+        memory_bytes=0,
+    ):
+        raise InputError(
+            f"{path} holds a benchmark of another device, version or option.",
+            expected="A second start goes on where the first one stopped.",
+            remedy="Name another file with -o, or replace it with --force.",
+        )
+    return found

@@ -1,0 +1,241 @@
+"""A benchmark from its first row to its last, each kept as it is done: a second start goes on.
+
+**Catches** a way that does not run: its row says why, and the others go on.
+**Does not catch** another program that uses the device meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from stopdown.benchmark.measurement import Counter, measure_peak, time_attention, time_runs
+from stopdown.benchmark.records import Benchmark, Measurement
+from stopdown.benchmark.subjects import Subject
+from stopdown.benchmark.ways import WAYS, Way, running
+from stopdown.doctor import try_attention
+from stopdown.environment import Device, describe_machine, free_memory, is_out_of_memory
+from stopdown.errors import take_one_line
+from stopdown.memory.forecast import Fit
+from stopdown.memory.offloader import predict_run
+from stopdown.memory.strategies import Prediction, Strategy
+from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
+from stopdown.pipelines.call_interception import Rank
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
+from stopdown.pipelines.step_counter import StepCounter
+from stopdown.plans.calibrated import make_plan
+from stopdown.records import Plan
+
+Keep = Callable[[Benchmark], None]
+Progress = Callable[[str, str, int, int], None]
+
+REPEATS = 2
+"""Timed runs of which the fastest counts."""
+
+
+def begin(
+    device: Device, subjects: Sequence[Subject], ways: Sequence[str], options: dict[str, Any]
+) -> Benchmark:
+    """A benchmark with nothing measured yet; of the machine only what makes figures comparable."""
+    unknown = [name for name in ways if name not in WAYS]
+    if unknown:
+        raise KeyError(unknown[0])
+    machine = describe_machine()
+    system = f"{platform.system()} {platform.machine()}"
+    return Benchmark(
+        device=device.name,
+        backend=device.type,
+        capability=device.capability,
+        memory_bytes=device.memory_bytes,
+        memory_source="",
+        versions={**machine["versions"], "python": machine["python"], "platform": system},
+        subjects={subject.name: subject.meaning for subject in subjects},
+        steps=subjects[0].request.steps or 0,
+        options={**options, "ways": list(ways)},
+    )
+
+
+def go_on(
+    made: Benchmark,
+    device: Device,
+    subjects: Sequence[Subject],
+    *,
+    minutes: float,
+    keep: Keep,
+    progress: Progress,
+) -> Benchmark:
+    """Measure what is missing, until the time is over.
+
+    Args:
+        made: from `begin`, or as an earlier start left it.
+        minutes: of this start; a row that has begun is finished.
+        keep: told of each row that is done.
+        progress: told of stage, what, done and total.
+    """
+    started, before = time.monotonic(), made.elapsed_s
+    done = {(row.subject, row.way) for row in made.rows}
+    benches = {subject.name: _Bench(device, subject, progress) for subject in subjects}
+    missing = sorted(list_missing(made), key=lambda pair: WAYS[pair[1]].compiled)  # slow ones last
+    longest = 0.0
+    for subject, way in missing:
+        passed = time.monotonic() - started
+        if passed + longest > 60 * minutes:
+            return dataclasses.replace(made, elapsed_s=before + passed)
+        total = len(missing) + len(done)
+        progress("bench", f"{subject}, {way}", len(made.rows), total)
+        row, source = benches[subject].measure(way)
+        longest = max(longest, time.monotonic() - started - passed)
+        made = dataclasses.replace(
+            made,
+            rows=(*made.rows, _compare(row, made.rows)),
+            memory_source=source or made.memory_source,
+            elapsed_s=before + time.monotonic() - started,
+        )
+        keep(made)
+    attention = made.attention or time_attention(device)
+    made = dataclasses.replace(made, attention=attention, is_complete=True)
+    keep(made)
+    return made
+
+
+def _compare(row: Measurement, others: Sequence[Measurement]) -> Measurement:
+    """A row with its time over that of fp32."""
+    known = [x for x in (*others, row) if x.subject == row.subject and x.way == "fp32"]
+    if row.time_s is None or not known or known[0].time_s is None:
+        return row
+    return dataclasses.replace(row, time_ratio=row.time_s / known[0].time_s)
+
+
+@dataclass
+class _Bench:
+    """What one subject's rows share: its plans, predictions, and what fp32 gave."""
+
+    device: Device
+    subject: Subject
+    progress: Progress
+    plans: dict[str, Plan] = field(default_factory=dict)
+    fits: dict[tuple[str, str], Fit] = field(default_factory=dict)
+    reference: torch.Tensor | None = None
+    kernels: dict[str, tuple[str, ...]] | None = None
+
+    def measure(self, name: str) -> tuple[Measurement, str]:
+        """One way, and how its memory was read."""
+        row = Measurement(self.subject.name, name)
+        try:
+            with quiet_libraries():
+                if self.reference is None:
+                    self.reference = self._find_reference()
+                return self._measure(row, WAYS[name])
+        except Exception as error:  # whatever a device refuses; the other ways go on
+            what = "It did not fit: " if is_out_of_memory(error) else ""
+            note = what + hide_paths(f"{type(error).__name__}: {take_one_line(error, 300)}")
+        free_memory()
+        return dataclasses.replace(row, note=note), ""
+
+    def _measure(self, row: Measurement, way: Way) -> tuple[Measurement, str]:
+        with self._running(way) as (pipe, predicted):
+            run = partial(_run, pipe, self.subject.request)
+            latents, non_finite = _read(pipe, run)
+            counter = Counter()
+            with counter.counting():
+                run()
+            peak, source = measure_peak(self.device, pipe, run)
+            seconds = time_runs(self.device, run, REPEATS)
+        error = relative_l2(latents, self.reference) if self.reference is not None else math.nan
+        return dataclasses.replace(
+            row,
+            time_s=seconds,
+            peak_bytes=peak,
+            predicted_bytes=predicted,
+            rel_err=error if math.isfinite(error) else None,
+            non_finite=non_finite,
+            host_reads=counter.reads,
+            operations=counter.operations,
+        ), source
+
+    def _running(self, way: Way) -> Any:
+        predict = partial(self._predict, way)
+        return running(self.subject.build, way, self.device, self._find_plan, predict)
+
+    def _find_reference(self) -> torch.Tensor:
+        with self._running(WAYS["fp32"]) as (pipe, _):
+            return _read(pipe, partial(_run, pipe, self.subject.request))[0]
+
+    def _find_plan(self, residual: str) -> Plan:
+        if residual not in self.plans:
+            self.plans[residual] = make_plan(
+                self.subject.build(),
+                prompts=[self.subject.request.prompt or ""],
+                residual=residual,
+                request=self.subject.request,
+                progress=self.progress,
+            )
+            free_memory()
+        return self.plans[residual]
+
+    def _predict(self, way: Way, pipe: Any, strategy: Strategy) -> tuple[Prediction, Any]:
+        key = (way.precision, way.residual)
+        if key not in self.fits:
+            arguments = build_arguments(pipe, self.subject.request)
+            self.fits[key] = predict_run(
+                pipe,
+                arguments,
+                steps=find_steps(pipe, arguments),
+                fused=self._has_fused_attention(way.precision),
+                device=self.device.torch_name,
+            )
+        fit = self.fits[key]
+        return next(x for x in fit.predictions if x.strategy == strategy), fit.strays
+
+    def _has_fused_attention(self, name: str) -> bool:
+        """Whether a kernel that keeps no scores takes a format, which is tried where no table has it."""
+        if self.kernels is None:
+            self.kernels = try_attention(self.device)
+        return any(name in taken for kernel, taken in self.kernels.items() if kernel != "math")
+
+
+def _run(pipe: Any, request: Request) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(**build_arguments(pipe, request))
+
+
+def _read(pipe: Any, run: Callable[[], Any]) -> tuple[torch.Tensor, int]:
+    """The latents after the last step, and how many values of them and of the frames are not finite."""
+    kept: list[torch.Tensor] = []
+
+    def keep(result: Any) -> None:
+        kept[:] = [next(iterate_tensors(result)).detach()]
+
+    steps = StepCounter(pipe, Rank.RECORD, on_step=keep)
+    steps.follow()
+    try:
+        frames = torch.as_tensor(read_frames(run()))
+    finally:
+        steps.stop()
+    latents = kept[0].cpu()
+    return latents, sum(sum(count_non_finite(x)) for x in (latents, frames))
+
+
+_PATHS = re.compile(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*")
+
+
+def hide_paths(text: str) -> str:
+    """A text without paths, which hold people's names."""
+    return _PATHS.sub("PATH", text)
+
+
+def list_missing(made: Benchmark) -> Iterator[tuple[str, str]]:
+    """Subjects and ways that were not measured."""
+    done = {(row.subject, row.way) for row in made.rows}
+    for subject in made.subjects:
+        yield from ((subject, way) for way in made.options["ways"] if (subject, way) not in done)

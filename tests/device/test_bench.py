@@ -1,0 +1,161 @@
+"""`stopdown bench`: every row on the CPU and on a device, kept as it is done, without names and paths."""
+
+from __future__ import annotations
+
+import getpass
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from simulated_device import KIND, Simulated
+from stopdown.benchmark import session
+from stopdown.benchmark.records import Benchmark
+from stopdown.benchmark.session import hide_paths
+from stopdown.benchmark.subjects import choose_shape, make_generated
+from stopdown.benchmark.ways import WAYS
+from stopdown.environment import choose_device
+from stopdown.records import read_record
+
+Run = Callable[..., tuple[int, str, str]]
+QUICK = ("fp32", "fp16", "rescaled", "guarded", "offloaded", "sums in fp16")
+
+
+def bench(run: Run, folder: Path, output: Path, *more: object) -> tuple[int, str, str]:
+    """One step, and ways that take no compiler."""
+    ways = [word for way in QUICK for word in ("--way", way)]
+    steps = ("--steps", 1) if "--steps" not in more else ()
+    return run("bench", folder, "-o", output, *steps, *ways, *more)
+
+
+@pytest.fixture
+def overflowing(save_tiny: Callable[..., Path]) -> Path:
+    """A Stable Diffusion whose UNet overflows in fp16."""
+    return save_tiny("sd", "fp32", "unet")
+
+
+def read_rows(path: Path) -> dict[str, Any]:
+    return {row.way: row for row in read_record(path, Benchmark).rows}
+
+
+def test_every_row_on_a_device(
+    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
+) -> None:
+    """Times, peaks beside predictions, errors, host reads: fp16 is NaN, what is rescaled is not."""
+    code, page, _ = bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
+    assert code == 0
+    rows = read_rows(tmp_path / "a.json")
+    assert list(rows) == list(QUICK)
+    assert all(row.note == "" and row.time_s > 0 and row.operations > 100 for row in rows.values())
+    assert (rows["fp32"].rel_err, rows["fp32"].time_ratio) == (0.0, 1.0)
+    assert (rows["fp16"].rel_err, rows["fp16"].non_finite > 0) == (None, True)
+    assert 0 < rows["rescaled"].rel_err < 0.05
+    assert rows["guarded"].rel_err == rows["rescaled"].rel_err == rows["offloaded"].rel_err
+    assert rows["guarded"].host_reads > rows["rescaled"].host_reads
+    for name in ("fp32", "rescaled", "offloaded"):
+        assert rows[name].peak_bytes == pytest.approx(rows[name].predicted_bytes, rel=0.15)
+    assert rows["offloaded"].peak_bytes < rows["rescaled"].peak_bytes
+    assert page.startswith("# Simulated accelerator (simulated")
+    assert (tmp_path / "a.md").read_text() in page
+    assert "| math |" in page
+
+
+def test_sums_in_fp16_are_another_row(
+    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
+) -> None:
+    """On a device that heeds PyTorch's switch the error is larger with it, and the switch is off again."""
+    before = torch.backends.cuda.matmul.allow_fp16_accumulation
+    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
+    rows = read_rows(tmp_path / "a.json")
+    assert rows["sums in fp16"].rel_err != rows["rescaled"].rel_err
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
+
+
+def test_it_goes_on_where_it_stopped(
+    overflowing: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without time nothing is measured; a row that is done is kept through a break, and not made again."""
+    path = tmp_path / "a.json"
+    ways = ("--way", "fp32", "--way", "fp16", "--steps", 1, "--size", "none", "--device", "cpu")
+    start = ("bench", overflowing, "-o", path, *ways)
+    assert run(*start, "--minutes", 1e-9)[0] == 1
+    measure = session._Bench.measure
+
+    def stop(self: Any, name: str) -> Any:
+        if name == "fp16":
+            raise KeyboardInterrupt
+        return measure(self, name)
+
+    monkeypatch.setattr(session._Bench, "measure", stop)
+    assert run(*start)[0] == 130
+    first = read_rows(path)["fp32"]
+    monkeypatch.setattr(session._Bench, "measure", measure)
+    assert run(*start)[0] == 0
+    rows = read_rows(path)
+    assert (rows["fp32"], list(rows)) == (first, ["fp32", "fp16"])
+    code, _, said = run(*start, "--steps", 2)
+    assert code == 2
+    assert "holds a benchmark of another device, version or option" in said
+
+
+def test_a_way_that_fails_is_a_sentence(
+    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
+) -> None:
+    """What a device refuses stands in its row without a path, and the other rows are measured."""
+    simulated.act_as("cuda", computes_not=[torch.float16])
+    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
+    rows = read_rows(tmp_path / "a.json")
+    assert "not implemented for 'Half'" in rows["fp16"].note
+    assert (rows["fp16"].time_s, rows["fp32"].note) == (None, "")
+
+
+def test_nobody_is_named(simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path) -> None:
+    """Neither file has a path, the host's name, the user's or the folder's."""
+    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
+    for path in (tmp_path / "a.json", tmp_path / "a.md"):
+        text = path.read_text()
+        words = set(re.findall(r"[\w.-]+", text))
+        assert not words & {getpass.getuser(), platform.node(), overflowing.name, str(Path.home())}
+        assert hide_paths(text.replace("| --", "")) == text.replace("| --", "")
+    assert hide_paths("No file /home/me/a b.py: 'C:\\Users\\me\\x', ~/x") == (
+        "No file PATH b.py: 'PATH', PATH"
+    )
+
+
+def test_generated_weights_are_of_the_size_that_was_asked_for() -> None:
+    """The denoiser's parameters in fp16 are near the size, it overflows, and it is the same each time."""
+    assert choose_shape(10 * 2**30) == (48, 42)
+    assert choose_shape(2**31) == (48, 8)
+    subject = make_generated(2**22, choose_device("cpu"), 1)
+    pipe, again = subject.build(), subject.build()
+    count = sum(x.numel() for x in pipe.transformer.parameters())
+    assert 0.7 * 2**22 < 2 * count < 1.5 * 2**22
+    for one, other in zip(
+        pipe.transformer.parameters(), again.transformer.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [KIND, "cpu"])
+def test_the_whole_table(
+    where: str, simulated: Simulated, save_tiny: Callable[..., Path], run: Run, tmp_path: Path
+) -> None:
+    """Every way of both models; on a device for which nothing is compiled that row says so."""
+    path = tmp_path / "a.json"
+    folder = save_tiny("cogvideox", "fp32", "transformer")
+    code, *_ = run(
+        *("bench", folder, "--steps", 1, "--size", "1MiB", "--minutes", 60, "-o", path),
+        *("--device", where),
+    )
+    assert code == 0
+    made = read_record(path, Benchmark)
+    assert {(row.subject, row.way) for row in made.rows} == {
+        (subject, way) for subject in ("CogVideoXPipeline", "generated") for way in WAYS
+    }
+    failed = {row.way for row in made.rows if row.note}
+    assert failed <= {"compiled"}
