@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("known_speed")
 
 def make(folder: Path, output: Path, **options: Any) -> RunRecord:
     """A run of two steps, with the seed and the noise of every other."""
-    return generate(
+    made = generate(
         GenerateOptions(
             source=str(folder),
             prompt="a",
@@ -29,6 +30,8 @@ def make(folder: Path, output: Path, **options: Any) -> RunRecord:
             **{"device": KIND, "quiet": True, "force": True, **options},
         )
     )
+    gc.collect()  # a pipeline that is gone holds itself
+    return made
 
 
 def read_pixels(path: Path) -> np.ndarray[Any, Any]:

@@ -265,12 +265,7 @@ def generate(
     numbered = options.output is None
     options = dataclasses.replace(options, output=options.output or str(_find_default()))
     lead(ranks, lambda: _check_output_early(options))
-<<<<<<< HEAD
     from stopdown.environment import choose_device
-=======
-    from stopdown.environment import choose_device, free_memory
-    from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
->>>>>>> 33433d8 (A simulated accelerator for the tests, and the faults that it found: stepping down on a full device, homes of weights, messages of full devices, one copy of weights under a limit)
 
     kept = kept or Kept()
     source = (

@@ -112,19 +112,6 @@ def _call(pipe: Any, arguments: dict[str, Any]) -> Any:
             f"{type(pipe).__name__} refused the request: {str(error).strip()}",
             remedy="Change the option that it names.",
         ) from error
-<<<<<<< HEAD
-    except (MemoryError, RuntimeError) as error:
-        is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not is_memory and "allocate memory" not in str(error):
-            raise
-        raise StopdownError(
-            f"The device ran out of memory: {take_one_line(error, 200)}",
-            expected="A run needs room for the weights and for the largest layer's values.",
-            remedy='Add memory="auto", or use a smaller `height` and `width`, fewer `frames`, or a '
-            "16-bit `precision`.",
-        ) from error
-=======
->>>>>>> 33433d8 (A simulated accelerator for the tests, and the faults that it found: stepping down on a full device, homes of weights, messages of full devices, one copy of weights under a limit)
 
 
 def write_frames(
