@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from simulated_device import KIND, Simulated
+from stopdown.app.bench_command import BenchOptions, bench
+from stopdown.app.display import Silent
 from stopdown.benchmark import session
 from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.session import hide_paths
@@ -25,30 +27,38 @@ Run = Callable[..., tuple[int, str, str]]
 QUICK = ("fp32", "fp16", "rescaled", "guarded", "offloaded", "sums in fp16")
 
 
-def bench(run: Run, folder: Path, output: Path, *more: object) -> tuple[int, str, str]:
-    """One step, and ways that take no compiler."""
-    ways = [word for way in QUICK for word in ("--way", way)]
-    steps = ("--steps", 1) if "--steps" not in more else ()
-    return run("bench", folder, "-o", output, *steps, *ways, *more)
-
-
-@pytest.fixture
+@pytest.fixture(scope="module")
 def overflowing(save_tiny: Callable[..., Path]) -> Path:
     """A Stable Diffusion whose UNet overflows in fp16."""
     return save_tiny("sd", "fp32", "unet")
+
+
+def measure(folder: Path, output: Path, device: str = KIND, **options: Any) -> Benchmark:
+    """One step, in ways that take no compiler."""
+    ways: dict[str, Any] = {"source": str(folder), "ways": QUICK, "size": "none", "steps": 1}
+    return bench(BenchOptions(**ways | {"output": output, "device": device, **options}), Silent())[
+        0
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured(
+    _simulated_devices: Simulated, overflowing: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What was measured on the device."""
+    path = tmp_path_factory.mktemp("bench") / "a.json"
+    with _simulated_devices.present():
+        assert measure(overflowing, path).is_complete
+    return path
 
 
 def read_rows(path: Path) -> dict[str, Any]:
     return {row.way: row for row in read_record(path, Benchmark).rows}
 
 
-def test_every_row_on_a_device(
-    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
-) -> None:
+def test_every_row_on_a_device(measured: Path) -> None:
     """Times, peaks beside predictions, errors, host reads: fp16 is NaN, what is rescaled is not."""
-    code, page, _ = bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
-    assert code == 0
-    rows = read_rows(tmp_path / "a.json")
+    rows = read_rows(measured)
     assert list(rows) == list(QUICK)
     assert all(row.note == "" and row.time_s > 0 and row.operations > 100 for row in rows.values())
     assert (rows["fp32"].rel_err, rows["fp32"].time_ratio) == (0.0, 1.0)
@@ -59,20 +69,28 @@ def test_every_row_on_a_device(
     for name in ("fp32", "rescaled", "offloaded"):
         assert rows[name].peak_bytes == pytest.approx(rows[name].predicted_bytes, rel=0.15)
     assert rows["offloaded"].peak_bytes < rows["rescaled"].peak_bytes
+    page = measured.with_suffix(".md").read_text()
     assert page.startswith("# Simulated accelerator (simulated")
-    assert (tmp_path / "a.md").read_text() in page
     assert "| math |" in page
 
 
-def test_sums_in_fp16_are_another_row(
-    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
-) -> None:
-    """On a device that heeds PyTorch's switch the error is larger with it, and the switch is off again."""
-    before = torch.backends.cuda.matmul.allow_fp16_accumulation
-    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
-    rows = read_rows(tmp_path / "a.json")
+def test_sums_in_fp16_are_another_row(measured: Path) -> None:
+    """On a device that heeds PyTorch's switch the error is another with it, and the switch is off again."""
+    rows = read_rows(measured)
     assert rows["sums in fp16"].rel_err != rows["rescaled"].rel_err
-    assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
+    assert not torch.backends.cuda.matmul.allow_fp16_accumulation
+
+
+def test_nobody_is_named(measured: Path, overflowing: Path) -> None:
+    """Neither file has a path, the host's name, the user's or the folder's."""
+    for path in (measured, measured.with_suffix(".md")):
+        text = path.read_text()
+        words = set(re.findall(r"[\w.-]+", text))
+        assert not words & {getpass.getuser(), platform.node(), overflowing.name, str(Path.home())}
+        assert not re.search(r"/(home|root|tmp|Users|usr|work)\b", text)
+    assert hide_paths("No file /home/me/a b.py: 'C:\\Users\\me\\x', ~/x") == (
+        "No file PATH b.py: 'PATH', PATH"
+    )
 
 
 def test_it_goes_on_where_it_stopped(
@@ -103,27 +121,14 @@ def test_it_goes_on_where_it_stopped(
 
 
 def test_a_way_that_fails_is_a_sentence(
-    simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path
+    simulated: Simulated, overflowing: Path, tmp_path: Path
 ) -> None:
     """What a device refuses stands in its row without a path, and the other rows are measured."""
     simulated.act_as("cuda", computes_not=[torch.float16])
-    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
+    measure(overflowing, tmp_path / "a.json", ways=("fp32", "fp16"))
     rows = read_rows(tmp_path / "a.json")
     assert "not implemented for 'Half'" in rows["fp16"].note
     assert (rows["fp16"].time_s, rows["fp32"].note) == (None, "")
-
-
-def test_nobody_is_named(simulated: Simulated, overflowing: Path, run: Run, tmp_path: Path) -> None:
-    """Neither file has a path, the host's name, the user's or the folder's."""
-    bench(run, overflowing, tmp_path / "a.json", "--size", "none", "--device", KIND)
-    for path in (tmp_path / "a.json", tmp_path / "a.md"):
-        text = path.read_text()
-        words = set(re.findall(r"[\w.-]+", text))
-        assert not words & {getpass.getuser(), platform.node(), overflowing.name, str(Path.home())}
-        assert hide_paths(text.replace("| --", "")) == text.replace("| --", "")
-    assert hide_paths("No file /home/me/a b.py: 'C:\\Users\\me\\x', ~/x") == (
-        "No file PATH b.py: 'PATH', PATH"
-    )
 
 
 def test_generated_weights_are_of_the_size_that_was_asked_for() -> None:

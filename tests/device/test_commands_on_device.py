@@ -45,8 +45,17 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("memory", [None, "64MiB"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "memory"),
+    [
+        ("mixed", "64MiB"),
+        ("fp16", None),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("fp32", None), ("fp32", "64MiB"), ("mixed", None), ("fp16", "64MiB"))
+        ),
+    ],
+)
 def test_a_run_is_that_of_the_cpu(
     precision: str,
     memory: str | None,
@@ -68,7 +77,9 @@ def test_a_run_is_that_of_the_cpu(
     assert record.repairs == ()
 
 
-@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+@pytest.mark.parametrize(
+    "share", [0.5, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.9, 0.3))]
+)
 def test_a_small_device_makes_the_same_file(
     share: float, simulated: Simulated, save_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -109,8 +120,17 @@ def test_a_full_device_is_a_message(
         assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("memory", [None, "1MiB", "4MiB"])
-@pytest.mark.parametrize("precision", ["fp16", "auto"])
+@pytest.mark.parametrize(
+    ("precision", "memory"),
+    [
+        ("fp16", "4MiB"),
+        ("auto", "1MiB"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("fp16", None), ("fp16", "1MiB"), ("auto", None), ("auto", "4MiB"))
+        ),
+    ],
+)
 def test_overflow_is_repaired_wherever_weights_wait(
     precision: str,
     memory: str | None,

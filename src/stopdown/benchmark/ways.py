@@ -98,6 +98,9 @@ def running(
                 callee.owner.compile()
     with contextlib.ExitStack() as stack:
         if way.placement != "resident":
+            for module in find_components(pipe).values():
+                module.to("cpu")
+            free_memory()
             offloader = Offloader(pipe, prediction, (), strays, device=device.torch_name)
             stack.enter_context(offloader)
         if way.sums_in_fp16 is not None:
