@@ -15,4 +15,10 @@ IDLE = (
 def find_checkpointing(pipe: Any) -> tuple[str, ...]:
     """Components that have gradient checkpointing on."""
     found = find_components(pipe).items()
-    return tuple(n for n, part in found if getattr(part, "is_gradient_checkpointing", False))
+    return tuple(name for name, part in found if _is_on(part))
+
+
+def _is_on(part: Any) -> bool:
+    """Transformers 5 has another name for it, and warns of the old one, which is Diffusers'."""
+    new = getattr(part, "is_activation_checkpointing", None)
+    return bool(getattr(part, "is_gradient_checkpointing", False) if new is None else new)
