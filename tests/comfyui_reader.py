@@ -104,29 +104,41 @@ def rename(tensors: dict[str, Any], model: Any) -> dict[str, Any]:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Run every file on its inputs."""
+    """Run every file on its inputs; those that this version cannot read are named on stdout at the end."""
     prepare(request["root"])
+    import torch
+
+    torch.set_num_threads(1)
+    unread = {}
+    for run in request["runs"]:
+        try:
+            read_one(run)
+        except Exception as error:  # a version of ComfyUI that does not know the model or its size
+            if not request.get("may_fail"):
+                raise
+            unread[run["path"]] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    sys.stdout.write(f"\n{json.dumps(unread)}\n")
+
+
+def read_one(run: dict[str, Any]) -> None:
+    """Read a file, run it, and write what it gives."""
     import torch
     from safetensors.torch import load_file, save_file
 
-    torch.set_num_threads(1)
-    for run in request["runs"]:
-        dtype = getattr(torch, run["dtype"])
-        inputs = {
-            name: x if "timestep" in name else x.to(dtype)
-            for name, x in load_file(run["inputs"]).items()
-        }
+    dtype = getattr(torch, run["dtype"])
+    inputs = {
+        name: x if "timestep" in name else x.to(dtype)
+        for name, x in load_file(run["inputs"]).items()
+    }
+    with torch.no_grad():
         if run["target"] == "checkpoint":
-            with torch.no_grad():
-                y = run_checkpoint(run, inputs, dtype)
-            save_file({"y": y}, run["output"])
-            continue
-        model = load(run, dtype).eval()
-        with torch.no_grad():
-            call = model.decode if run["target"] == "vae" else model
-            y = call(*inputs.values()) if run["target"] == "vae" else call(**inputs, **run["plain"])
-        y = y[0] if isinstance(y, (list, tuple)) else y
-        save_file({"y": y.float().contiguous()}, run["output"])
+            y = run_checkpoint(run, inputs, dtype)
+        else:
+            model = load(run, dtype).eval()
+            is_vae = run["target"] == "vae"
+            y = model.decode(*inputs.values()) if is_vae else model(**inputs, **run["plain"])
+    y = y[0] if isinstance(y, (list, tuple)) else y
+    save_file({"y": y.float().contiguous()}, run["output"])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from single_file_models import MODELS, STEP, build, build_pipeline, draw
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.layouts import arrange, find_prefixes
+from stopdown.pipelines.layouts import arrange, find_whole
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, resolve_source
@@ -71,26 +71,40 @@ def run_in_comfyui(root: str, name: str, files: Files, folder: Path) -> dict[str
 
 
 def run_many_in_comfyui(
-    root: str, files: Mapping[str, Files], folder: Path
+    root: str, files: Mapping[str, Files], folder: Path, *, may_fail: bool = False
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The same for several models in one process, whose start takes longer than its runs."""
+    """The same for several models in one process, whose start takes longer than its runs.
+
+    Args:
+        may_fail: leave out models that this version does not read.
+    """
     runs = [run for name in files for run in _list_runs(name, files[name], folder)]
-    read_in_comfyui(root, runs)
+    unread = read_in_comfyui(root, runs, may_fail=may_fail)
+    lost = {name for name in files for path, _ in files[name].values() if str(path) in unread}
     return {
         name: {key: load_file(folder / f"{name}-{key}.out")["y"].double() for key in files[name]}
         for name in files
+        if name not in lost
     }
 
 
-def read_in_comfyui(root: str, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Start the process that reads and runs files."""
+def read_in_comfyui(
+    root: str, runs: Sequence[Mapping[str, Any]], *, may_fail: bool = False
+) -> dict[str, str]:
+    """Start the process that reads and runs files; file to why it could not be read."""
     reader = Path(__file__).parent / "comfyui_reader.py"
     done = subprocess.run(
-        [sys.executable, str(reader), json.dumps({"root": root, "runs": runs})],
+        [
+            sys.executable,
+            str(reader),
+            json.dumps({"root": root, "runs": runs, "may_fail": may_fail}),
+        ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    unread: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return unread
 
 
 def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
@@ -101,7 +115,7 @@ def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     convert(folder / "model", after, plan, request=request)
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.bfloat16)
-    prefixes = find_prefixes("StableDiffusionPipeline")
+    prefixes = find_whole("StableDiffusionPipeline").prefixes
     whole = {
         prefixes[name] + key: x
         for name, module in find_components(pipe).items()

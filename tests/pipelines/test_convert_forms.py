@@ -19,7 +19,7 @@ from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.places import Target
 from stopdown.errors import OptionError
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.layouts import arrange
+from stopdown.pipelines.layouts import arrange, find_whole
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, resolve_source
@@ -202,3 +202,22 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out.safetensors").exists()
     (entry,) = convert(source, tmp_path / "out", plan, request=request).components
     assert (entry.eps_left, list(entry.fields)) == ({}, ["layer_norm_epsilon"])
+
+
+@pytest.mark.slow
+def test_an_sdxl_becomes_one_file(tmp_path: Path) -> None:
+    """Both encoders have their own layout; each component is what its folder would hold, row by row."""
+    folder, output = tmp_path / "model", tmp_path / "out.safetensors"
+    build("sdxl").save_pretrained(folder)
+    plan = make_plan(str(folder), **measured("sdxl"))
+    convert_made("sdxl", folder, output, plan)
+    with safe_open(output, "pt") as file:
+        exponents = list_rows(json.loads(file.metadata()["stopdown.exponents"]))
+    before = load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
+    table, tensors = find_whole("StableDiffusionXLPipeline"), load_file(output)
+    for name, prefix in table.prefixes.items():
+        for key, original in arrange(getattr(before, name), table.layouts.get(name, "")).items():
+            rows = spread_rows(exponents.get(prefix + key, ()), len(original))
+            shape = (-1, *(1 for _ in original.shape[1:]))
+            expected = torch.ldexp(original, rows.view(shape)).half()
+            assert torch.equal(tensors[prefix + key], expected), prefix + key

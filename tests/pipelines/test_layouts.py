@@ -56,6 +56,24 @@ def test_diffusers_reads_what_is_written(name: str) -> None:
         assert torch.equal(found[key], x), key
 
 
+def test_diffusers_reads_an_open_clip() -> None:
+    """The second text encoder of SDXL in one file: fused projections, and one that is transposed."""
+    from diffusers.loaders.single_file_utils import convert_open_clip_checkpoint
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, projection_dim=64,
+    )  # fmt: skip
+    module = CLIPTextModelWithProjection(config)
+    tensors = {f"x.{name}": x for name, x in arrange(module, "open_clip").items()}
+    found = convert_open_clip_checkpoint(module, tensors, prefix="x.")
+    state = {name.removeprefix("text_model."): x for name, x in module.state_dict().items()}
+    assert {name.removeprefix("text_model.") for name in found} == state.keys()
+    for name, x in found.items():
+        assert torch.equal(x, state[name.removeprefix("text_model.")]), name
+
+
 def build_wide(name: str) -> Any:
     """A model of the published width, without memory."""
     import diffusers

@@ -60,7 +60,7 @@ from stopdown.pipelines.layouts import (
     change_tensor,
     check_layouts,
     find_folder,
-    find_prefixes,
+    find_whole,
     lay_out,
 )
 from stopdown.pipelines.library_messages import quiet_libraries
@@ -390,17 +390,19 @@ def _is_laid_out(work: _Work) -> bool:
 
 def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
     """Components in the names of single files: each in a file of its own, or all in one."""
-    prefixes, whole = find_prefixes(work.source.pipeline_class), dict[str, torch.Tensor]()
+    table, whole = find_whole(work.source.pipeline_class), dict[str, torch.Tensor]()
     exponents: dict[str, int] = {}
     names = [entry.component for entry in work.plan.components]
     for number, entry in enumerate(work.plan.components):
         name = entry.component
         _tell(progress, "write", name, number, len(names))
-        is_left, prefix = _is_left(work, entry), prefixes[name] if len(names) > 1 else ""
-        module = _restore(work, name) if is_left else _fold(work, name)
-        placed = {} if is_left else _place_exponents(module, work.expressed[name].scaling.exponents)
+        is_whole = work.form == "single" and len(names) > 1
+        prefix = table.prefixes[name] if is_whole else ""
+        layout = table.layouts.get(name, "") if is_whole else ""
+        module = _restore(work, name) if _is_left(work, entry) else _fold(work, name)
+        placed = _place_exponents(module, _list_folds(work, name), layout)
         if work.form == "single":
-            whole |= {prefix + key: tensor for key, tensor in arrange(module).items()}
+            whole |= {prefix + key: tensor for key, tensor in arrange(module, layout).items()}
             exponents |= {prefix + key: exponent for key, exponent in placed.items()}
             continue
         path = part / find_folder(name) / f"{Path(work.source.name).name}-{name}.safetensors"
@@ -411,15 +413,24 @@ def _write_laid_out(work: _Work, part: Path, progress: Progress | None) -> None:
     _tell(progress, "write", "done", len(names), len(names))
 
 
-def _place_exponents(module: torch.nn.Module, exponents: Mapping[str, int]) -> dict[str, int]:
+def _list_folds(work: _Work, name: str) -> Mapping[str, int]:
+    """The exponents of a component as it is written; nothing for one that is left."""
+    return work.expressed[name].scaling.exponents if name in work.expressed else {}
+
+
+def _place_exponents(
+    module: torch.nn.Module, exponents: Mapping[str, int], table: str
+) -> dict[str, int]:
     """The exponents of a component's tensors by the names of its file, `name[0:64]` for rows."""
     rows = list_rows(exponents)
     spread = {}
-    for target, pieces in lay_out(module).items():
+    for target, pieces in lay_out(module, table).items():
         parts = []
         for piece in pieces:
             shape = module.state_dict()[piece.name].shape
             found = spread_rows(rows.get(piece.name, ()), shape[0] if shape else 1)
+            if piece.change == "T":  # its columns are rows of the file: one exponent for all
+                found = found[:1].expand(shape[1])
             parts.append(change_tensor(found, "swap") if piece.change == "swap" else found)
         spread[target] = torch.cat(parts)
     return name_exponents(spread)

@@ -17,7 +17,7 @@ from stopdown.errors import InputError, OptionError, OutputError
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, find_free
 from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
-from stopdown.pipelines.layouts import find_prefixes
+from stopdown.pipelines.layouts import find_whole
 from stopdown.pipelines.sources import Source, has_weights
 from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.records import Conversion, read_record
@@ -89,7 +89,7 @@ def choose_target(output: str | Path | Target, source: Source) -> Target:
 def _refuse_unread(source: Source) -> None:
     """Refuse one file for a pipeline that no program reads from one."""
     names = [name for name, (_, kind) in source.components.items() if has_weights(kind)]
-    missing = [name for name in names if name not in find_prefixes(source.pipeline_class)]
+    missing = [name for name in names if name not in find_whole(source.pipeline_class).prefixes]
     if missing and len(names) > 1:
         raise OptionError(
             f"No program is known that reads a {source.pipeline_class} from one file: it would hold the "

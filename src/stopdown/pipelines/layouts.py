@@ -48,11 +48,13 @@ class Whole(msgspec.Struct, frozen=True):
         pipeline: its class.
         source: where that is known from.
         prefixes: component to prefix.
+        layouts: component to the table that stands in for its class's.
     """
 
     pipeline: str
     source: str
     prefixes: dict[str, str]
+    layouts: dict[str, str] = {}
 
 
 class Piece(msgspec.Struct, frozen=True, order=True):
@@ -76,10 +78,10 @@ def read_layouts() -> dict[str, Layout]:
 
 
 @functools.cache
-def find_prefixes(pipeline_class: str) -> dict[str, str]:
-    """Component to its prefix in one file with all of a pipeline; nothing for an unknown pipeline."""
+def find_whole(pipeline_class: str) -> Whole:
+    """How one file with all of a pipeline is named; without prefixes for an unknown pipeline."""
     rows = read_rows("layouts", "whole", Whole)
-    return next((row.prefixes for row in rows if row.pipeline == pipeline_class), {})
+    return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
 
 def find_folder(component: str) -> str:
@@ -110,13 +112,16 @@ def check_layouts(program: Any, components: Iterable[str]) -> None:
         )
 
 
-def lay_out(module: torch.nn.Module) -> dict[str, tuple[Piece, ...]]:
+def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, ...]]:
     """Name in a single file to the tensors of a component of which it is made.
+
+    Args:
+        table: another one than that of its class.
 
     Raises:
         ScalingError: there is no table for its class.
     """
-    layouts, class_name = read_layouts(), type(module).__name__
+    layouts, class_name = read_layouts(), table or type(module).__name__
     found = layouts.get(class_name)
     if found is None and type(module).__module__.startswith("transformers"):
         found = Layout(class_name, "as Transformers names them", ())
@@ -171,7 +176,7 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
     }
 
 
-def arrange(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]:
     """The tensors of a component as a single file has them; tied ones once.
 
     Raises:
@@ -181,7 +186,7 @@ def arrange(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     state, seen = module.state_dict(), set[int]()
     made = {}
-    for target, pieces in lay_out(module).items():
+    for target, pieces in lay_out(module, table).items():
         parts = [change_tensor(state[piece.name], piece.change) for piece in pieces]
         if len(parts) == 1 and state[pieces[0].name].data_ptr() in seen:
             continue
