@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,6 +346,83 @@ def test_a_file_in_its_own_names(tmp_path: Path, kind: str, style: str) -> None:
         assert name == "plain" or not torch.equal(add(kind, stored, old) / factor, wanted)
 
 
+COMFYUI = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]
+MERGE = """
+import json, sys
+from comfyui_reader import prepare
+request = json.loads(sys.stdin.read())
+prepare(request["root"])
+import comfy.lora
+from safetensors.torch import load_file, save_file
+
+merged = {}
+for label, (model, lora) in request["pairs"].items():
+    weights, tensors = load_file(model), load_file(lora)
+    patches = comfy.lora.load_lora(tensors, request["names"], log_missing=False)
+    assert patches.keys() == set(request["names"].values()), patches.keys()
+    for key, patch in patches.items():
+        weight = weights[key].clone()
+        given = [(request["strength"], patch, 1.0, None, None)]
+        merged[f"{label}/{key}"] = comfy.lora.calculate_weight(given, weight, key)
+save_file({k: x.contiguous() for k, x in merged.items()}, request["out"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMFYUI, reason="STOPDOWN_COMFYUI names no checkout of ComfyUI")
+@pytest.mark.parametrize("checkout", COMFYUI, ids=[Path(path).name for path in COMFYUI])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "diff"])
+def test_comfyui_merges_the_scaled_sum(tmp_path: Path, kind: str, checkout: str) -> None:
+    """Its own loader and its own arithmetic: 2^k times the merged original, but for the eps of a DoRA."""
+    before = write_converted(tmp_path / "model.safetensors")
+    after = load_file(tmp_path / "model.safetensors")
+    keys = {name: f"model.diffusion_model.{name}.weight" for name in before}
+    original = {keys[name]: weight for name, weight in before.items()}
+    save_file(original, tmp_path / "original.safetensors")
+    stems = {f"diffusion_model.{name}": key for name, key in keys.items()}
+    tensors = {
+        f"diffusion_model.{name}.{key}": x
+        for name, weight in before.items()
+        for key, x in draw_parts(kind, *weight.shape).items()
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    convert_lora(
+        tmp_path / "lora.safetensors", tmp_path / "out.safetensors", tmp_path / "model.safetensors"
+    )
+    pairs = {
+        "wanted": ("original", "lora"),
+        "found": ("model", "out"),
+        "unscaled": ("model", "lora"),
+    }
+    request = {
+        "pairs": {
+            k: [str(tmp_path / f"{x}.safetensors") for x in pair] for k, pair in pairs.items()
+        },
+        "names": stems,
+        "strength": 0.8,
+        "root": checkout,
+        "out": str(tmp_path / "merged.safetensors"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE],
+        input=json.dumps(request),
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{Path(__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}",
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    merged = load_file(tmp_path / "merged.safetensors")
+    for name, key in keys.items():
+        factor = after[key] / original[key]
+        wanted, found = merged[f"wanted/{key}"], merged[f"found/{key}"] / factor
+        assert relative_l2(found, wanted) <= (1e-5 if kind == "dora" else 0.0), name
+        unscaled = merged[f"unscaled/{key}"] / factor
+        assert name == "plain" or relative_l2(unscaled, wanted) > 0.05, name
+
+
 def test_a_bias_takes_the_exponents_of_the_bias(tmp_path: Path) -> None:
     """`diff_b` of a layer with a bias; of one without it is refused by name."""
     write_converted(tmp_path / "model.safetensors")
@@ -431,6 +511,27 @@ def test_mistakes_are_one_message(make: Any, tmp_path: Path, run: Any) -> None:
         assert text in " ".join(err.split()), (name, err)
         assert not (tmp_path / "new.safetensors").exists()
         assert lora.read_bytes() == before
+
+
+def test_a_run_wants_the_lora_of_its_weights(make: Any, tmp_path: Path, run: Any) -> None:
+    """`generate` refuses the original's on converted weights, and a converted one on the original."""
+    made = make("flux")
+    tensors = name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux")
+    path, converted = write(tensors, tmp_path / "lora.safetensors"), tmp_path / "out.safetensors"
+    convert_lora(path, converted, made.converted)
+    sizes = ("--height", 32, "--width", 32, "--steps", 1, "--precision", "fp32")
+    for model, lora, text in (
+        (made.converted, path, "is for the original, and"),
+        (made.folder, converted, "was converted for rescaled weights"),
+    ):
+        given = ("generate", model, "a", "--lora", lora, *sizes, "-o", tmp_path / "a.png")
+        code, out, err = run(*given)
+        assert (code, out) == (2, "")
+        assert text in " ".join(err.split())
+        assert not (tmp_path / "a.png").exists()
+    given = ("generate", made.converted, "a", "--lora", converted, *sizes, "-o", tmp_path / "a.png")
+    code, _, err = run(*given)
+    assert code == 0, err
 
 
 def test_a_lora_is_not_written_over_itself(make: Any, tmp_path: Path) -> None:

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from stopdown.errors import OptionError, SourceError, take_one_line
 from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.headers import DamagedFileError, read_header
+from stopdown.pipelines.headers import DamagedFileError, read_header, read_rescaled
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.sources import (
     Source,
     SourceName,
+    list_weight_files,
     resolve_name,
     verify_descriptions,
     verify_source,
@@ -53,7 +54,30 @@ def resolve_whole(
         verify_source(found)
     elif found.kind != "file":
         verify_descriptions(found)
+    _check_scales(found, [path for path, _ in loras])
     return dataclasses.replace(found, loras=loras, scheduler=scheduler)
+
+
+def _check_scales(source: Source, loras: Sequence[str]) -> None:
+    """Refuse a LoRA for other weights than these: for the original on converted ones, or the other way."""
+    files = [path for paths in list_weight_files(source).values() for path in paths]
+    said = [text for path in (files if loras else ()) if (text := read_rescaled(path))]
+    names = {name for text in said for name in text.partition(":")[0].split(", ")} - {"vae"}
+    for lora in loras:
+        is_converted = bool(read_rescaled(Path(lora).expanduser()))
+        if names and not is_converted:
+            raise OptionError(
+                f"The LoRA {lora} is for the original, and {source.name} was converted: the weights of its "
+                f"{', '.join(sorted(names))} are times powers of two.",
+                expected="What a LoRA adds has to have the powers of two of what it adds to.",
+                remedy=f"Convert it as well: stopdown convert {lora} OUT --plan {source.name}",
+            )
+        if is_converted and not names:
+            raise OptionError(
+                f"The LoRA {lora} was converted for rescaled weights, and those of {source.name} are not.",
+                expected="What a LoRA adds has to have the powers of two of what it adds to.",
+                remedy="Give the file that it was made from.",
+            )
 
 
 def parse_lora(text: str) -> tuple[str, float]:
