@@ -20,6 +20,7 @@ from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.session import hide_paths
 from stopdown.benchmark.subjects import choose_shape, make_generated
 from stopdown.benchmark.ways import WAYS
+from stopdown.doctor import quote_measured
 from stopdown.environment import choose_device
 from stopdown.records import read_record
 
@@ -66,8 +67,9 @@ def test_every_row_on_a_device(measured: Path) -> None:
     assert 0 < rows["rescaled"].rel_err < 0.05
     assert rows["guarded"].rel_err == rows["rescaled"].rel_err == rows["offloaded"].rel_err
     assert rows["guarded"].host_reads > rows["rescaled"].host_reads
-    for name in ("fp32", "rescaled"):
+    for name in ("fp32", "rescaled", "offloaded"):
         assert rows[name].peak_bytes == pytest.approx(rows[name].predicted_bytes, rel=0.15)
+    assert rows["offloaded"].peak_bytes < rows["rescaled"].peak_bytes
     page = measured.with_suffix(".md").read_text()
     assert page.startswith("# Simulated accelerator (simulated")
     assert "| math |" in page
@@ -163,3 +165,17 @@ def test_the_whole_table(
     }
     failed = {row.way for row in made.rows if row.note}
     assert failed <= {"compiled"}
+
+
+def test_what_was_sent_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor knows of devices is what is stored, and it is said of a device of that name alone."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import devices
+
+    assert devices.KNOWN.read_text() == devices.write_known()
+    for path in devices.DEVICES.glob("*.json"):
+        made = read_record(path, Benchmark)
+        quoted = list(quote_measured(made.device, made.backend))
+        assert len(quoted) == len({row.subject for row in made.rows})
+        assert all(path.name in said for said in quoted)
+        assert list(quote_measured(f"{made.device} 2", made.backend)) == []

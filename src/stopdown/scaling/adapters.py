@@ -32,6 +32,9 @@ from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spre
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""
 
+FOLDS = "stopdown_adapter_folds"
+"""Attribute of a module whose adapters are followed."""
+
 _ROLES = {"lora_magnitude_vector": "magnitude"}
 
 
@@ -96,7 +99,14 @@ class AdapterFolds:
         for layer in _list_layers(self.module):
             self._see(self.module, "", layer)
         patches.defer(self._take_off)
-        patches.defer(register_module_module_registration_hook(self._see).remove)
+        patches.set_item(
+            vars(self.module), FOLDS, self
+        )  # the module alone holds it, and goes with it
+        handle = register_module_module_registration_hook(
+            _see_weakly(weakref.WeakMethod(self._see))
+        )
+        patches.defer(handle.remove)
+        weakref.finalize(self, handle.remove).atexit = False
         if callable(load := getattr(self.module, "load_lora_adapter", None)):
             patches.set_attribute(self.module, load.__name__, self._releasing(load))
 
@@ -122,6 +132,17 @@ class AdapterFolds:
             return inner(*args, **kwargs)
 
         return call
+
+
+def _see_weakly(see: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    """A hook of all modules that does not keep the one it works for, and its weights, for ever."""
+
+    def call(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+        found = see()
+        if found is not None:
+            found(parent, name, child)
+
+    return call
 
 
 class _FollowedLayer:
