@@ -91,5 +91,5 @@ def test_every_command_takes_the_fields_of_its_record() -> None:
         tuple(parameter.name for parameter in command.params if parameter.name != "help")
         for command in found.values()
     }
-    assert len(found) == len(records) == 11
+    assert len(found) == len(records) > 10
     assert shown == taken
