@@ -134,7 +134,7 @@ def test_a_way_that_fails_is_a_sentence(
 
 def test_generated_weights_are_of_the_size_that_was_asked_for() -> None:
     """The denoiser's parameters in fp16 are near the size, it overflows, and it is the same each time."""
-    assert choose_shape(10 * 2**30) == (48, 42)
+    assert choose_shape(10 * 2**30) == (48, 40)
     assert choose_shape(2**31) == (48, 8)
     subject = make_generated(2**22, choose_device("cpu"), 1)
     pipe, again = subject.build(), subject.build()
