@@ -199,7 +199,7 @@ def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
         said = next(filter(None, map(read_rescaled, files)), "") if name not in leave else ""
         if said:
             raise OptionError(
-                f"{source.name} was rescaled already. {said.capitalize()}.",
+                f"{source.name} was rescaled already. {said[0].upper()}{said[1:]}.",
                 expected="Exponents are written into weights once; these are right in fp16 as they are.",
                 remedy="Use it as it is, or convert the original."
                 + (f' Or copy that component: leave="{name}".' if source.kind != "file" else ""),
