@@ -268,6 +268,32 @@ def converted_prompts() -> str:
     return str(len(_read("convert")["errors"]["bf16 plain"]))
 
 
+def _list_nearer() -> list[float]:
+    """How many times nearer to fp32 than bf16 each converted file is, in each reader."""
+    return [row["bf16"] / row["converted fp16"] for row in _read("single_files")["rows"]]
+
+
+@_figure
+def single_files_models() -> str:
+    return str(len({row["model"] for row in _read("single_files")["rows"]}))
+
+
+@_figure
+def single_files_worst() -> str:
+    return f"{min(_list_nearer()):.0f}"
+
+
+@_figure
+def single_files_best() -> str:
+    return f"{max(_list_nearer()):.0f}"
+
+
+@_figure
+def single_files_exact() -> str:
+    rows = _read("single_files")["rows"]
+    return f"{sum(row['converted fp32'] == 0 for row in rows)} of {len(rows)}"
+
+
 # What it costs
 
 
