@@ -52,7 +52,10 @@ from stopdown.scaling import rescale_
 FAMILIES = ("flux", "cogvideox", "wan", "sdxl")
 CASES = [
     pytest.param(
-        family, style, id=f"{family}-{style}", marks=() if family == "flux" else pytest.mark.slow
+        family,
+        style,
+        id=f"{family}-{style}",
+        marks=() if (family, style) == ("flux", "kohya") else pytest.mark.slow,
     )
     for family in FAMILIES
     for style in STYLES[family]

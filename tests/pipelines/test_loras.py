@@ -31,7 +31,10 @@ from stopdown.scaling import cast_, fold_scaling, folds, rescale_
 
 CASES = [
     pytest.param(
-        family, style, id=f"{family}-{style}", marks=() if family == "flux" else pytest.mark.slow
+        family,
+        style,
+        id=f"{family}-{style}",
+        marks=() if (family, style) == ("flux", "kohya") else pytest.mark.slow,
     )
     for family, styles in STYLES.items()
     for style in styles
