@@ -19,7 +19,7 @@ def is_aten(name: str) -> bool:
 
 def test_each_name_exists_in_torch() -> None:
     """A name that torch does not have stands for a rule that is never applied, without a word."""
-    foreign = list_kinds("rotation", "rotations")  # ComfyUI's kernels bring them
+    foreign = list_kinds("rotation", "rotations", "attention_kernel")  # other packages bring them
     assert [name for name in OPERATIONS if not is_aten(name)] == sorted(
         foreign, key=list(OPERATIONS).index
     )

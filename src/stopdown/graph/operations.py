@@ -122,6 +122,7 @@ bilinear    | product input1 input2 weight +bias | - | | bilinear
 outer       | product self vec2 | outer | | outer
 rotation    | rotate | - | | apply_rope1 apply_rope_split_half1
 rotations   | free | - | | apply_rope apply_rope_split_half
+attention_kernel | kernel_attention | - | | _flash_attn_forward flash_fwd
 attention   | attention | attention | unmasks | scaled_dot_product_attention
 row_norm    | norm | normalise | | layer_norm rms_norm _fused_rms_norm
 group_norm  | norm | normalise_groups | | group_norm

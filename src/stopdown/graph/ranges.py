@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError
 from stopdown.graph.blocks import Blocks
@@ -210,7 +211,7 @@ class _Runner(torch.fx.Interpreter):
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         args, kwargs = torch.utils._pytree.tree_map(_widen, (args, kwargs))
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
+        result = _call(node.target, args, kwargs)
         return result.zero_() if is_kind(node, "blank") else result
 
     def _measure(self, node: Node, value: torch.Tensor) -> tuple[Range, ...]:
@@ -241,6 +242,25 @@ class _Runner(torch.fx.Interpreter):
         if node.op == "placeholder":
             return f"The input {node.name}"
         return f"{self.capture.component}:{module_path(node)} ({operation(node)})"
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation gives in fp32; where its kernel takes 16 bits alone (flash attention), in bf16."""
+    try:
+        return target(*args, **kwargs)
+    except RuntimeError:
+        if getattr(target, "namespace", "aten") == "aten":
+            raise
+    given = pytree.tree_map_only(torch.Tensor, _to_bf16, (args, kwargs))
+    return pytree.tree_map_only(torch.Tensor, _to_fp32, target(*given[0], **given[1]))
+
+
+def _to_bf16(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16() if value.dtype == torch.float32 else value
+
+
+def _to_fp32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype == torch.bfloat16 else value
 
 
 def _widen(value: Any) -> Any:

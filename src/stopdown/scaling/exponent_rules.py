@@ -246,6 +246,14 @@ def attention(op: Operation) -> None:
         op.system.pin(op.of(op.given["attn_mask"]))
 
 
+def attend_by_kernel(op: Operation) -> None:
+    """Attention of another package: query, key and value come first; its other results are statistics."""
+    query, key, value = (op.of(x) for x in op.floats()[:3])
+    op.system.relate((query, 1), (key, 1))
+    if is_float(op.node):
+        op.system.equate(op.out, value)
+
+
 def cast(op: Operation) -> None:
     """Between floats nothing changes; to and from whole numbers the values themselves count."""
     source = op.given["self"]
@@ -352,6 +360,8 @@ def pick(op: Operation) -> None:
         number = op.node.args[1]
         assert isinstance(number, int)
         _rotate(op, sources[number], sources[2])
+    elif is_kind(parent, "attention_kernel"):
+        op.system.equate(op.out, op.of(sources[2]) if op.node.args[1] == 0 else ZERO)
     elif is_split(parent) or is_kind(parent, "order"):
         op.system.equate(op.out, *(op.of(x) for x in sources))
     elif is_kind(parent, "variance_mean") and op.node.args[1] == 0:
@@ -414,6 +424,7 @@ RULES: dict[str, Rule] = {
     "norm": norm,
     "batch_norm": batch_norm,
     "attention": attention,
+    "kernel_attention": attend_by_kernel,
     "cast": cast,
     "choose": choose,
     "compare": compare,
