@@ -281,11 +281,14 @@ def main() -> None:
     parser.add_argument(
         "--here", action="store_true", help="in this process: classes of one program"
     )
+    parser.add_argument("--row", nargs=2, metavar=("CLASS", "WAY"), help="print a row, store none")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
-    if options.table:
+    if options.row:
+        print(json.dumps(measure_row(*options.row)))
+    elif options.table:
         store_rows(load_rows())
     elif options.here:
         for name in options.classes:
