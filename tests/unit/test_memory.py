@@ -656,7 +656,7 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(StopdownError) as caught:
         generate_sd(folder, tmp_path / "none.png", "100KiB")
     assert "the smallest strategy, leaf+tiling, is predicted to take" in str(caught.value)
-    assert "--memory 1MiB" in str(caught.value)
+    assert 'memory="1MiB"' in str(caught.value)
     assert not (tmp_path / "none.png").exists()
 
 

@@ -112,7 +112,9 @@ def check_place(
         what = "" if is_free else describe(path)
         return what or ("" if is_free or force else _CONVERTED)
 
-    if target.exists() and replaces(target) == _CONVERTED:
+    if (
+        os.path.exists(target) and replaces(target) == _CONVERTED
+    ):  # False for a name that is too long
         raise OutputError(
             f"OUT {target} holds {_CONVERTED} before.",
             expected="Nothing is replaced unasked.",
