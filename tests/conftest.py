@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -104,7 +105,8 @@ def _simulated_devices(pytestconfig: pytest.Config) -> Simulated:
 
 @pytest.fixture
 def simulated(_simulated_devices: Simulated) -> Iterator[Simulated]:
-    """Two accelerators that are not there, for one test."""
+    """Two accelerators that are not there, for one test; what earlier ones left is gone."""
+    gc.collect()
     with _simulated_devices.present() as devices:
         yield devices
 

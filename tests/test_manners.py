@@ -270,7 +270,7 @@ def test_a_file_gives_defaults(run: Any, here: Path) -> None:
     (here.parent / "stopdown.toml").write_text('device = "tpu"\n[generate]\ndevice = "npu"\n')
     assert "The device 'npu' is unknown." in run("generate", "shapes", "a")[2]
     assert "The device 'tpu' is unknown." in run("plan", "shapes")[2]
-    assert "The device 'xpu' is unknown." in run("plan", "shapes", "--device", "xpu")[2]
+    assert "The device 'vpu' is unknown." in run("plan", "shapes", "--device", "vpu")[2]
     _, _, err = run("plan", "shapes", "-v")
     assert err.startswith(f"stopdown: {here.parent / 'stopdown.toml'} gives defaults.\n")
     assert run("plan", "-h")[0] == 0

@@ -94,6 +94,7 @@ def test_nobody_is_named(measured: Path, overflowing: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(
     overflowing: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 sys.path.insert(0, str(Path(__file__).parents[1] / "pipelines"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from test_repaired_plans import write_bare_plan
+from test_single_file import save_single_file
 
 from pipeline_calls import CALLS
 
@@ -227,8 +228,11 @@ def test_prices_are_those_of_doctor(device: str) -> None:
 def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> None:
     """Its pipeline is that of the config folder, its values are read from the file."""
     folder = save_pipeline("sd", tmp_path / "model")
-    weights = {"first.weight": torch.tensor([1.0, 1e6], dtype=torch.bfloat16)}
-    save_file(weights, tmp_path / "whole.safetensors")
+    save_single_file(whole := tmp_path / "whole.safetensors")
+    name = "model.diffusion_model.out.2.bias"
+    weights = {**load_file(whole)}
+    weights[name] = weights[name].bfloat16().index_fill(0, torch.tensor([1]), 1e6)
+    save_file(weights, whole)
     checked = inspect_pipeline(
         tmp_path / "whole.safetensors",
         config=folder,
@@ -238,9 +242,9 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     )
     found = {finding.kind: finding for finding in checked.findings}
     assert set(found) == {"weight-out-of-range", "force-upcast-unread"}
-    assert found["weight-out-of-range"].module_path == "checkpoint:first.weight"
+    assert found["weight-out-of-range"].module_path == f"checkpoint:{name}"
     assert found["weight-out-of-range"].evidence == (
-        "1 of 2 values are beyond 65504, where fp16 ends; the largest is 9.994e+05."
+        "1 of 4 values are beyond 65504, where fp16 ends; the largest is 9.994e+05."
     )
 
 

@@ -151,8 +151,8 @@ def _find_component(root: Path, component: str) -> Encoder:
         raise OptionError(
             f"{root} has no {component} of Transformers.",
             expected=f"By itself a text encoder can be written; it has {', '.join(encoders) or 'none'}.",
-            remedy="Convert the whole model: stopdown plan SOURCE -o plan.json, then convert with "
-            "--plan plan.json.",
+            remedy="Make a plan of the whole model, stopdown plan SOURCE -o plan.json, and convert it: "
+            "stopdown convert SOURCE OUT --plan plan.json.",
         )
     return _open(folder, read_description(folder / "config.json"), component)
 

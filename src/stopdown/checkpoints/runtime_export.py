@@ -181,7 +181,7 @@ def export_component(
             raise OptionError(
                 f"{type(module).__name__} could not be exported to {form}: {take_first_line(error)}.",
                 expected="The exporter traces the component's own code.",
-                remedy="Try the other form: --to openvino or --to onnx.",
+                remedy='Try the other form: to="openvino" or to="onnx".',
             ) from error
 
 
@@ -192,14 +192,14 @@ def _refuse(entry: ComponentPlan | None, form: Form) -> None:
         raise OptionError(
             f"The plan runs {entry.component} in {entry.precision}. {' '.join(entry.reasons)}",
             expected="What is exported runs in fp16.",
-            remedy="Name another component: --component NAME.",
+            remedy='Name another one: component="NAME".',
         )
     scaling = entry.scaling
     if form == "openvino" and (scaling.fp32_modules or scaling.stream is not None):
         raise OptionError(
             f"The plan keeps parts of {entry.component} in fp32.",
             expected="OpenVINO runs all of an IR in the inference precision that it is compiled for.",
-            remedy="Export it to ONNX, whose casts stand in the graph: --to onnx.",
+            remedy='Export it to ONNX, whose casts stand in the graph: to="onnx".',
         )
 
 

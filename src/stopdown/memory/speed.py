@@ -29,6 +29,10 @@ _LONG_S = 0.02
 _COPIED_BYTES = 2**26
 
 
+ROUGH_FLOPS_PER_S = 1e13
+"""Of a device that could not be timed: the strategies keep their order."""
+
+
 @dataclass(frozen=True)
 class Speed:
     """How fast a device is.
@@ -65,13 +69,17 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
 
     Cost: about a tenth of a second on a CPU; longer in a format that it emulates.
     """
-    rates = {name: _time_product(device, name) for name in formats}
-    slowest = min(rates, key=lambda name: rates[name])
-    link = _time_copy(device)
+    try:
+        rates = {name: _time_product(device, name) for name in formats}
+        slowest = min(rates, key=lambda name: rates[name])
+        link = _time_copy(device)
+        widening = _time_widening(device, slowest)
+    except torch.OutOfMemoryError:
+        return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, "The device has no room to be timed.")
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
     )
-    return Speed(rates[slowest], link, reason, _time_widening(device, slowest))
+    return Speed(rates[slowest], link, reason, widening)
 
 
 def _time_product(device: Device, name: str) -> float:

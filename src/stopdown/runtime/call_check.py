@@ -71,7 +71,11 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
     pairs = zip(values, values, strict=True)  # low and high in turns
     ends = [(output.dtype, *next(pairs)) for output in outputs]
     is_finite = all([_is_finite(low, high) for _, low, high in ends])
-    clamped = [path for path, _ in notes.clamping if _end(*next(pairs)) >= CLAMPED_FROM]
+    clamped = [
+        path  # the output of a module that clamps, where NaN stays; or what `nan_to_num` is given
+        for path, _ in notes.clamping
+        if (_amax if path else _end)(*next(pairs)) >= CLAMPED_FROM
+    ]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
     spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]

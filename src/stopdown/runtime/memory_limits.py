@@ -12,10 +12,10 @@ from typing import Any
 from stopdown.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
 from stopdown.environment import Device
+from stopdown.memory import speed as speeds
 from stopdown.memory.forecast import Fit, choose
 from stopdown.memory.offloader import Offloader, make_offloader, predict_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
-from stopdown.memory.speed import measure_speed
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.default_sizes import find_grid
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
@@ -188,7 +188,7 @@ def _predict(loaded: Loaded, request: Request, device: Device) -> Fit:
         arguments,
         steps=find_steps(loaded.pipe, arguments),
         fused=has_fused_attention(describe_device(device), formats),
-        speed=measure_speed(device, formats),
+        speed=speeds.measure_speed(device, formats),
         device=device.torch_name,
     )
 
