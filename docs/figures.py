@@ -189,8 +189,8 @@ def wide_encoder() -> str:
     return f"{plain:.1f} times as near to fp32 as bf16 with all in fp16, {wide:.0f} times with that encoder"
 
 
-def _full(stage: str) -> dict[str, Any]:
-    found: dict[str, Any] = _read("full_size_runs")["rows"]["CogVideoX-2B"][stage]
+def _full(stage: str, name: str = "CogVideoX-2B") -> dict[str, Any]:
+    found: dict[str, Any] = _read("full_size_runs")["rows"][name][stage]
     return found
 
 
@@ -198,6 +198,12 @@ def _full(stage: str) -> dict[str, Any]:
 def full_errors() -> str:
     plan, bf16 = (_full(x)["call_error"] for x in ("fp16 by plan", "bf16"))
     return f"{_percent(plan)} off fp32, and bf16 {_percent(bf16)}"
+
+
+@_figure
+def full_errors_5b() -> str:
+    plan, bf16 = (_full(x, "CogVideoX-5B")["call_error"] for x in ("fp16 by plan", "bf16"))
+    return f"{_percent(plan)} by a measured plan, {_percent(bf16)} in bf16"
 
 
 @_figure
