@@ -203,7 +203,7 @@ def full_errors() -> str:
 @_figure
 def full_errors_5b() -> str:
     plan, bf16 = (_full(x, "CogVideoX-5B")["call_error"] for x in ("fp16 by plan", "bf16"))
-    return f"{_percent(plan)} by a measured plan, {_percent(bf16)} in bf16"
+    return f"{_percent(plan)} in fp16 with a measured plan, and by {_percent(bf16)} in bf16"
 
 
 @_figure
