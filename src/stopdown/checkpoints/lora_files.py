@@ -324,7 +324,7 @@ def _find_exponents(
 
 def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:
     """The shape of the weight that matrices are for, where the model's is another."""
-    if "lora_A" in parts and "lora_B" in parts and "lora_mid" not in parts:
+    if "lora_A" in parts and "lora_B" in parts:
         wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
         same = wanted[:2] == shape[:2] or (len(shape) < 2)
         return None if same else _show(tuple(wanted))

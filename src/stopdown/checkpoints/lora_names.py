@@ -94,12 +94,15 @@ def split_name(name: str) -> tuple[str, str] | None:
     return found["stem"], found["factor"] or role.replace("_dot_", ".")
 
 
-def find_kind(stem: str) -> str:
-    """The component that a layer of a LoRA file belongs to: `DENOISER`, or a text encoder's name."""
+def _split_prefix(stem: str) -> tuple[str, str]:
+    """The component that a layer of a LoRA file belongs to, and the layer's name there.
+
+    The component is `DENOISER`, or a text encoder's name.
+    """
     for pattern, kind in _PREFIXES:
-        if re.match(pattern, stem):
-            return kind
-    return DENOISER
+        if match := re.match(pattern, stem):
+            return kind, stem[match.end() :]
+    return DENOISER, stem
 
 
 def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
@@ -119,11 +122,7 @@ def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:
 
 def find_layer(stem: str, index: Mapping[str, Mapping[str, Layer]]) -> Layer | None:
     """The layer that a name of a LoRA file means; None where the model has none."""
-    kind, bare = find_kind(stem), stem
-    for pattern, _ in _PREFIXES:
-        if match := re.match(pattern, stem):
-            bare = stem[match.end() :]
-            break
+    kind, bare = _split_prefix(stem)
     flat = _flatten(bare)
     plain = re.sub(r"_to_out$", "_to_out_0", flat.replace("_processor_to_", "_to_"))
     known = index.get(kind, {})

@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -73,10 +73,10 @@ def inspect_file(
     """
     begun = time.perf_counter()
     profile = find_target(device)[1] if device else None
-    values, done = [], 0
+    values, done, total = [], 0, sum(x.size_bytes for x in file.weights)
     for weight in file.weights:
         if progress is not None:
-            progress("measure", weight.name, done, sum(x.size_bytes for x in file.weights))
+            progress("measure", weight.name, done, total)
         values.append(_measure(weight))
         done += weight.size_bytes
     findings = [finding for found in values for finding in found.findings]
@@ -250,16 +250,7 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
         first = group[0]
         places = list_some([x.module_path for x in group[1:]])
         more = f" So it is with {places}." if places else ""
-        merged.append(
-            Finding(
-                first.kind,
-                first.module_path,
-                first.evidence + more,
-                first.remedy,
-                first.why,
-                first.severity,
-            )
-        )
+        merged.append(replace(first, evidence=first.evidence + more))
     return merged
 
 

@@ -60,8 +60,10 @@ def resolve_whole(
 
 def _check_scales(source: Source, loras: Sequence[str]) -> None:
     """Refuse a LoRA for other weights than these: for the original on converted ones, or the other way."""
+    if not loras:
+        return
     files = [path for paths in list_weight_files(source).values() for path in paths]
-    said = [text for path in (files if loras else ()) if (text := read_rescaled(path))]
+    said = [text for path in files if (text := read_rescaled(path))]
     names = {name for text in said for name in text.partition(":")[0].split(", ")} - {"vae"}
     for lora in loras:
         is_converted = bool(read_rescaled(Path(lora).expanduser()))

@@ -127,7 +127,8 @@ def read_scales(tensor: Any) -> torch.Tensor:
 def copy_with_texts(source: Path, target: Path, texts: Mapping[str, str]) -> None:
     """Write a file again with texts more in its metadata, and every other byte as it was."""
     reader = open_gguf(source)
-    header = source.read_bytes()[: _find_end(reader)]
+    with source.open("rb") as file:
+        header = file.read(int(_find_end(reader)))
     entries = b"".join(
         _encode(name) + _STRING.to_bytes(4, "little") + _encode(text)
         for name, text in texts.items()

@@ -160,15 +160,13 @@ def complete_source(source: Source, *, progress: Progress | None = None) -> Sour
 def _load_folder(
     source: Source, dtypes: Dtypes, progress: Progress | None, mapped: Path | None
 ) -> Any:
-    sizes = {
-        name: sum(path.stat().st_size for path in files)
-        for name, files in list_weight_files(source).items()
-    }
+    stored = list_weight_files(source)
+    sizes = {name: sum(path.stat().st_size for path in files) for name, files in stored.items()}
     for name, (library, class_name) in source.components.items():
         if (source.path / name).is_dir():
             find_class(library, class_name)  # before hours are spent on another
     components: dict[str, Any] = {}
-    cast = {name: count_cast_bytes(source, name, choose_dtype(dtypes, name)) for name in sizes}
+    cast = {name: _count_cast_bytes(x, choose_dtype(dtypes, name)) for name, x in stored.items()}
     found = choose_folder(sum(cast.values()), choose_device("cpu").memory_bytes)
     done, total = 0, sum(sizes.values())
     for name, size in sizes.items():
@@ -192,12 +190,11 @@ def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
-def count_cast_bytes(source: Source, name: str, dtype: torch.dtype) -> int:
+def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype) -> int:
     """Bytes of a component's weights that are cast to this dtype while they are loaded.
 
     What is stored in it takes no memory of its own: the class maps the file.
     """
-    files = list_weight_files(source)[name]
     entries = (entry for path in files for entry in read_header(path).values())
     cast = (x for x in entries if x.dtype in FORMATS and x.dtype != name_dtype(dtype))
     return sum(math.prod(entry.shape) * dtype.itemsize for entry in cast)

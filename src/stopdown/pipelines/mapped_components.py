@@ -9,7 +9,7 @@ older layouts): the class loads those itself, or says what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ def map_component(
     tie: Any = getattr(module, "tie_weights", None)
     if tie is not None:
         tie()  # an empty parameter is registered anew under each of its names
-    owners = _find_owners(module)
+    owners = list(module.state_dict(keep_vars=True).items())
     stored_as = {id(x): key for key, x in owners if key in files}
     if {id(x) for _, x in owners} != stored_as.keys() or files.keys() - {key for key, _ in owners}:
         return None
@@ -67,16 +67,6 @@ def map_component(
             made[id(empty)] = _read(path, known, torch.float32 if is_kept else dtype, folder, empty)
         _put(module, key, made[id(empty)])
     return module.eval()
-
-
-def _find_owners(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names of weights, those of one tensor each by itself, and the empty tensors there."""
-    names = module.state_dict()
-    found: Iterable[tuple[str, torch.Tensor]] = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    return [(key, tensor) for key, tensor in found if key in names]
 
 
 def _read(

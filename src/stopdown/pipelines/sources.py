@@ -37,6 +37,7 @@ from stopdown.pipelines.descriptions import (
     read_table,
 )
 from stopdown.pipelines.headers import (
+    WEIGHT_FILES,
     DamagedFileError,
     StoredTensor,
     find_missing_shards,
@@ -327,7 +328,7 @@ def _has_variant(source: Source) -> bool:
 def _read_file(name: str, path: Path) -> Source:
     if path.suffix.lower() in hub.PICKLES:
         raise hub.refuse_pickles("SOURCE", [str(path)])
-    if path.suffix.lower() not in (".safetensors", ".gguf"):
+    if path.suffix.lower() not in WEIGHT_FILES:
         raise SourceError(
             f"The file {path} is not a .safetensors file.",
             expected=f"{FORMS}.",
