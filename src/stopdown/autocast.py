@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
+from stopdown.environment import KINDS
 from stopdown.patches import Patches
-
-DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def list_autocast() -> tuple[str, ...]:
     """Device types whose autocast is on."""
-    return tuple(filter(torch.is_autocast_enabled, DEVICES))
+    return tuple(filter(torch.is_autocast_enabled, KINDS))
 
 
 def read_autocast(module: torch.nn.Module) -> torch.dtype | None:
@@ -47,8 +46,7 @@ def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:
 
     def enter(part: Any, args: Any) -> None:
         stack = contextlib.ExitStack()
-        if list_autocast():
-            stack.enter_context(without_autocast())
+        stack.enter_context(without_autocast())
         running.append(stack)
 
     def leave(part: Any, args: Any, output: Any) -> None:

@@ -250,7 +250,7 @@ def _read_sysctl(name: str) -> str:
 # Devices
 
 
-KINDS = ("cuda", "xpu", "mps", "cpu")
+KINDS = ("cpu", "cuda", "mps", "xpu")
 """What PyTorch calls the kinds of devices that a run takes."""
 
 

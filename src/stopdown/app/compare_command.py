@@ -37,7 +37,6 @@ from stopdown.app.flags import (
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
-from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.records import BadLine, Comparison, Thresholds
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import (
@@ -178,6 +177,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     )
     numbered, bad = _read_prompts(options)
     source = _find_source(options, display)
+    from stopdown.comparison.precision_lists import parse_precisions
+
     widest = "fp32" if "fp32" in parse_precisions(options.precisions) else "fp16"
     refuse_unmeasurable(source, request, options.device, display, precision=widest)
     from stopdown.comparison.matrix import compare as run_matrix
@@ -213,7 +214,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
 
 def _find_source(options: CompareOptions, display: Display) -> Source:
     """The model, after precisions and models that cannot be compared were refused."""
-    from stopdown.comparison.precision_lists import read_plans
+    from stopdown.comparison.precision_lists import parse_precisions, read_plans
 
     read_plans(parse_precisions(options.precisions))
     source = find_source(options, display)

@@ -19,7 +19,7 @@ from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.plans.applier import apply_plan
-from stopdown.records import Accumulation, Decision, Plan
+from stopdown.records import Accumulation, Plan
 from stopdown.runtime.guard import guard
 
 
@@ -111,8 +111,3 @@ def running(
         yield pipe, prediction.peak_bytes
     del pipe
     free_memory()
-
-
-def list_decisions(pipe: Any, precision: str) -> tuple[Decision, ...]:
-    """What a measured run is told of its precisions."""
-    return tuple(Decision(x.name, precision, "by the benchmark") for x in find_callees(pipe))

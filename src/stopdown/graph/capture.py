@@ -686,6 +686,7 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
     attribute, so its layers are named from there on (torch 2.13.0, 2026-11-22).
     """
 
+    @functools.cache
     def complete(path: str) -> str:
         if not path or path == _PREFIX or path.startswith(f"{_PREFIX}."):
             return path

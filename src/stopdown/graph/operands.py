@@ -29,14 +29,13 @@ from stopdown.records import Operands
 NO_OPERANDS = Operands()
 """Of code that mixes no dtypes."""
 
-_PRODUCT = ("input", "weight", "bias")
+PRODUCT_FUNCTIONS: frozenset[Any] = frozenset({functional.linear}) | frozenset(
+    getattr(torch, f"conv{kind}{rank}d") for kind in ("", "_transpose") for rank in (1, 2, 3)
+)
+"""Linears and convolutions as code calls them."""
+
 _WEIGHTED: dict[Any, tuple[str, ...]] = {
-    functional.linear: _PRODUCT,
-    **{
-        getattr(torch, f"conv{kind}{rank}d"): _PRODUCT
-        for kind in ("", "_transpose")
-        for rank in (1, 2, 3)
-    },
+    **dict.fromkeys(PRODUCT_FUNCTIONS, ("input", "weight", "bias")),
     functional.layer_norm: ("input", "normalized_shape", "weight", "bias"),
     functional.group_norm: ("input", "num_groups", "weight", "bias"),
 }

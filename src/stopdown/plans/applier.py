@@ -261,15 +261,12 @@ def put_sums(module: torch.nn.Module, accumulation: Accumulation, patches: Patch
     Raises:
         ScalingError: it has no such layer.
     """
+    layers = dict(module.named_modules())
     for path, terms in accumulation.fp16_sums.items():
-        _put_sums(_find_layer(module, path), terms, patches)
-
-
-def _find_layer(module: torch.nn.Module, path: str) -> torch.nn.Linear:
-    found = dict(module.named_modules()).get(path)
-    if not isinstance(found, torch.nn.Linear):
-        raise ScalingError(f"{type(module).__name__} has no linear layer {path}.")
-    return found
+        layer = layers.get(path)
+        if not isinstance(layer, torch.nn.Linear):
+            raise ScalingError(f"{type(module).__name__} has no linear layer {path}.")
+        _put_sums(layer, terms, patches)
 
 
 def _put_sums(layer: torch.nn.Linear, terms: int, patches: Patches) -> None:

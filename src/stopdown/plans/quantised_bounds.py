@@ -39,9 +39,9 @@ def put_file_bounds(source: Source, program: Any) -> None:
 
     Cost: two loads without values, and a pass over the scales.
     """
-    if not is_quantised_file(source):
+    if source.kind != "file" or not (file := open_weight_file(source.path)).is_quantised:
         return
-    bounds, rows = bound_weights(open_weight_file(source.path)), trace_rows(source)
+    bounds, rows = bound_weights(file), trace_rows(source)
     for name, module in find_components(program).items():
         if name in rows.numbers:
             put_bounds(module, _name_bounds(rows, name, bounds), Patches())

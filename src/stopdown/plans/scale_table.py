@@ -56,10 +56,9 @@ def _list_weights(scaling: Scaling) -> Iterator[tuple[str, int]]:
     """Parameters that multiply no input: the weights of norms, tables, modulations."""
     layers = {layer.partition("[")[0] for layer in scaling.layers}
     for name, exponent in scaling.exponents.items():
-        bare, _, rows = name.partition("[")
-        layer, _, part = bare.rpartition(".")
+        layer, _, part = name.partition("[")[0].rpartition(".")
         if layer not in layers and part != "bias":
-            yield f"{bare}[{rows}" if rows else bare, exponent
+            yield name, exponent
 
 
 def list_entries(plan: Plan) -> list[ComponentPlan]:

@@ -80,11 +80,8 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
     spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]
     limited = [(n, limit, _amax(*bound)) for n, limit, *bound in given if limit is not None]
-    rooms = [
-        headroom_bits(_amax(low, high), dtype)
-        for dtype, low, high in ends
-        if dtype == torch.float16 and is_finite and _amax(low, high) > 0
-    ]
+    largest = max((_amax(*end) for dtype, *end in ends if dtype == torch.float16), default=0.0)
+    room = headroom_bits(largest, torch.float16) if is_finite and largest > 0 else None
     notes.clear()
     return CallCheck(
         is_finite,
@@ -94,7 +91,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         1,
         tuple(maxima),
         tuple(limited),
-        min(rooms, default=None),
+        room,
     )
 
 

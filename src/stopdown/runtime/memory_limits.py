@@ -114,8 +114,9 @@ def fit_run(
             request, fit, reduced, size = found
             announce(reduced.reason)
     plan = loaded.loaded_plan.plan if loaded.loaded_plan is not None else None
-    pixels = _count_pixels(size) if size is not None else 0
-    failed = find_failed(plan, str(device), limit_bytes, pixels) if size is not None else ()
+    failed = (
+        find_failed(plan, str(device), limit_bytes, _count_pixels(size)) if size is not None else ()
+    )
     if failed:
         announce(f"Passed over, because of what the plan has learnt: {', '.join(failed)}.")
     offloader = make_offloader(

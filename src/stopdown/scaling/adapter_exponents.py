@@ -32,7 +32,7 @@ Parts = Mapping[str, torch.Tensor]
 ROOM_BITS = -6.0
 """Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
 
-_FREE = frozenset({"ia3_l"})
+_FREE = frozenset({"ia3_l", "magnitude", "lora_B.bias", "diff_b", "lora_mid"})
 
 
 def spread_rows(blocks: Blocks, count: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def find_part_exponents(
 
 
 def _find_family(role: str) -> str:
-    if role in ("magnitude", "lora_B.bias", "diff_b", "lora_mid") or role in _FREE:
+    if role in _FREE:
         return "free"
     for family in _FAMILIES:
         if role.startswith(family):

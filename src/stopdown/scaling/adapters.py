@@ -28,6 +28,7 @@ from stopdown.errors import ScalingError
 from stopdown.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
+from stopdown.scaling.problem import is_inside
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""
@@ -222,7 +223,7 @@ class _FollowedLayer:
                 expected="What an adapter adds has to have the powers of two of what it adds to.",
                 remedy="Take it out, or load it first and find the exponents then: make_plan(pipe).",
             ) from error
-        if _is_in(path, folds.scaling.fp32_modules):
+        if any(is_inside(path, root) for root in folds.scaling.fp32_modules):
             for part in parts.values():
                 _widen(part, patches)
         for role, exponents in made.items():
@@ -366,7 +367,3 @@ def list_misfitting(module: torch.nn.Module) -> dict[str, str]:
         except ScalingError as error:
             found |= dict.fromkeys(list_adapter_names(layer), error.what)
     return found
-
-
-def _is_in(path: str, roots: tuple[str, ...]) -> bool:
-    return any(not root or f"{path}.".startswith(f"{root}.") for root in roots)

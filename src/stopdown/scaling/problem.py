@@ -199,12 +199,13 @@ def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str
                 known = around.setdefault(stack[-1], set(stack))
                 known &= set(stack)
     guests: dict[str, set[str]] = {}
-    names = [name for name, _ in module.named_parameters()]
-    for path, hosts in around.items():
-        own = {name for name in names if name.rpartition(".")[0] == path}
-        for host in hosts if own else ():
+    owned: dict[str, set[str]] = {}
+    for name, _ in module.named_parameters():
+        owned.setdefault(name.rpartition(".")[0], set()).add(name)
+    for path in around.keys() & owned.keys():
+        for host in around[path]:
             if not is_inside(path, host):
-                guests.setdefault(host, set()).update(own)
+                guests.setdefault(host, set()).update(owned[path])
     return {host: frozenset(names) for host, names in guests.items()}
 
 

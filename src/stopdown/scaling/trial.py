@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, TrialError, take_first_line
+from stopdown.graph.operands import PRODUCT_FUNCTIONS
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
 from stopdown.patches import Patches
 from stopdown.randomness import find_random
@@ -34,12 +35,6 @@ from stopdown.scaling.folds import cast_, fold_scaling
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 """What is called, with which arguments."""
-
-_PRODUCTS = frozenset({torch.nn.functional.linear}) | frozenset(
-    getattr(torch, f"conv{transposed}{rank}d")
-    for transposed in ("", "_transpose")
-    for rank in (1, 2, 3)
-)
 
 LARGEST_ERROR = 0.05
 """Relative 2-norm error against fp32 that is not believed, unless bf16 makes more."""
@@ -219,7 +214,7 @@ class WideProducts(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS:
+        if func not in PRODUCT_FUNCTIONS:
             return func(*args, **kwargs)
         tensors = list(iterate_tensors((args, kwargs)))
         if any(x.dtype != torch.float16 or x.device.type != "cpu" for x in tensors):
