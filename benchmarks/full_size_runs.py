@@ -508,7 +508,7 @@ def store(name: str, stage: str, row: dict[str, Any]) -> None:
     report = json.loads(path.read_text()) if path.is_file() else {"rows": {}}
     rows = report["rows"]
     rows.setdefault(name, {})[stage] = row
-    command = "python benchmarks/full_size_runs.py"
+    command = "; ".join(f"python benchmarks/full_size_runs.py {x}" for x in rows)
     report = {"command": command, "machine": describe_machine(), "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n")
     write_tables(report)

@@ -1,7 +1,8 @@
 """Every figure on a page, from `benchmarks/results`, and tables of what is known: `python docs/figures.py`.
 
 A page holds `<!-- figure: name -->…<!-- end -->`. The command writes what the function of that name below
-gives between the two. None of these functions holds a number of its own.
+gives between the two. None of these functions holds a number of its own. The tables in `benchmarks/results`
+end with where they come from: command, machine and versions, as the JSON file beside each has them.
 """
 
 from __future__ import annotations
@@ -664,18 +665,32 @@ def _name_error(row: dict[str, Any]) -> str:
 @_figure
 def machine() -> str:
     """The machine of the rescaling results."""
-    known = _read("rescale")["machine"]
+    return _name_machine("rescale")
+
+
+def _name_machine(result: str) -> str:
+    known = _read(result)["machine"]
     versions = ", ".join(
         f"{name} {known['versions'][name]}" for name in ("torch", "diffusers", "transformers")
     )
     return f"{known['cpu']}, {known['cores']} cores; Python {known['python']}, {versions}"
 
 
+ORIGIN = "Stored by `"
+TABLES = [path for path in sorted(RESULTS.glob("*.md")) if path.with_suffix(".json").exists()]
+
+
+def sign(text: str, result: str) -> str:
+    """A table with its origin as its last line: command, machine and versions."""
+    body = text.partition(f"\n{ORIGIN}")[0].rstrip("\n")
+    return f"{body}\n\n{ORIGIN}{_read(result)['command']}` on {_name_machine(result)}.\n"
+
+
 def main() -> None:
-    """Write every figure into its page."""
-    for page in PAGES:
+    """Write every figure into its page, and its origin under every table."""
+    for page in [*PAGES, *TABLES]:
         text = page.read_text(encoding="utf-8")
-        filled = fill(text, page.name)
+        filled = sign(text, page.stem) if page in TABLES else fill(text, page.name)
         if filled != text:
             page.write_text(filled, encoding="utf-8")
 

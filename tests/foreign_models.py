@@ -166,10 +166,6 @@ def _call(*args: Any, **kwargs: Any) -> Callable[[nn.Module], list[Call]]:
     return calls
 
 
-def _methods(**given: Callable[[], tuple[Any, ...]]) -> Callable[[Any], list[Call]]:
-    return lambda module: [(getattr(module, k), v(), {}) for k, v in given.items()]
-
-
 def _random(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randn(*shape)
 

@@ -86,6 +86,15 @@ def test_figures_are_those_of_the_results(figures: Any) -> None:
     assert [name for name, text in texts.items() if figures.fill(text, name) != text] == []
 
 
+def test_tables_say_where_they_come_from(figures: Any) -> None:
+    """Each table of the results ends with command, machine and versions, as its JSON file has them."""
+    texts = {table.stem: table.read_text(encoding="utf-8") for table in figures.TABLES}
+    assert [name for name, text in texts.items() if figures.sign(text, name) != text] == []
+    assert len(texts) > 15
+    unsigned = next(iter(texts.values())).rpartition(figures.ORIGIN)[0]
+    assert figures.sign(unsigned, next(iter(texts))) != unsigned
+
+
 def test_a_figure_follows_its_result(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another result gives another figure, and what someone typed in its place is gone."""
     monkeypatch.setattr(figures, "_read", lambda _: {"bf16_over_planned_median": 3.25})
