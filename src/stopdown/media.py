@@ -261,6 +261,8 @@ _WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
     ".gif": _write_gif,
     ".png": _write_png,
 }
+SUFFIXES = tuple(_WRITERS)
+"""Of the files that can be written."""
 
 
 def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:

@@ -550,12 +550,24 @@ def test_a_lora_is_not_written_over_itself(make: Any, tmp_path: Path) -> None:
     convert_lora(path, tmp_path / "out.safetensors", made.converted, overwrite=True)
 
 
-def test_a_plan_beyond_files_is_refused(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("entry_of_plan", "named"),
+    [
+        ({"fp32_modules": ["proj_out"]}, "the fp32 module proj_out"),
+        (
+            {"operands": {"cast_inputs": ["proj_out"], "fp32_parameters": []}},
+            "casts of operands that its code mixes",
+        ),
+    ],
+)
+def test_a_plan_beyond_files_is_refused(
+    entry_of_plan: dict[str, Any], named: str, make: Any, tmp_path: Path
+) -> None:
     """Its model was written with other exponents, so the plan is none for a LoRA of it."""
     made = make("flux")
     content = json.loads(made.plan.read_text())
     entry = next(x for x in content["components"] if x["component"] == "transformer")
-    entry["scaling"]["fp32_modules"] = ["proj_out"]
+    entry["scaling"] |= entry_of_plan
     from stopdown.records import from_json
 
     plan = seal_plan(from_json(json.dumps(content), Plan))
@@ -563,9 +575,7 @@ def test_a_plan_beyond_files_is_refused(make: Any, tmp_path: Path) -> None:
         name_lora(draw_lora(load(made.folder), "flux"), "diffusers", "flux"),
         tmp_path / "a.safetensors",
     )
-    with pytest.raises(
-        OptionError, match="has the fp32 module proj_out, so convert writes it with"
-    ):
+    with pytest.raises(OptionError, match=f"has {named}, so convert writes it with"):
         convert_lora(path, tmp_path / "out.safetensors", plan)
 
 

@@ -145,16 +145,12 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     if options.call is not None:
         request = dataclasses.replace(request, arguments=read_call(options.call))
 
-    allowed: dict[Literal["eps", "overwrite"], bool] = {
-        "eps": options.allow_eps,
-        "overwrite": options.force,
-    }
     return convert_module.convert(
         source,
         options.output if options.to is None else Target(options.output, options.to),
         plan,
         leave=options.leave,
-        allow=[name for name, given in allowed.items() if given],
+        allow=_list_allowed(options),
         device=options.device or "cpu",
         request=request,
         progress=display.progress,
@@ -171,14 +167,26 @@ def _check_plan(options: ConvertOptions) -> Path:
                 remedy="Leave one of them out.",
             )
     if options.plan is None:
-        raise OptionError(
-            f"{options.source} was given without --plan.",
-            expected="A LoRA takes the exponents of the model that it is used with; any other model but a "
-            "text encoder those of its plan.",
-            remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
-            "plan.json",
-        )
+        raise _miss_plan(options)
     return options.plan
+
+
+def _miss_plan(options: ConvertOptions) -> OptionError:
+    return OptionError(
+        f"{options.source} was given without --plan.",
+        expected="A LoRA takes the exponents of the model that it is used with; any other model but a "
+        "text encoder those of its plan.",
+        remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
+        "plan.json",
+    )
+
+
+def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
+    allowed: dict[Literal["eps", "overwrite"], bool] = {
+        "eps": options.allow_eps,
+        "overwrite": options.force,
+    }
+    return [name for name, given in allowed.items() if given]
 
 
 def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
@@ -187,14 +195,9 @@ def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
 
     encoder = find_encoder(options.source, options.component or "", revision=options.revision)
     if encoder is None:
-        _check_plan(dataclasses.replace(options, component=None, certify=False))
-        raise AssertionError("there is no plan")
+        raise _miss_plan(options)
     display.progress("measure", encoder.name, 0, 1)
-    allowed: dict[Literal["eps", "overwrite"], bool] = {
-        "eps": options.allow_eps,
-        "overwrite": options.force,
-    }
-    allow = [name for name, given in allowed.items() if given]
+    allow = _list_allowed(options)
     return convert_encoder(encoder, options.output, certify=options.certify, allow=allow)
 
 

@@ -24,7 +24,7 @@ from stopdown.batch.records import ItemResult, Status
 from stopdown.batch.stores import Store, open_store, write_probe
 from stopdown.environment import choose_device, peak_memory
 from stopdown.errors import InputError, OutputError, SourceError, StopdownError, take_one_line
-from stopdown.media import draw_preview
+from stopdown.media import SUFFIXES, draw_preview
 from stopdown.outputs import find_record_path
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.extras import resolve_whole
@@ -241,7 +241,7 @@ def find_finished(store: Store, task: Task, names: set[str]) -> RunRecord | None
     Args:
         names: of the files in the store.
     """
-    for suffix in (".mp4", ".webm", ".gif", ".png"):
+    for suffix in SUFFIXES:
         output = f"{task.name}{suffix}"
         record = find_record_path(output).name
         if output in names and record in names:

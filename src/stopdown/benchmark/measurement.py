@@ -10,8 +10,6 @@ counted, and some are timed with nothing on them.
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.benchmark.records import KernelTime
 from stopdown.doctor import attend_with, list_kernels
-from stopdown.environment import Device, free_memory, peak_memory, synchronise
+from stopdown.environment import Device, free_memory, peak_memory
+from stopdown.memory.speed import time_runs
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.components import find_components
@@ -66,18 +65,6 @@ def _leaves_device(given: Any, made: Any) -> bool:
     if not isinstance(made, torch.Tensor) or made.device.type != "cpu":
         return False
     return any(x.device.type not in ("cpu", "meta") for x in iterate_tensors(given))
-
-
-def time_runs(device: Device, run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some runs."""
-    best = math.inf
-    for _ in range(repeats):
-        synchronise(device)
-        begun = time.perf_counter()
-        run()
-        synchronise(device)
-        best = min(best, time.perf_counter() - begun)
-    return best
 
 
 def measure_peak(device: Device, pipe: Any, run: Callable[[], object]) -> tuple[int, str]:

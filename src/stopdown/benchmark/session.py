@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.benchmark.measurement import Counter, measure_peak, time_attention, time_runs
+from stopdown.benchmark.measurement import Counter, measure_peak, time_attention
 from stopdown.benchmark.records import Benchmark, Measurement
 from stopdown.benchmark.subjects import Subject
 from stopdown.benchmark.ways import WAYS, Way, running
@@ -27,6 +27,7 @@ from stopdown.environment import Device, describe_machine, free_memory, is_out_o
 from stopdown.errors import take_one_line
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import predict_run
+from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
 from stopdown.pipelines.call_interception import Rank

@@ -54,7 +54,7 @@ from stopdown.pipelines.folders import (
     write_card,
     write_weights,
 )
-from stopdown.pipelines.headers import WEIGHT_FILES, read_rescaled
+from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.layouts import (
     arrange,
     change_tensor,
@@ -184,11 +184,11 @@ def convert(
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
             record = _describe(work, target, part, unread, time.perf_counter() - started)
-            if target.suffix not in WEIGHT_FILES:
+            if place.form != "single":
                 write_card(part, word_card(record, f"The record is `{RECORD_NAME}`."))
                 record = dataclasses.replace(record, files=measure_files(part))
                 (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
-        if target.suffix in WEIGHT_FILES:
+        if place.form == "single":
             write_card_beside(target, word_card(record, "The file's metadata says the same."))
     return record
 
@@ -610,7 +610,7 @@ def _describe_load_of_part(work: _Work, output: Path, method: str) -> str:
     name = work.source.parts[0].name
     library, class_name = work.source.components[name]
     options = f'subfolder="{name}", dtype=torch.float16'
-    if output.suffix == ".gguf":
+    if output.suffix.lower() == ".gguf":
         options += ", quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float16)"
     if work.form == "single" and library == "diffusers":
         options = f'config="{work.source.described}", {options}'

@@ -144,12 +144,15 @@ def describe_rest(entry: ComponentPlan) -> str:
     return " and ".join(parts) or "eps that no configuration sets"
 
 
+def has_more_than_folds(scaling: Scaling) -> bool:
+    """Whether exponents come with what a weight file has no place for, eps aside."""
+    beyond = scaling.multiplies or scaling.fp32_modules or scaling.outputs or scaling.operands
+    return bool(beyond) or scaling.stream is not None
+
+
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
-    scaling = entry.scaling
-    beyond = bool(scaling.multiplies or scaling.fp32_modules or scaling.outputs)
-    beyond = beyond or bool(scaling.operands) or scaling.stream is not None
-    return not beyond and _are_stored(module, scaling.exponents)
+    return not has_more_than_folds(entry.scaling) and _are_stored(module, entry.scaling.exponents)
 
 
 def _are_stored(module: torch.nn.Module, exponents: Mapping[str, int]) -> bool:

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from stopdown.checkpoints.export import describe_rest
+from stopdown.checkpoints.cards import MARK, list_entries
+from stopdown.checkpoints.export import describe_rest, has_more_than_folds
 from stopdown.checkpoints.lora_names import (
     Layer,
     find_layer,
@@ -45,7 +46,7 @@ from stopdown.pipelines.headers import (
 from stopdown.pipelines.sources import list_weight_files, resolve_source
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
-from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan
+from stopdown.records import Conversion, ConvertedComponent, Plan
 from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
 from stopdown.scaling.folds import list_rows
 
@@ -110,10 +111,8 @@ def convert_lora(
     weights = read_weights(plan)
     tensors = load_file(path)
     written, changed = _scale_all(path, _rename(tensors, weights), weights)
-    entries = {
-        RESCALED_ENTRY: f"LoRA for weights that are times powers of two ({weights.seal})",
-        "stopdown": f"{read_version('stopdown')} plan {weights.seal}",
-    }
+    entries = list_entries(weights.seal, (), {})
+    entries[RESCALED_ENTRY] = f"LoRA for weights that are times powers of two ({weights.seal})"
     with written_beside(target, option="as OUT", replaces=lambda _: "") as part:
         save_file(written, part, metadata={**metadata, **entries})
     return Conversion(
@@ -187,7 +186,7 @@ def _read_converted(path: Path) -> Weights:
         if EXPONENTS_ENTRY in metadata:
             found = json.loads(metadata[EXPONENTS_ENTRY])
             rows.setdefault(component, {}).update(list_rows(found))
-            seals.append(metadata.get("stopdown", ""))
+            seals.append(metadata.get(MARK, ""))
     for component, named in rows.items():
         if lost := named.keys() - shapes[component].keys():
             raise OptionError(
@@ -206,7 +205,11 @@ def _read_converted(path: Path) -> Weights:
 
 
 def _read_planned(plan: Plan) -> Weights:
-    beyond = [x.component for x in plan.components if _is_beyond_files(x)]
+    beyond = [
+        x.component
+        for x in plan.components
+        if x.precision == "fp16" and has_more_than_folds(x.scaling)
+    ]
     if beyond:
         rest = describe_rest(next(x for x in plan.components if x.component == beyond[0]))
         raise OptionError(
@@ -245,12 +248,6 @@ def _read_planned(plan: Plan) -> Weights:
             "give the converted model instead."
         )
     return Weights(shapes, rows, plan.seal, note, source.path)
-
-
-def _is_beyond_files(entry: ComponentPlan) -> bool:
-    found = entry.scaling
-    has_more = found.multiplies or found.fp32_modules or found.outputs or found.stream is not None
-    return entry.precision == "fp16" and bool(has_more)
 
 
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:

@@ -115,11 +115,16 @@ def _time_second(device: Device, work: Callable[[], Any]) -> float:
     The least of three times, for what else runs here only adds to it.
     """
     work()
-    synchronise(device)
+    return max(time_runs(device, work, 3), 1e-9)
+
+
+def time_runs(device: Device, run: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some runs."""
     seconds: list[float] = []
-    while len(seconds) < 3:
+    for _ in range(repeats):
+        synchronise(device)
         begun = time.perf_counter()
-        work()
+        run()
         synchronise(device)
         seconds.append(time.perf_counter() - begun)
-    return max(min(seconds), 1e-9)
+    return min(seconds)
