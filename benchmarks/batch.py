@@ -24,7 +24,7 @@ from stopdown.app.batch_command import BatchOptions, batch
 from stopdown.app.display import Silent
 from stopdown.batch import dispatch
 from stopdown.batch.jobs import Settings, prepare
-from stopdown.batch.maker import PromptMaker, make_request
+from stopdown.batch.prompt_maker import PromptMaker, make_request
 from stopdown.batch.records import Item
 from stopdown.batch.worker import Worker
 from stopdown.environment import describe_machine

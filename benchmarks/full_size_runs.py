@@ -343,11 +343,11 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Load as the stage says, sample, and compare with what fp32 gave."""
     from stopdown.environment import choose_device, probe_formats
     from stopdown.memory.offloader import make_offloader, predict_run
+    from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
-    from stopdown.pipelines.selection import select_pipeline
     from stopdown.pipelines.sources import resolve_source, verify_source
     from stopdown.plans.choice import choose_loader
-    from stopdown.plans.loader import gather_facts
+    from stopdown.plans.planned_loader import gather_facts
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
     source = resolve_source(folder / "model")
@@ -473,8 +473,8 @@ def weights_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
 
 def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Which linear layers the certificate lets sum in fp16, and in how many pieces at most."""
+    from stopdown.plans.fp16_sums import choose_sums, list_refused
     from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.sums import choose_sums, list_refused
 
     made = choose_sums(read_plan(folder / _PLANS["fp16 by certificate"]), "auto")
     entry = next(x for x in made.components if x.component == CASES[name].component)

@@ -36,7 +36,7 @@ from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.patches import Patches  # noqa: E402
 from stopdown.plans.applier import put_sums  # noqa: E402
 from stopdown.plans.certified import certify_plan  # noqa: E402
-from stopdown.plans.sums import choose_sums, list_refused  # noqa: E402
+from stopdown.plans.fp16_sums import choose_sums, list_refused  # noqa: E402
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling  # noqa: E402
 from stopdown.scaling import cast_, measure_call  # noqa: E402
 

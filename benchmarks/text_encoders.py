@@ -26,7 +26,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 for folder in (ROOT / "tests", ROOT / "tests" / "pipelines"):
     sys.path.insert(0, str(folder))
 
-from test_encoders import (  # noqa: E402
+from test_text_encoders import (  # noqa: E402
     ENCODERS,
     SENTENCES,
     run_encoder,
@@ -35,7 +35,7 @@ from test_encoders import (  # noqa: E402
 )
 
 from rescaling_models import EXAMPLES  # noqa: E402 (the path is set above)
-from stopdown.checkpoints.encoders import convert_encoder, find_encoder  # noqa: E402
+from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 

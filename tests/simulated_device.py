@@ -3,7 +3,7 @@
 `load_device` registers the device type `simulated` with PyTorch, two devices of it, out of sight until
 `Simulated.present` shows them: other tests of the process find the machine as it is. What the device is
 like follows a real one: `Simulated.act_as` takes the mixtures of dtypes that are refused from
-`knowledge/rules/operations.toml`, and what its maker says from a profile.
+`knowledge/rules/backend_dtypes.toml`, and what its maker says from a profile.
 
 **Shows** tensors on the wrong device, mixtures of dtypes, missing formats, memory that is not given back,
 and errors that come late. **Does not show** speed, kernels' rounding, streams that overtake each other.

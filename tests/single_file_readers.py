@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from single_file_models import MODELS, STEP, build, build_pipeline, draw
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.layouts import arrange, find_whole
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
+from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.plans.calibrated import make_plan
 

@@ -84,7 +84,7 @@ TENSORLESS = (
     "comparison.records",
     "comparison.verdicts",
     "benchmark.records",
-    "benchmark.page",
+    "benchmark.table",
 )
 """What never sees a tensor: no torch, not even inside a function."""
 

@@ -399,8 +399,8 @@ def test_another_scheduler_and_a_lora(save_tiny: SaveTiny, tmp_path: Path) -> No
     pytest.importorskip("peft")
     import torch
 
-    from stopdown.pipelines.extras import find_scheduler, parse_lora
     from stopdown.pipelines.loader import load_pipeline
+    from stopdown.pipelines.loras_and_schedulers import find_scheduler, parse_lora
     from stopdown.pipelines.sources import fingerprint, resolve_source
 
     source = resolve_source(save_tiny("sd"))

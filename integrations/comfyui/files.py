@@ -68,7 +68,7 @@ def _renew(call: Any, module: Any) -> Any:
 
 def _find_scaling(module: Any, calls: list[Any]) -> Any:
     """Exponents as files hold them."""
-    from stopdown.checkpoints.export import express_component
+    from stopdown.checkpoints.file_exponents import express_component
     from stopdown.records import ComponentPlan
     from stopdown.scaling.rescale import rescale_
 

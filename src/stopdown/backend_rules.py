@@ -1,6 +1,6 @@
 """Rules of the backends as data: which dtypes an operation takes together, and which it lacks.
 
-`knowledge/rules/operations.toml` has a row for each operation and backend (CPU, CUDA, MPS), with its
+`knowledge/rules/backend_dtypes.toml` has a row for each operation and backend (CPU, CUDA, MPS), with its
 source; `attention.toml` which kernels of scaled dot product attention there are, by compute
 capability; `versions.toml` which versions are known to be at fault. Tensors on `meta` do not
 raise where a real device does (linear, layer_norm, group_norm), so a check compares the operands that a
@@ -316,7 +316,7 @@ def _describe_limits(gap: Gap) -> str:
 @functools.cache
 def read_operations() -> tuple[Operation, ...]:
     """The operations that there are rules for."""
-    return tuple(parse_operations(read_rules("operations")))
+    return tuple(parse_operations(read_rules("backend_dtypes")))
 
 
 @functools.cache
@@ -332,7 +332,7 @@ def read_version_faults() -> tuple[VersionFault, ...]:
 
 
 def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
-    """Operations from the tables of `operations.toml`.
+    """Operations from the tables of `backend_dtypes.toml`.
 
     A group has `backends` that share its rows: a row under `all` stands for each backend that has none
     of its own.

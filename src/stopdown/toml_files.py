@@ -20,7 +20,7 @@ def read_folder(folder: str) -> dict[str, dict[str, Any]]:
 
 
 def read_rules(name: str) -> dict[str, Any]:
-    """The tables of one file of `knowledge/rules/`: `operations` for `operations.toml`."""
+    """The tables of one file of `knowledge/rules/`: `versions` for `versions.toml`."""
     return _read("rules", f"{name}.toml")
 
 

@@ -32,8 +32,8 @@ from stopdown.plans.calibrated import describe_scaling, sample_weights
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
-from stopdown.plans.loader import gather_facts
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
+from stopdown.plans.planned_loader import gather_facts
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import folds
 from stopdown.scaling.folds import fold_scaling

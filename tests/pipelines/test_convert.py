@@ -21,9 +21,9 @@ from test_single_file import rename_unet, rename_vae
 
 from stopdown import __version__
 from stopdown.checkpoints import convert as convert_module
-from stopdown.checkpoints import export
+from stopdown.checkpoints import file_exponents
 from stopdown.checkpoints.convert import convert
-from stopdown.checkpoints.export import Expressed, express_component
+from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.pipelines import folders, single_files
@@ -281,7 +281,7 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     unet = next(entry for entry in record.components if entry.component == "unet")
     assert unet.eps_left
     assert unet.calls >= 1
-    assert unet.effect <= export.EFFECT_LIMIT
+    assert unet.effect <= file_exponents.EFFECT_LIMIT
     assert any(
         x.startswith(f"{len(unet.eps_left)} of its norms have an eps that no") for x in unet.reasons
     )
@@ -604,9 +604,9 @@ def test_what_a_file_cannot_hold_is_found_anew(
     with_multiply = dataclasses.replace(entry, scaling=multiplied)
     partly = dataclasses.replace(entry.scaling, outputs={0: 3}, fp32_modules=("encoder",))
     wide = dataclasses.replace(entry, scaling=partly)
-    assert export.describe_rest(with_multiply) == "1 multiply"
-    assert export.describe_rest(wide) == "the fp32 module encoder and an output in fp32"
-    assert not export._is_folds_alone(module, wide)
+    assert file_exponents.describe_rest(with_multiply) == "1 multiply"
+    assert file_exponents.describe_rest(wide) == "the fp32 module encoder and an output in fp32"
+    assert not file_exponents._is_folds_alone(module, wide)
     with pytest.raises(ScalingError, match=r"^Its plan has 1 multiply, and no run of the pipeline"):
         express_component(module, with_multiply, lambda: [])
     with assert_untouched(module):
@@ -626,8 +626,8 @@ def test_the_effect_of_an_eps_is_measured() -> None:
     folds = {"0.weight": -8, "0.bias": -8}
     with assert_untouched(module), torch.no_grad():
         whole = Scaling(exponents=folds, eps={"1.eps": -16})
-        exact = export._measure_effect(module, Expressed(whole), calls)
-        left = export._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
+        exact = file_exponents._measure_effect(module, Expressed(whole), calls)
+        left = file_exponents._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
         before = module(*calls[0].args)
     assert exact == {"effect": 0.0, "calls": 1}
     rescaling = fold_scaling(module, Scaling(exponents=folds))
@@ -645,9 +645,9 @@ def test_an_effect_beyond_the_limit_is_refused(
 ) -> None:
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
     folder, plan = made("sd")
-    monkeypatch.setattr(export, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
-    monkeypatch.setattr(export, "_measure_ranges", lambda *_: [])
-    monkeypatch.setattr(export, "find_folds", lambda *_, **__: None)
+    monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
+    monkeypatch.setattr(file_exponents, "_measure_ranges", lambda *_: [])
+    monkeypatch.setattr(file_exponents, "find_folds", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])
     assert str(caught.value) == (

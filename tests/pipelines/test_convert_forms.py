@@ -19,9 +19,9 @@ from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.places import Target
 from stopdown.errors import OptionError
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.layouts import arrange, find_whole
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
+from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan

@@ -11,7 +11,7 @@ import torch
 
 from stopdown import testing
 from stopdown.device_profiles import find_profile
-from stopdown.dtype_rules.sums import check_sums
+from stopdown.dtype_rules.sum_overflow import check_sums
 from stopdown.memory.affordable_size import choose_size
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import calibrated

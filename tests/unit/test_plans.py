@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stopdown import environment
-from stopdown.checkpoints import export
+from stopdown.checkpoints import file_exponents
 from stopdown.comparison.records import Variant
 from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
@@ -351,7 +351,7 @@ def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_p
         f"runs in fp16{rest}"
     )
     assert "fp32 sums in embed" in applier.describe_entry(entry, "plan.json")
-    assert export.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
+    assert file_exponents.describe_rest(entry) == "1 multiply and fp32 sums inside embed"
     plan = dataclasses.replace(PLAN, components=(entry,))
     files.write_plan(files.seal_plan(plan), tmp_path / "plan.json")
     assert files.read_plan(tmp_path / "plan.json").components[0].scaling.stream == stream

@@ -21,8 +21,8 @@ from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError
 from stopdown.records import RunRecord, from_json, to_json
 from stopdown.report import figures
+from stopdown.report.comparison_table import list_notes, list_rows
 from stopdown.report.pages import render_comparison, render_run
-from stopdown.report.tables import list_notes, list_rows
 
 
 @pytest.fixture(scope="module")

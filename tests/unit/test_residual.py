@@ -12,7 +12,7 @@ from torch.nn import functional
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
-from stopdown.graph.operands import NO_OPERANDS
+from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
 from stopdown.scaling import cast_, rescale_, search
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules

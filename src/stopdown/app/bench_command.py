@@ -78,7 +78,7 @@ def main(options: BenchOptions) -> int:
     elif options.quiet:
         sys.stdout.write(f"{path}\n")
     else:
-        from stopdown.benchmark.page import render
+        from stopdown.benchmark.table import render
 
         sys.stdout.write(f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n")
     return 0 if made.is_complete else 1
@@ -92,8 +92,8 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
     """
     _check_options(options)
     load_libraries(display)
-    from stopdown.benchmark.page import render
     from stopdown.benchmark.session import begin, go_on
+    from stopdown.benchmark.table import render
     from stopdown.environment import choose_device
 
     device = choose_device(options.device)

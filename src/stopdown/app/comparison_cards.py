@@ -22,7 +22,7 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
         print_card(record, console, is_new=False)
         console.print(f"Written: {page}", soft_wrap=True, highlight=False)
         return
-    from stopdown.report.tables import list_notes, list_rows
+    from stopdown.report.comparison_table import list_notes, list_rows
 
     headings, *rows = list_rows(record)
     table = Table(box=None, pad_edge=False, show_edge=False)

@@ -191,7 +191,7 @@ def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
 
 def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
     load_libraries(display)
-    from stopdown.checkpoints.encoders import convert_encoder, find_encoder
+    from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder
 
     encoder = find_encoder(options.source, options.component or "", revision=options.revision)
     if encoder is None:

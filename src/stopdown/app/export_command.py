@@ -117,7 +117,7 @@ def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
     )
     verify_source(source)
     load_libraries(display)
-    from stopdown.checkpoints.runtime_export import export_plan
+    from stopdown.checkpoints.onnx_openvino import export_plan
     from stopdown.pipelines.requests import Request
 
     request = Request(frames=options.frames, height=options.height, width=options.width)

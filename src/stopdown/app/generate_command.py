@@ -59,10 +59,10 @@ from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
 if TYPE_CHECKING:
     from stopdown.environment import Device, PeakMemory
     from stopdown.parallel.ranks import Ranks
+    from stopdown.pipelines.class_selection import Selection
     from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.selection import Selection
     from stopdown.pipelines.sources import Source
-    from stopdown.plans.loader import Loaded
+    from stopdown.plans.planned_loader import Loaded
     from stopdown.runtime.journal import Follower, Journal
     from stopdown.runtime.runs import Made
 
@@ -388,7 +388,7 @@ def _choose(
     options: GenerateOptions, request: Request, device: Device, source: Source, display: Display
 ) -> Selection:
     """The class that serves the request, which fits into memory."""
-    from stopdown.pipelines.selection import select_pipeline
+    from stopdown.pipelines.class_selection import select_pipeline
 
     chosen = select_pipeline(
         source,
@@ -411,7 +411,7 @@ def _choose_loader(
 ) -> Callable[..., Loaded]:
     from stopdown.environment import probe_formats
     from stopdown.plans.choice import choose_loader
-    from stopdown.plans.loader import gather_facts
+    from stopdown.plans.planned_loader import gather_facts
 
     return choose_loader(
         chosen.source,

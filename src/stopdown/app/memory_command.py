@@ -115,7 +115,7 @@ def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -
     """The ways to compute that are compared, the one that was asked for first."""
     from stopdown.pipelines.default_sizes import read_configs
     from stopdown.plans.applier import check_source
-    from stopdown.plans.loader import gather_facts
+    from stopdown.plans.planned_loader import gather_facts
     from stopdown.plans.precision_and_memory import list_ways
 
     if plan is not None:

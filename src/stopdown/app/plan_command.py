@@ -206,7 +206,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.calibrated import make_plan
     from stopdown.plans.component_calls import read_call
-    from stopdown.plans.sums import choose_sums
+    from stopdown.plans.fp16_sums import choose_sums
 
     if not options.certify:
         refuse_unmeasurable(source, request, options.device, display, precision="fp32")

@@ -26,15 +26,15 @@ from stopdown.batch.records import Item
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
+from stopdown.pipelines.class_selection import Selection, select_pipeline
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.extras import resolve_whole
 from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
-from stopdown.pipelines.selection import Selection, select_pipeline
 from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.choice import choose_plan
-from stopdown.plans.loader import decide, gather_facts
+from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
 from stopdown.records import Decision, Plan
 from stopdown.runtime.journal import LIMIT_BYTES

@@ -27,13 +27,13 @@ from stopdown.errors import InputError, OutputError, SourceError, StopdownError,
 from stopdown.media import SUFFIXES, draw_preview
 from stopdown.outputs import find_record_path
 from stopdown.pipelines.default_sizes import read_configs
-from stopdown.pipelines.extras import resolve_whole
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
+from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.applier import load_planned
-from stopdown.plans.loader import Loaded, gather_facts, load_decided
+from stopdown.plans.planned_loader import Loaded, gather_facts, load_decided
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import Observer
 from stopdown.runtime.journal import Journal

@@ -13,8 +13,8 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
-from stopdown.bounds.operands import Operands
 from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, sum_rows
+from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.singular_values import (
     DECOMPOSED,
     MOST_WORK,

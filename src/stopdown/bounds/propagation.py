@@ -31,9 +31,9 @@ from stopdown.bounds.intervals import (
     make_interval,
     writes_in_place,
 )
-from stopdown.bounds.operands import Operands
 from stopdown.bounds.product_rules import bound_scores
 from stopdown.bounds.row_sums import WEIGHT_FLOOR
+from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.graph.blocks import Blocks

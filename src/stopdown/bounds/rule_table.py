@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from stopdown.bounds import product_rules, rules, view_rules
-from stopdown.bounds.operands import Rule
+from stopdown.bounds.rule_inputs import Rule
 
 RULES: dict[str, Rule | Callable[[float], Rule]] = {
     "same": view_rules.keep,

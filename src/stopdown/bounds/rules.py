@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.operands import Operands, Rule
+from stopdown.bounds.rule_inputs import Operands, Rule
 from stopdown.bounds.values import (
     Bound,
     largest_over,

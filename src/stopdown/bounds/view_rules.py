@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from stopdown.bounds.operands import Operands
+from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.values import (
     Bound,
     broadcast,

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 
 from stopdown.checkpoints.cards import list_entries, word_card, write_card_beside
-from stopdown.checkpoints.export import EFFECT_LIMIT, Expressed, express_component
+from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed, express_component
 from stopdown.checkpoints.places import (
     RECORD_NAME,
     Form,
@@ -55,7 +55,10 @@ from stopdown.pipelines.folders import (
     write_weights,
 )
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.pipelines.layouts import (
+from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loader import complete_source, load_program, move_program
+from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.single_file_names import (
     arrange,
     change_tensor,
     check_layouts,
@@ -63,9 +66,6 @@ from stopdown.pipelines.layouts import (
     find_whole,
     lay_out,
 )
-from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.loader import complete_source, load_program, move_program
-from stopdown.pipelines.requests import Request, choose_class
 from stopdown.pipelines.single_files import (
     Rows,
     name_exponents,

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown.checkpoints.cards import MARK, list_entries
-from stopdown.checkpoints.export import describe_rest, has_more_than_folds
+from stopdown.checkpoints.file_exponents import describe_rest, has_more_than_folds
 from stopdown.checkpoints.lora_names import (
     Layer,
     find_layer,
@@ -35,7 +35,6 @@ from stopdown.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, written_beside
-from stopdown.pipelines.extras import name_lora_as_diffusers
 from stopdown.pipelines.headers import (
     EXPONENTS_ENTRY,
     RESCALED_ENTRY,
@@ -43,6 +42,7 @@ from stopdown.pipelines.headers import (
     read_header,
     read_metadata,
 )
+from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
 from stopdown.pipelines.sources import list_weight_files, resolve_source
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan

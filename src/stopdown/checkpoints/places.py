@@ -17,7 +17,7 @@ from stopdown.errors import InputError, OptionError, OutputError
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, find_free
 from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
-from stopdown.pipelines.layouts import find_whole
+from stopdown.pipelines.single_file_names import find_whole
 from stopdown.pipelines.sources import Source, has_weights
 from stopdown.pipelines.weight_files import open_weight_file
 from stopdown.records import Conversion, read_record

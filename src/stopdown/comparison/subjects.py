@@ -20,15 +20,15 @@ import torch
 from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS
+from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.pipelines.requests import Request, name_arguments
-from stopdown.pipelines.selection import select_pipeline
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.choice import choose_loader
-from stopdown.plans.loader import gather_facts
 from stopdown.plans.plan_files import read_plan, write_plan
+from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Decision, Plan
 

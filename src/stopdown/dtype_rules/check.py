@@ -25,7 +25,7 @@ from stopdown.device_profiles import Profile, find_target
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_observations
 from stopdown.dtype_rules.inspection import Examination, examine
-from stopdown.dtype_rules.sums import check_sums
+from stopdown.dtype_rules.sum_overflow import check_sums
 from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
@@ -38,8 +38,8 @@ from stopdown.pipelines.loader import complete_source, load_pipeline, move_progr
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights, check_plan, check_source
-from stopdown.plans.loader import decide, gather_facts
 from stopdown.plans.plan_files import read_plan
+from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import (
     PrecisionRequest,
     explain_plan,

@@ -19,7 +19,7 @@ from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
 from stopdown.pipelines.headers import read_rescaled
-from stopdown.plans.adapters import read_structure
+from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
 from stopdown.scaling.folds import RESCALED
 

@@ -40,8 +40,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, take_first_line
+from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
-from stopdown.graph.operands import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.operations import CONVOLUTIONS, NORMS
 from stopdown.module_paths import list_parts
 from stopdown.numerics import iterate_tensors

@@ -10,7 +10,7 @@ A row gives operations that are alike in every column:
   or a number. `alias`: the result may share the input's storage. `saturates`: the result is bounded
   whatever the input. `unmasks`: the sentinels of a mask end here. `slope=k`: the Lipschitz constant.
 
-Which dtypes an operation takes together, by backend, is in `knowledge/rules/operations.toml`. A new
+Which dtypes an operation takes together, by backend, is in `knowledge/rules/backend_dtypes.toml`. A new
 operation is one word in a row here; an operation that is in no row is pinned, has no bound, and is
 reported by name.
 

@@ -3,8 +3,8 @@
 Which ones, the names say. Diffusers' own converter of each class is given the file's names and shapes
 without values; a component is in the file when every tensor of it comes out. Programs put prefixes before
 the names (`model.diffusion_model.`), and some converters need one: both are tried. Text encoders have the
-names of Transformers. Where Diffusers has no converter, or one for the published size alone, `layouts` says
-which names a component has.
+names of Transformers. Where Diffusers has no converter, or one for the published size alone,
+`single_file_names` says which names a component has.
 
 **Catches** parts of a model that lack tensors, or whose shapes are not those of the configuration.
 **Does not catch** other weights of the same shapes: `transformer_2` of a Wan is taken for `transformer`.
@@ -29,7 +29,7 @@ from stopdown.pipelines.component_classes import (
     limited_building,
 )
 from stopdown.pipelines.components import build_module
-from stopdown.pipelines.layouts import measure, take_apart
+from stopdown.pipelines.single_file_names import measure, take_apart
 from stopdown.pipelines.skeleton_components import build_empty_component
 from stopdown.pipelines.sources import Part, Source, has_weights
 from stopdown.pipelines.weight_files import read_shapes

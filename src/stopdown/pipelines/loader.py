@@ -37,10 +37,10 @@ from stopdown.pipelines.component_classes import (
 from stopdown.pipelines.component_files import find_parts, load_parts
 from stopdown.pipelines.components import cast_component_, find_components
 from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.extras import put_extras
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
+from stopdown.pipelines.loras_and_schedulers import put_extras
 from stopdown.pipelines.mapped_components import map_component
 from stopdown.pipelines.sources import (
     Source,

@@ -66,7 +66,7 @@ class Part:
         name: of the component.
         prefix: what the names of its tensors begin with in the file; "" where nothing is in front.
         seen_as: what Diffusers' converter of this class wants there instead.
-        laid_out: `layouts` has its names, so no converter is asked.
+        laid_out: `single_file_names` has its names, so no converter is asked.
     """
 
     name: str

@@ -21,7 +21,7 @@ from stopdown.errors import ScalingError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines import gguf_files
 from stopdown.pipelines.headers import StoredTensor, read_header, read_metadata
-from stopdown.pipelines.quantised_layouts import (
+from stopdown.pipelines.quantised_weights import (
     MARKS,
     QuantisedWeight,
     find_quantised_weights,

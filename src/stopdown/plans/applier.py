@@ -38,13 +38,13 @@ from stopdown.pipelines.components import (
     find_component,
     find_components,
 )
-from stopdown.pipelines.extras import put_loras
 from stopdown.pipelines.loader import load_pipeline, move_program
+from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
-from stopdown.plans.adapters import watch_adapters
+from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.calibrated import count_folds, sample_weights
-from stopdown.plans.loader import Loaded, LoadedPlan
 from stopdown.plans.plan_files import read_class_versions, read_plan
+from stopdown.plans.planned_loader import Loaded, LoadedPlan
 from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling

@@ -14,8 +14,8 @@ from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import Progress
-from stopdown.plans.loader import Loaded, decide, load_decided
 from stopdown.plans.plan_files import read_cached_plan, read_plan, write_cached_plan
+from stopdown.plans.planned_loader import Loaded, decide, load_decided
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import Plan
 

@@ -18,7 +18,7 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.choice import choose_loader
-from stopdown.plans.loader import gather_facts
+from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.precision import write_request
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.outputs import explain_refusal, write_numbered, written_beside
-from stopdown.plans.values import list_faults
+from stopdown.plans.plan_validation import list_faults
 from stopdown.records import Plan, describe_other, from_json, to_json
 
 PACKAGES = ("diffusers", "transformers")

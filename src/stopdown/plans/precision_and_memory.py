@@ -31,7 +31,7 @@ from stopdown.number_formats import FORMATS
 from stopdown.pipelines.skeletons import build_skeleton
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_without_weights
-from stopdown.plans.loader import decide, widest_by_component
+from stopdown.plans.planned_loader import decide, widest_by_component
 from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
 from stopdown.records import MemoryRow, Plan
 

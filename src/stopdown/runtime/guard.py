@@ -67,8 +67,8 @@ from stopdown.pipelines.outermost_calls import (
 from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
-from stopdown.plans.loader import LoadedPlan
 from stopdown.plans.plan_files import seal_plan
+from stopdown.plans.planned_loader import LoadedPlan
 from stopdown.records import (
     BlockMaximum,
     ComponentPlan,
@@ -79,12 +79,6 @@ from stopdown.records import (
     Repair,
 )
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
-from stopdown.runtime.agreement import (
-    agree_on_check,
-    find_ranks,
-    refuse_other_noise,
-    refuse_other_runs,
-)
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.clamps import noting_clamps, watch_clamps
 from stopdown.runtime.fault_handler import FaultHandler
@@ -93,6 +87,12 @@ from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
 from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
+from stopdown.runtime.rank_agreement import (
+    agree_on_check,
+    find_ranks,
+    refuse_other_noise,
+    refuse_other_runs,
+)
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault

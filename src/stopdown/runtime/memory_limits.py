@@ -19,8 +19,8 @@ from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.default_sizes import find_grid
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
-from stopdown.plans.loader import Loaded
 from stopdown.plans.out_of_memory_history import add_out_of_memory, find_failed
+from stopdown.plans.planned_loader import Loaded
 from stopdown.records import OutOfMemory, Plan, Reduction
 
 

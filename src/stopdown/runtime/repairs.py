@@ -22,7 +22,7 @@ import torch
 from stopdown.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.calibration import Calibration
 from stopdown.errors import ScalingError
-from stopdown.graph.operands import merge_operands
+from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast

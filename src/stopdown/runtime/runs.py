@@ -29,7 +29,7 @@ from stopdown.media import choose_format, to_uint8, write_media
 from stopdown.outputs import find_record_path, written_beside
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, read_frames
 from stopdown.pipelines.sources import Source, fingerprint
-from stopdown.plans.loader import Loaded
+from stopdown.plans.planned_loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
 from stopdown.runtime.guard import Announce, Guard, GuardOptions, Observer
 from stopdown.runtime.journal import Follower, Journal

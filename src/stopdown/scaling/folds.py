@@ -25,7 +25,7 @@ from stopdown.graph.capture import (
     own_dtype,
     set_own_dtypes,
 )
-from stopdown.graph.operands import cast_operands
+from stopdown.graph.mixed_dtypes import cast_operands
 from stopdown.mapped_weights import cast_tensor
 from stopdown.number_formats import FORMATS
 from stopdown.numerics import iterate_tensors

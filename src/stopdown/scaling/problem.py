@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from stopdown import numerics
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
+from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.graph.nodes import (
     arguments,
     is_float,
@@ -26,7 +27,6 @@ from stopdown.graph.nodes import (
     operation,
     shape_of,
 )
-from stopdown.graph.operands import NO_OPERANDS, merge_operands
 from stopdown.graph.operations import PRODUCTS
 from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
 from stopdown.model_needs import keeps_clamps

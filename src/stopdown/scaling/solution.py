@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from stopdown.graph.operands import merge_operands
+from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.numerics import headroom_bits
 from stopdown.records import Operands, Scaling
 from stopdown.scaling.certificate import bound_sums, find_uncertain

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.errors import ScalingError, TrialError, take_first_line
-from stopdown.graph.operands import PRODUCT_FUNCTIONS
+from stopdown.graph.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
 from stopdown.patches import Patches
 from stopdown.randomness import find_random

@@ -17,7 +17,7 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.components import find_component
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import certify_plan
-from stopdown.plans.sums import LONGEST, choose_sums, find_terms, list_refused
+from stopdown.plans.fp16_sums import LONGEST, choose_sums, find_terms, list_refused
 from stopdown.records import Accumulation, ComponentPlan, Plan, Scaling, SumBound
 
 SUMS = {

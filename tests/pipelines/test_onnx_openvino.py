@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_quantised_files import make_t5
 
-from stopdown.checkpoints.runtime_export import ENDINGS, Form, export_component, list_inputs
+from stopdown.checkpoints.onnx_openvino import ENDINGS, Form, export_component, list_inputs
 from stopdown.errors import OptionError
 from stopdown.pipelines.components import Callee
 from stopdown.plans.call_recorder import RecordedCall

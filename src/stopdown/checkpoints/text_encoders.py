@@ -29,7 +29,12 @@ import torch
 
 from stopdown.checkpoints.cards import list_entries
 from stopdown.checkpoints.convert import demand_finite
-from stopdown.checkpoints.export import EFFECT_LIMIT, Expressed, describe_rest, express_component
+from stopdown.checkpoints.file_exponents import (
+    EFFECT_LIMIT,
+    Expressed,
+    describe_rest,
+    express_component,
+)
 from stopdown.checkpoints.places import RECORD_NAME, check_place, measure_files
 from stopdown.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError

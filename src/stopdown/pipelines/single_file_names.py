@@ -1,11 +1,11 @@
 """Components in the names that single files have: tensors renamed, fused, transposed, never computed.
 
 Diffusers' converters read such files and nothing writes them. So the way back is data, one table a class
-in `knowledge/rules/layouts.toml`. Every value of a component stands in one place of its file.
+in `knowledge/rules/single_file_names.toml`. Every value of a component stands in one place of its file.
 
 **Catches** classes without a table.
-**Does not catch** a wrong table. `tests/pipelines/test_layouts.py` does: what was written is read with the
-converters of Diffusers and the model code of ComfyUI.
+**Does not catch** a wrong table. `tests/pipelines/test_single_file_names.py` does: what was written is read
+with the converters of Diffusers and the model code of ComfyUI.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ class Piece(msgspec.Struct, frozen=True, order=True):
 @functools.cache
 def read_layouts() -> dict[str, Layout]:
     """The tables by class."""
-    return {layout.class_name: layout for layout in read_rows("layouts", "layouts", Layout)}
+    return {
+        layout.class_name: layout for layout in read_rows("single_file_names", "layouts", Layout)
+    }
 
 
 @functools.cache
 def find_whole(pipeline_class: str) -> Whole:
     """How one file with all of a pipeline is named; without prefixes for an unknown pipeline."""
-    rows = read_rows("layouts", "whole", Whole)
+    rows = read_rows("single_file_names", "whole", Whole)
     return next((row for row in rows if row.pipeline == pipeline_class), Whole("", "", {}))
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from stopdown.pipelines import layouts
-from stopdown.pipelines.layouts import arrange, lay_out, read_layouts, take_apart
+from stopdown.pipelines import single_file_names
+from stopdown.pipelines.single_file_names import arrange, lay_out, read_layouts, take_apart
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from single_file_models import MODELS, OTHERS
@@ -41,7 +41,7 @@ def test_what_is_put_together_comes_apart(name: str) -> None:
         assert set(tensors) <= set(state)
         return
     assert sum(x.numel() for x in tensors.values()) == sum(x.numel() for x in state.values())
-    assert layouts.measure(module) == {key: tuple(x.shape) for key, x in tensors.items()}
+    assert single_file_names.measure(module) == {key: tuple(x.shape) for key, x in tensors.items()}
     back = take_apart(module, tensors)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[key], x) for key, x in state.items())
@@ -111,8 +111,8 @@ def test_a_wrong_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     table = read_layouts()["ZImageTransformer2DModel"]
     other = {"@0": "@1", "@1": "@0"}
     swapped = [(x, y[:-2] + other.get(y[-2:], y[-2:])) for x, y in table.rules]
-    wrong = layouts.Layout(table.class_name, table.source, tuple(swapped))
-    monkeypatch.setattr(layouts, "read_layouts", lambda: {table.class_name: wrong})
+    wrong = single_file_names.Layout(table.class_name, table.source, tuple(swapped))
+    monkeypatch.setattr(single_file_names, "read_layouts", lambda: {table.class_name: wrong})
     module = SMALL["z-image"]()
     found = convert(module, arrange(module))
     assert not all(torch.equal(found[key], x) for key, x in module.state_dict().items())
@@ -132,6 +132,6 @@ def test_shapes_come_without_values() -> None:
     """A component is found in a file by names and shapes that its class alone says."""
     with init_empty_weights():
         module = SMALL["wan"]()
-    assert layouts.measure(module) == {
+    assert single_file_names.measure(module) == {
         key: tuple(x.shape) for key, x in arrange(SMALL["wan"]()).items()
     }

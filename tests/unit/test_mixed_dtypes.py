@@ -12,7 +12,7 @@ from mixed_dtypes import make_block, make_call
 from stopdown import cast_, rescale_
 from stopdown.graph import capture as capturing
 from stopdown.graph.capture import capture_call
-from stopdown.graph.operands import NO_OPERANDS, merge_operands
+from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.numerics import relative_l2
 from stopdown.records import Operands, Scaling, from_json, to_json
 from stopdown.scaling import measure_call
