@@ -7,10 +7,10 @@ import math
 
 import numpy as np
 
-from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.measures import measure_frames
 from stopdown.comparison.pictures import make_sheet
 from stopdown.comparison.records import (
+    SPOILT,
     CallError,
     Cell,
     Comparison,

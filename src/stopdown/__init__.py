@@ -49,7 +49,7 @@ _HOMES = {
     "SourceError": "errors",
     "StopdownError": "errors",
     "StopdownWarning": "errors",
-    "Thresholds": "comparison.records",
+    "Thresholds": "comparison.thresholds",
     "TrialError": "errors",
     "apply_plan": "plans.applier",
     "cast_": "scaling.folds",
@@ -118,7 +118,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from stopdown.checkpoints.convert import convert
     from stopdown.comparison.matrix import compare
-    from stopdown.comparison.records import Comparison, Thresholds
+    from stopdown.comparison.records import Comparison
+    from stopdown.comparison.thresholds import Thresholds
     from stopdown.diagnosis import explain
     from stopdown.dtype_rules.check import check
     from stopdown.dtype_rules.mend import mend

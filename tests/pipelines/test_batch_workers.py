@@ -115,7 +115,7 @@ def test_an_item_that_kills_its_workers_fails(
     failed = record.items[1]
     assert failed.tries == 2
     assert failed.error == ("Each of 2 workers that tried it died. Worker 0 ended with SIGKILL.")
-    monkeypatch.setattr(dispatch, "_MOST_DEATHS", 2)
+    monkeypatch.setattr(dispatch, "MOST_DEATHS", 2)
     with pytest.raises(StopdownError, match="2 workers died one after the other"):
         batch(BatchOptions(**{**vars(options), "tries": 9}), Silent())
 

@@ -15,7 +15,6 @@ from PIL import Image
 
 from comparisons import draw_clip, make_comparison
 from stopdown.comparison.cells import fail_cell, read_outcome, write_outcome
-from stopdown.comparison.headroom import SPOILT
 from stopdown.comparison.measures import (
     clean_frames,
     draw_heats,
@@ -29,7 +28,8 @@ from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.prompts import LONGEST, read_prompts
-from stopdown.comparison.records import Cell, Comparison, Heat, Measures, Thresholds
+from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, Measures
+from stopdown.comparison.thresholds import Thresholds
 from stopdown.comparison.verdicts import (
     choose_reference,
     judge_cell,

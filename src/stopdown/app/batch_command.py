@@ -44,6 +44,7 @@ from stopdown.app.request_options import (
     refuse_unknown_device,
 )
 from stopdown.app.size_limits import refuse_too_large
+from stopdown.batch.limits import TRIES
 from stopdown.batch.records import BatchRecord, Item, ItemResult
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import held_folder
@@ -146,7 +147,9 @@ class BatchOptions(RequestOptions):
     journal_limit: Annotated[
         float, typer.Option(help="GiB at which the journal of one item ends.")
     ] = 4.0
-    tries: Annotated[int, typer.Option(help="How often an item is begun when its workers die.")] = 3
+    tries: Annotated[int, typer.Option(help="How often an item is begun when its workers die.")] = (
+        TRIES
+    )
     strict: StrictOption = False
     json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON, without its pictures.")

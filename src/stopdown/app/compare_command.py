@@ -37,7 +37,8 @@ from stopdown.app.flags import (
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
-from stopdown.comparison.records import BadLine, Comparison, Thresholds
+from stopdown.comparison.records import BadLine, Comparison
+from stopdown.comparison.thresholds import Thresholds
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import (
     check_target,

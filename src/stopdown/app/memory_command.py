@@ -174,10 +174,10 @@ def _explain(
     allowed: tuple[str, ...],
 ) -> tuple[str, ...]:
     """Why this one and not another, as whole sentences."""
-    from stopdown.memory.forecast import HEADROOM
+    from stopdown.memory.forecast import USABLE_SHARE
     from stopdown.number_formats import format_bytes
 
-    usable = f"{HEADROOM:.0%} of {format_bytes(limit)}"
+    usable = f"{USABLE_SHARE:.0%} of {format_bytes(limit)}"
     reasons = [_explain_choice(tried, chosen, usable, allowed)]
     if chosen is not None:
         way, prediction = chosen

@@ -12,17 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from stopdown.batch.jobs import Task
+from stopdown.batch.limits import MOST_DEATHS, TRIES
 from stopdown.batch.plan_versions import PlanVersions
 from stopdown.batch.pools import Died, Pool
 from stopdown.batch.records import ItemResult
 from stopdown.batch.worker import Answer, fail_task
 from stopdown.errors import StopdownError
-
-TRIES = 3
-"""How often an item is begun before its workers' deaths are its result."""
-
-_MOST_DEATHS = 10
-"""Deaths in a row, without an item between them, that end a batch: it is not the items then."""
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Dispatch:
         self._deaths += 1
         tries = self._begun[task.item]
         self.note(f"{died.reason} It was making {task.name}.")
-        if self._deaths >= _MOST_DEATHS:
+        if self._deaths >= MOST_DEATHS:
             raise StopdownError(
                 f"{self._deaths} workers died one after the other without finishing an item.",
                 expected="What was finished before is kept; the same command goes on there.",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from stopdown.batch.jobs import Job, Task
+from stopdown.batch.limits import MOST_EARLY_DEATHS
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.errors import StopdownError
@@ -93,17 +94,13 @@ class InProcess:
         return [(0, self._worker.make(*given))]
 
 
-_MOST_DEATHS = 5
-"""Deaths in a row of workers that have not begun, which end a batch."""
-
-
 def refuse_deaths(deaths: int, reason: str) -> None:
     """End a batch whose workers die before they begin.
 
     Raises:
         StopdownError: too many did, one after the other.
     """
-    if deaths >= _MOST_DEATHS:
+    if deaths >= MOST_EARLY_DEATHS:
         raise StopdownError(
             f"{deaths} workers died one after the other before they had begun. {reason}",
             expected="What was finished before is kept; the same command goes on there.",

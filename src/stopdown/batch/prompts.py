@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from stopdown.batch.limits import MOST_ITEMS
 from stopdown.batch.records import Item
 from stopdown.errors import InputError, take_first_line
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
@@ -26,7 +27,6 @@ from stopdown.json_files import UnreadableError, parse_json, read_small_file
 LONGEST = 4096
 """Characters of a prompt; T5 with 512 tokens reads about 2,000."""
 
-MOST_ITEMS = 100_000
 _MOST_BYTES = 2**28
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Item) if entry.name != "line")
 _NAME = re.compile(r"\w[\w .+-]{0,99}")

@@ -1,4 +1,4 @@
-"""Bounds of what multiplies and sums: linears, convolutions, matrix products, attention, norms.
+"""Bounds of what multiplies and sums: linears, convolutions, matrix products, attention.
 
 A sum of products has two bounds, and the smaller one is taken: the largest magnitudes times the
 absolute weights, and (Cauchy and Schwarz) the norm of the weights times that of the inputs. Both hold
@@ -351,52 +351,3 @@ def bound_scores(op: Operands) -> float:
     scale = op.given.get("scale")
     factor = 1 / math.sqrt(max(shapes[0][-1], 1)) if scale is None else abs(float(scale))
     return norms[0] * norms[1] * max(factor, min(factor, 1.0))
-
-
-def _magnitudes(op: Operands, name: str) -> torch.Tensor:
-    given = op.given.get(name)
-    if not isinstance(given, Node):
-        return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
-    found = op.known.load(given)
-    if found is None:
-        bound = op.bound(given)
-        return torch.full((1,), math.inf if bound is None else bound.largest).double()
-    size = found.double().abs().reshape(-1)
-    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
-
-
-def normalise(op: Operands) -> Bound:
-    """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
-    count = math.prod(op.given["normalized_shape"])
-    rank = len(op.given["normalized_shape"])
-    dims = tuple(range(len(op.shape) - rank, len(op.shape)))
-    shape = [1] * (len(op.shape) - rank) + list(op.given["normalized_shape"])
-    return _affine_rows(op, count, dims, shape)
-
-
-def _affine_rows(op: Operands, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
-    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
-    gain = gain.reshape(shape) if gain.numel() > 1 else gain.reshape([1] * len(shape))
-    shift = shift.reshape(shape) if shift.numel() > 1 else shift.reshape([1] * len(shape))
-    moved = shift.square()
-    for dim in dims:
-        moved = moved * op.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
-    norm = math.sqrt(count) * largest_over(gain, dims) + moved.sqrt()
-    typical = float(gain.square().mean().sqrt())
-    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
-
-
-def normalise_groups(op: Operands) -> Bound:
-    """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
-    groups = int(op.given["num_groups"])
-    count = math.prod(op.shape[1:]) // groups
-    shape = [1, op.shape[1]] + [1] * (len(op.shape) - 2)
-    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
-    gain = gain.reshape(shape if gain.numel() > 1 else [1] * len(shape))
-    shift = shift.reshape(shape if shift.numel() > 1 else [1] * len(shape))
-    places, dims = math.prod(op.shape[2:]), tuple(range(1, len(op.shape)))
-    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
-    norm = math.sqrt(count * groups) * gain.amax() + moved
-    peak = math.sqrt(count) * gain + shift
-    typical = float(gain.square().mean().sqrt())
-    return op.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)

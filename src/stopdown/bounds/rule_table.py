@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from stopdown.bounds import product_rules, rules, view_rules
+from stopdown.bounds import elementwise_rules, norm_rules, product_rules, view_rules
 from stopdown.bounds.rule_inputs import Rule
 
 RULES: dict[str, Rule | Callable[[float], Rule]] = {
@@ -27,23 +27,23 @@ RULES: dict[str, Rule | Callable[[float], Rule]] = {
     "embedding": view_rules.embedding,
     "complex": view_rules.to_complex,
     "real": view_rules.to_real,
-    "add": rules.add,
-    "subtract_from": rules.subtract_from,
-    "multiply": rules.multiply,
-    "divide": rules.divide,
-    "power": rules.power,
-    "root": rules.root,
-    "exponential": rules.exponential,
-    "shrink": rules.shrink,
-    "saturate": rules.saturate,
-    "softmax": rules.softmax,
-    "clamp": rules.clamp,
-    "total": rules.total,
-    "mean": rules.mean,
-    "polar": rules.polar,
-    "zeros": rules.zeros,
-    "ones": rules.ones,
-    "fill": rules.fill,
+    "add": elementwise_rules.add,
+    "subtract_from": elementwise_rules.subtract_from,
+    "multiply": elementwise_rules.multiply,
+    "divide": elementwise_rules.divide,
+    "power": elementwise_rules.power,
+    "root": elementwise_rules.root,
+    "exponential": elementwise_rules.exponential,
+    "shrink": elementwise_rules.shrink,
+    "saturate": elementwise_rules.saturate,
+    "softmax": elementwise_rules.softmax,
+    "clamp": elementwise_rules.clamp,
+    "total": elementwise_rules.total,
+    "mean": elementwise_rules.mean,
+    "polar": elementwise_rules.polar,
+    "zeros": elementwise_rules.zeros,
+    "ones": elementwise_rules.ones,
+    "fill": elementwise_rules.fill,
     "linear": product_rules.linear,
     "convolve": product_rules.convolve,
     "transposed": product_rules.transposed,
@@ -51,8 +51,8 @@ RULES: dict[str, Rule | Callable[[float], Rule]] = {
     "einsum": product_rules.einsum,
     "outer": product_rules.outer,
     "attention": product_rules.attention,
-    "normalise": product_rules.normalise,
-    "normalise_groups": product_rules.normalise_groups,
+    "normalise": norm_rules.normalise,
+    "normalise_groups": norm_rules.normalise_groups,
 }
 """Those that the table gives a number to (`shrink 1`) make a rule of it."""
 

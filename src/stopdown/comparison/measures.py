@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from stopdown.call_names import name_module_path
-from stopdown.comparison.headroom import SPOILT, count_bits
 from stopdown.comparison.probes import Trace
-from stopdown.comparison.records import CallError, Heat, Measures, Parting
+from stopdown.comparison.records import SPOILT, CallError, Heat, Measures, Parting, count_bits
 from stopdown.numerics import relative_l2
 
 Frames = np.ndarray[Any, Any]

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from stopdown.batch.prompts import LONGEST, find_text_fault
 from stopdown.comparison.records import BadLine
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_small_file
-
-LONGEST = 4096
-"""Characters of a prompt; T5 with 512 tokens reads about 2,000."""
-
 
 MOST_LINES = 10_000
 _MOST_BYTES = 4 * LONGEST * 1_000
@@ -66,11 +63,8 @@ def _read_line(number: int, line: bytes) -> str | BadLine:
         return BadLine(number, shown, f"Byte {error.start + 1} is not UTF-8.")
     if not text:
         return BadLine(number, "", "It is empty.")
-    if len(text) > LONGEST:
-        reason = f"It has {len(text)} characters, more than the {LONGEST} that are read."
-        return BadLine(number, text[:60], reason)
-    if not text.isprintable() and any(ord(sign) < 32 and sign != "\t" for sign in text):
-        return BadLine(number, ascii(text)[:60], "It holds control characters.")
+    if reason := find_text_fault(text):  # of lines, so no line break is in it
+        return BadLine(number, (text if text.isprintable() else ascii(text))[:60], reason)
     return text
 
 

@@ -6,37 +6,17 @@ itself; every number was measured on the frames in full size, before they were m
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stopdown.comparison.thresholds import Thresholds
+from stopdown.number_formats import FP16
 from stopdown.outputs import written_beside
 from stopdown.record_display import Displayed
 from stopdown.records import SCHEMA, Decision, Finding, Plan, Repair
-
-
-@dataclass(frozen=True, repr=False)
-class Thresholds(Displayed):
-    """What a picture must reach against the reference to count as the same; None is not asked.
-
-    Attributes:
-        psnr_db: least peak signal-to-noise ratio.
-        ssim: least structural similarity.
-        flip: largest mean FLIP error.
-        flicker: largest root mean square of what the error changes from frame to frame.
-        source: where the defaults come from.
-    """
-
-    psnr_db: float | None = 33.0
-    ssim: float | None = 0.95
-    flip: float | None = None
-    flicker: float | None = None
-    source: str = (
-        "33 dB and 0.95 are where viewers begin to call a picture good (mean opinion score 4 of 5) "
-        "in Zinner, Hohlfeld, Abboud and Hossfeld, Impact of frame rate and resolution on objective "
-        "QoE metrics, QoMEX 2010. FLIP and flicker have no limit of that kind, so none is asked."
-    )
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,6 +176,17 @@ class BadLine(Displayed):
     line: int
     text: str
     reason: str
+
+
+SPOILT = -1000.0
+"""Stands for the headroom of a value that was not finite."""
+
+
+def count_bits(amax: float | None) -> float | None:
+    """Bits between a magnitude and 65504; None for zero, `SPOILT` for what is not finite."""
+    if amax is None or not math.isfinite(amax):
+        return SPOILT
+    return math.log2(FP16.largest) - math.log2(amax) if amax > 0 else None
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,7 +11,8 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from stopdown.comparison.records import Cell, Measures, Row, Thresholds, Variant
+from stopdown.comparison.records import Cell, Measures, Row, Variant
+from stopdown.comparison.thresholds import Thresholds
 
 WORST_FIRST = ("failed", "broken", "other", "same", "reference")
 

@@ -29,7 +29,7 @@ from stopdown.pipelines.dry_run import Answers
 from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.records import MemoryRow
 
-HEADROOM = 0.95
+USABLE_SHARE = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
 
 WORTH = 1.25
@@ -157,7 +157,7 @@ def choose(
         allowed: as in `list_allowed`.
         failed: names of strategies that ran out of memory before: only smaller ones are taken.
     """
-    usable = limit_bytes * HEADROOM
+    usable = limit_bytes * USABLE_SHARE
     known = [one.peak_bytes - 1 for one in fit.predictions if one.strategy.name in failed]
     most = min([usable, *known])
     times = fit.times or (0.0,) * len(fit.predictions)

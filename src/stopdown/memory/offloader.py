@@ -21,7 +21,7 @@ import torch
 from stopdown.environment import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.memory.forecast import (
-    HEADROOM,
+    USABLE_SHARE,
     Fit,
     choose,
     find_smallest,
@@ -232,9 +232,9 @@ def _describe_misfit(
     return StopdownError(
         f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
-        expected=f"Predictions may fill {HEADROOM:.0%} of the limit.",
+        expected=f"Predictions may fill {USABLE_SHARE:.0%} of the limit.",
         remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
-        f'`precision`, or memory="{_round_up(least.peak_bytes / HEADROOM)}".',
+        f'`precision`, or memory="{_round_up(least.peak_bytes / USABLE_SHARE)}".',
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from stopdown.environment import Support
 from stopdown.memory.forecast import (
-    HEADROOM,
+    USABLE_SHARE,
     Fit,
     estimate_time,
     list_allowed,
@@ -174,7 +174,7 @@ def choose_way(
         (one.way, prediction, estimate_time(prediction, flops, one.speed))
         for one in found
         for prediction, flops in zip(one.fit.predictions, one.fit.flops, strict=True)
-        if prediction.peak_bytes <= limit_bytes * HEADROOM
+        if prediction.peak_bytes <= limit_bytes * USABLE_SHARE
         and prediction in list_allowed(one.fit, allowed)
     ]
     if not fitting:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from stopdown.comparison.headroom import SPOILT
-from stopdown.comparison.records import Comparison, Variant
+from stopdown.comparison.records import SPOILT, Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.report import figures
 from stopdown.report.pages import SIGNS, WORDS

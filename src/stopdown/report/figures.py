@@ -10,8 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stopdown.comparison.headroom import SPOILT, count_bits
-from stopdown.comparison.records import Cell, Comparison, Heat
+from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, count_bits
 from stopdown.records import BlockMaximum
 
 

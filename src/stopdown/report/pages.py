@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.headroom import SPOILT
-from stopdown.comparison.records import Cell, Comparison, Sheet, Variant
+from stopdown.comparison.records import SPOILT, Cell, Comparison, Sheet, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_json_table

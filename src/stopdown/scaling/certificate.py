@@ -36,14 +36,12 @@ from stopdown.graph.operations import list_with
 from stopdown.graph.ranges import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import Scaling, SumBound
+from stopdown.scaling.headroom import CALIBRATED_BITS
 from stopdown.scaling.measurement import Kind
 from stopdown.scaling.problem import Measured, Problem, split_values
 
 RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""
-
-CALIBRATED_BITS = 4.0
-"""Headroom over what was measured, where a bound is not taken although there are bounds."""
 
 PEAK = 8.0
 """Largest over typical size of a value that was not measured."""

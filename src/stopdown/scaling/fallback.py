@@ -32,12 +32,10 @@ from stopdown.numerics import (
 )
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling
+from stopdown.scaling.headroom import ASKED_BITS
 from stopdown.scaling.trial import Call, Reference, count_layer_flops, run_call, try_scaling
 
 Failure = CaptureError | ScalingError
-
-SPARE_BITS = 1.0
-"""Headroom that a matrix must have to run in fp16."""
 
 MOST_NAMED = 5
 
@@ -133,7 +131,7 @@ def _reach(value: torch.Tensor) -> float:
 
 
 def _fits(amax: float, dtype: torch.dtype) -> bool:
-    return amax == 0 or headroom_bits(amax, dtype) >= SPARE_BITS
+    return amax == 0 or headroom_bits(amax, dtype) >= ASKED_BITS
 
 
 def _describe(

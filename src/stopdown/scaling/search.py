@@ -33,6 +33,7 @@ from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, bound_unmeasured
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
+from stopdown.scaling.headroom import ASKED_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.measurement import Kind, capture_streamed, measure_kinds
 from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
@@ -136,11 +137,11 @@ class Relaxation:
 
 
 RELAXATIONS = (
-    Relaxation(1.0),
-    Relaxation(1.0, fp32_flops=0.05),
-    Relaxation(0.01),
-    Relaxation(1.0, fp32_flops=1.0),
-    Relaxation(0.01, fp32_flops=1.0),
+    Relaxation(ASKED_BITS),
+    Relaxation(ASKED_BITS, fp32_flops=0.05),
+    Relaxation(HARDLY_BITS),
+    Relaxation(ASKED_BITS, fp32_flops=1.0),
+    Relaxation(HARDLY_BITS, fp32_flops=1.0),
 )
 """Hardly any headroom holds for the calls that were measured and for few others: a few hundredths of the
 work in fp32 are better, all of it is not."""
@@ -340,7 +341,7 @@ def is_free(found: Scaling, best: Scaling, calls: Sequence[Measured]) -> bool:
     return (
         _is_as_narrow(found, best)
         and len(found.multiplies) <= len(best.multiplies) + MORE_MULTIPLIES
-        and read_headroom(found) >= min(1.0, read_headroom(best))
+        and read_headroom(found) >= min(ASKED_BITS, read_headroom(best))
         and more <= MORE_STRAIN_BITS
     )
 

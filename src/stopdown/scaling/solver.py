@@ -22,6 +22,7 @@ from scipy.sparse import csr_array
 from stopdown.errors import ScalingError
 from stopdown.graph.ranges import log2_of
 from stopdown.number_formats import find_format
+from stopdown.scaling.headroom import FREE_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Limit, Problem
 
@@ -31,9 +32,6 @@ WIDEST = 48
 WIDEST_MULTIPLY = 30.0
 """No explicit multiply goes beyond this many bits: it leads from one fp16 value to another, whose normal
 numbers span 2**-14 to 2**16. The tighter this is, the sooner the search for multiplies ends."""
-
-SOFT_TOP_BITS = 4.0
-"""Headroom that is free of charge: 65504 / 2**4. What few calls reach, others exceed."""
 
 LONGEST_S = {"folds": 10.0, "fp32_modules": 60.0}
 """Seconds after which the best exponents found so far are taken."""
@@ -129,7 +127,7 @@ def explain_failure(problem: Problem) -> ScalingError:
 def _list_beyond(problem: Problem) -> list[str]:
     """The folds beyond their bounds where there were none, the furthest first."""
     free = replace(problem, bounds=[])
-    found = solve_problem(free, hard_top_bits=0.01, fp32_modules=False)
+    found = solve_problem(free, hard_top_bits=HARDLY_BITS, fp32_modules=False)
     if found is None:
         return []
     beyond = list[tuple[int, str]]()
@@ -316,7 +314,7 @@ def _price_sizes(program: _Program, problem: Problem) -> None:
             lows[root] = min(lows.get(root, math.inf), log2_of(limit.range.rms))
     counts = _count_copies(problem, (limit.unknown for limit in problem.limits))
     for root, size in tops.items():
-        top = 16 - SOFT_TOP_BITS - size
+        top = 16 - FREE_BITS - size
         _price_beyond(program, root, -math.inf, top, prices.top * counts[root])
     for root, size in lows.items():
         low, lowest = prices.low * counts[root], prices.lowest * counts[root]

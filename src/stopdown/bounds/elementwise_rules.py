@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.rule_inputs import Operands, Rule
 from stopdown.bounds.values import (
     Bound,
@@ -85,68 +86,6 @@ def _find_least(node: Node) -> float | None:
     node = strip_casts(node)
     least = arguments(node).get("min") if is_kind(node, "clamp") else None
     return float(least) if isinstance(least, (int, float)) and least >= 2.0**-14 else None
-
-
-def bound_written_norm(op: Operands) -> Bound | None:
-    """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
-    first, other = op.given["self"], op.given["other"]
-    inverse = is_kind(op.node, "divide")
-    pairs = [(first, other)] if inverse else [(first, other), (other, first)]
-    for value, factor in pairs:
-        found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
-        if found is None or not isinstance(value, Node):
-            continue
-        source, dims, total = found
-        if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
-            count = 1.0 if total else math.prod(op.shape[d] for d in dims)
-            norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
-            return op.made(norm, 1.0, norm=norm, rows=dims)
-    return None
-
-
-def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
-    """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
-    node = strip_casts(node)
-    if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
-        return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
-    if inverse and is_kind(node, "vector_norm"):
-        return _read_vector_norm(node)
-    if not _is_root(node, inverse):
-        return None
-    node = strip_casts(node.args[0])
-    if is_kind(node, "add") and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
-        node = strip_casts(node.args[0])
-    if not is_kind(node, "mean"):
-        return None
-    given, square = arguments(node), strip_casts(node.args[0])
-    if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
-        return None
-    rank = len(shape_of(square))
-    return square.args[0], [int(d) % rank for d in given["dim"]], False
-
-
-def _is_root(node: Node, inverse: bool) -> bool:
-    if is_kind(node, "power"):
-        return bool(node.args[1] == (0.5 if inverse else -0.5))
-    return is_kind(node, "sqrt" if inverse else "rsqrt")
-
-
-def _is_clamped_below(node: Node) -> bool:
-    return is_kind(node, "clamp") and arguments(node).get("max") is None
-
-
-def _is_square(node: Node) -> bool:
-    twice = is_kind(node, "multiply") and node.args[0] is node.args[1]
-    by_power = is_kind(node, "power") and bool(node.args[1] == 2)
-    return is_kind(node, "square") or twice or by_power
-
-
-def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
-    given, source = arguments(node), node.args[0]
-    if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
-        return None
-    rank = len(shape_of(source))
-    return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
 
 
 def _bound_masked_mean(op: Operands) -> Bound | None:

@@ -1,0 +1,127 @@
+"""Bounds of norms: layer, RMS and group norms, and RMS norms that are written out by hand.
+
+A row of unit mean square is no longer than the root of its length, whatever went into it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.fx import Node
+
+from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING
+from stopdown.bounds.rule_inputs import Operands
+from stopdown.bounds.values import Bound, largest_over
+from stopdown.graph.nodes import arguments, is_kind, shape_of, strip_casts
+
+
+def normalise(op: Operands) -> Bound:
+    """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
+    count = math.prod(op.given["normalized_shape"])
+    rank = len(op.given["normalized_shape"])
+    dims = tuple(range(len(op.shape) - rank, len(op.shape)))
+    shape = [1] * (len(op.shape) - rank) + list(op.given["normalized_shape"])
+    return _affine_rows(op, count, dims, shape)
+
+
+def _affine_rows(op: Operands, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
+    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
+    gain = gain.reshape(shape) if gain.numel() > 1 else gain.reshape([1] * len(shape))
+    shift = shift.reshape(shape) if shift.numel() > 1 else shift.reshape([1] * len(shape))
+    moved = shift.square()
+    for dim in dims:
+        moved = moved * op.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
+    norm = math.sqrt(count) * largest_over(gain, dims) + moved.sqrt()
+    typical = float(gain.square().mean().sqrt())
+    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
+
+
+def normalise_groups(op: Operands) -> Bound:
+    """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
+    groups = int(op.given["num_groups"])
+    count = math.prod(op.shape[1:]) // groups
+    shape = [1, op.shape[1]] + [1] * (len(op.shape) - 2)
+    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
+    gain = gain.reshape(shape if gain.numel() > 1 else [1] * len(shape))
+    shift = shift.reshape(shape if shift.numel() > 1 else [1] * len(shape))
+    places, dims = math.prod(op.shape[2:]), tuple(range(1, len(op.shape)))
+    moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
+    norm = math.sqrt(count * groups) * gain.amax() + moved
+    peak = math.sqrt(count) * gain + shift
+    typical = float(gain.square().mean().sqrt())
+    return op.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
+
+
+def _magnitudes(op: Operands, name: str) -> torch.Tensor:
+    given = op.given.get(name)
+    if not isinstance(given, Node):
+        return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
+    found = op.known.load(given)
+    if found is None:
+        bound = op.bound(given)
+        return torch.full((1,), math.inf if bound is None else bound.largest).double()
+    size = found.double().abs().reshape(-1)
+    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
+
+
+def bound_written_norm(op: Operands) -> Bound | None:
+    """`x * rsqrt(mean(x**2) + eps)`: no row has a larger norm than the root of its length."""
+    first, other = op.given["self"], op.given["other"]
+    inverse = is_kind(op.node, "divide")
+    pairs = [(first, other)] if inverse else [(first, other), (other, first)]
+    for value, factor in pairs:
+        found = _find_mean_square(factor, inverse) if isinstance(factor, Node) else None
+        if found is None or not isinstance(value, Node):
+            continue
+        source, dims, total = found
+        if strip_casts(source) is strip_casts(value) and shape_of(value) == op.shape:
+            count = 1.0 if total else math.prod(op.shape[d] for d in dims)
+            norm = torch.full((1,) * len(op.shape), math.sqrt(count)).double()
+            return op.made(norm, 1.0, norm=norm, rows=dims)
+    return None
+
+
+def _find_mean_square(node: Node, inverse: bool) -> tuple[Node, list[int], bool] | None:
+    """What `(mean(y**2) + eps) ** -0.5` is taken of, over which dimensions; True for a plain norm."""
+    node = strip_casts(node)
+    if inverse and (is_kind(node, "expansion", "maximum") or _is_clamped_below(node)):
+        return _find_mean_square(node.args[0], True)  # type: ignore[arg-type]
+    if inverse and is_kind(node, "vector_norm"):
+        return _read_vector_norm(node)
+    if not _is_root(node, inverse):
+        return None
+    node = strip_casts(node.args[0])
+    if is_kind(node, "add") and isinstance(node.args[1], (int, float)) and node.args[1] >= 0:
+        node = strip_casts(node.args[0])
+    if not is_kind(node, "mean"):
+        return None
+    given, square = arguments(node), strip_casts(node.args[0])
+    if not given.get("dim") or not given.get("keepdim") or not _is_square(square):
+        return None
+    rank = len(shape_of(square))
+    return square.args[0], [int(d) % rank for d in given["dim"]], False
+
+
+def _is_root(node: Node, inverse: bool) -> bool:
+    if is_kind(node, "power"):
+        return bool(node.args[1] == (0.5 if inverse else -0.5))
+    return is_kind(node, "sqrt" if inverse else "rsqrt")
+
+
+def _is_clamped_below(node: Node) -> bool:
+    return is_kind(node, "clamp") and arguments(node).get("max") is None
+
+
+def _is_square(node: Node) -> bool:
+    twice = is_kind(node, "multiply") and node.args[0] is node.args[1]
+    by_power = is_kind(node, "power") and bool(node.args[1] == 2)
+    return is_kind(node, "square") or twice or by_power
+
+
+def _read_vector_norm(node: Node) -> tuple[Node, list[int], bool] | None:
+    given, source = arguments(node), node.args[0]
+    if given.get("ord") != 2 or not given.get("dim") or not given.get("keepdim"):
+        return None
+    rank = len(shape_of(source))
+    return source, [int(d) % rank for d in given["dim"]], True  # type: ignore[return-value]
