@@ -41,6 +41,18 @@ PROCESSORS = {
 UsesProcessor = Callable[[pytest.MonkeyPatch, str], None]
 
 
+@pytest.fixture(autouse=True)
+def _no_guard_is_left() -> Iterator[None]:
+    """A guard that a test left on would watch the tests after it, in the order of that run only."""
+    import torch
+
+    before = torch.nan_to_num
+    yield
+    if torch.nan_to_num is not before:
+        gc.collect()
+    assert torch.nan_to_num is before, "a guard is left on"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def put_processor() -> Iterator[UsesProcessor]:
     """What is decided by a CPU's formats is decided for one with bf16 and without fp16, wherever it runs.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -409,6 +411,21 @@ def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPa
         guard(pipe, announce=quiet),
     ):
         call_pipeline(pipe, HOOKED)
+
+
+def test_a_guard_goes_with_its_pipeline() -> None:
+    """Who drops a pipeline gets its memory back, also after a repair and without taking the guard off."""
+    pipe = make_pipeline(HOOKED)
+    call, kind = vars(type(pipe))["__call__"], type(pipe)
+    testing.overflow_(pipe.transformer)
+    guard(pipe, announce=quiet)
+    assert vars(kind)["__call__"] is not call
+    call_pipeline(pipe, HOOKED)
+    weights = weakref.ref(next(pipe.transformer.parameters()))
+    del pipe
+    gc.collect()
+    assert weights() is None
+    assert vars(kind)["__call__"] is call
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,19 @@ def test_nested(kind: str, first: int) -> None:
         guards.pop(first).remove()
         program.run()
         guards.pop().remove()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_guard_goes_with_what_it_guards(kind: str) -> None:
+    """Who drops a model gets its memory back, also where the guard was never taken off."""
+    program = make_faulty(kind)
+    guard(program.given, announce=quiet)
+    program.run()
+    weights = weakref.ref(program.unet.blocks[1])
+    del program
+    gc.collect()
+    assert weights() is None
+    assert vars(nn.Module)["__call__"] is PLAIN_CALL
 
 
 def test_warn_and_raise() -> None:

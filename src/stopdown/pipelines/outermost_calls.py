@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,7 +33,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_listeners: tuple[Listener, ...] = ()  # replaced, never changed: a call keeps its own
+_listeners: tuple[weakref.ref[Listener], ...] = ()  # replaced, never changed: a call keeps its own
 _patches = Patches()
 _CHANGING = threading.RLock()
 
@@ -60,19 +61,25 @@ def entered(module: torch.nn.Module, method: str) -> Iterator[None]:
 
 
 def listen(listener: Listener, patches: Patches) -> None:
-    """Enter `listener` around the calls of outermost modules, until `patches` is undone."""
+    """Enter `listener` around the calls of outermost modules, until `patches` is undone or gone."""
     global _listeners
+    refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
+    entry = refer(listener, _stop)
     with _CHANGING:
         if not _listeners:
             _put_on()
-        _listeners = (*_listeners, listener)
-    patches.defer(functools.partial(_stop, listener))
+        _listeners = (*_listeners, entry)
+    patches.defer(functools.partial(_leave, listener, entry))  # and holds the listener
 
 
-def _stop(listener: Listener) -> None:
+def _leave(listener: Listener, entry: weakref.ref[Listener]) -> None:
+    _stop(entry)
+
+
+def _stop(entry: weakref.ref[Listener]) -> None:
     global _listeners
     with _CHANGING:
-        _listeners = tuple(other for other in _listeners if other is not listener)
+        _listeners = tuple(other for other in _listeners if other is not entry)
         if not _listeners:
             _patches.undo()
 
@@ -94,8 +101,9 @@ def _put_on() -> None:
 def _met(module: torch.nn.Module, method: str) -> Iterator[None]:
     """Around an outermost call, with every listener."""
     with entered(module, method), contextlib.ExitStack() as stack:
-        for listener in _listeners if is_plain() else ():
-            stack.enter_context(listener(module, method))
+        for listener in [entry() for entry in _listeners] if is_plain() else ():
+            if listener is not None:
+                stack.enter_context(listener(module, method))
         yield
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,31 +32,34 @@ _CHANGING = threading.RLock()
 
 
 class _Runs:
-    """The layers on the calls of single pipelines of one class, the innermost first."""
+    """The calls of single pipelines of one class, while any of them has layers of its own."""
 
     def __init__(self, owner: type) -> None:
         original = vars(owner)["__call__"]
-        self.layers: tuple[tuple[Any, Layer], ...] = ()  # replaced, never changed
+        self.count = 0
         self.patches = Patches()
 
         @functools.wraps(original)
         def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             found: Call = functools.partial(original, pipe)
-            for other, layer in self.layers:
-                if other is pipe:
-                    found = functools.partial(_call_layer, layer, found)
+            for layer in vars(pipe).get(_LAYERS, ()):
+                found = functools.partial(_call_layer, layer, found)
             return found(*args, **kwargs)
 
         call.stopdown_runs = self  # type: ignore[attr-defined]
         self.call = call
         self.patches.set_class_attribute(owner, "__call__", call)
 
-    def remove(self, entry: tuple[Any, Layer]) -> None:
-        """Take one layer off, and the stack with the last one."""
+    def leave(self) -> None:
+        """Take the stack off with its last layer."""
         with _CHANGING:
-            self.layers = tuple(other for other in self.layers if other is not entry)
-            if not self.layers:
+            self.count -= 1
+            if not self.count:
                 self.patches.undo()
+
+
+_LAYERS = "_stopdown_run_layers"
+"""An attribute of a pipeline: its layers, the innermost first. They are gone when the pipeline is."""
 
 
 def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
-    """Lead the calls of one pipeline through `layer`, until `patches` is undone.
+    """Lead the calls of one pipeline through `layer`, until `patches` is undone or the pipeline is gone.
 
     Python looks `__call__` up in the class, so that is where it is put; other pipelines of the class
     are called as ever. A pipeline without a `__call__` is left alone.
@@ -76,9 +80,19 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
         runs = getattr(found, "stopdown_runs", None)
         if runs is None or runs.call is not found:  # a wrapper copies the attributes of a function
             runs = _Runs(owner)
-        entry = (pipe, layer)
-        runs.layers = (*runs.layers, entry)
-    patches.defer(functools.partial(runs.remove, entry))
+        runs.count += 1
+        vars(pipe)[_LAYERS] = (*vars(pipe).get(_LAYERS, ()), layer)
+    leave = weakref.finalize(pipe, runs.leave)
+    leave.atexit = False
+    patches.defer(leave)
+    patches.defer(functools.partial(_remove_layer, vars(pipe), layer))
+
+
+def _remove_layer(attributes: dict[str, Any], layer: Layer) -> None:
+    with _CHANGING:
+        left = tuple(other for other in attributes.pop(_LAYERS, ()) if other is not layer)
+        if left:  # replaced, never changed: a call keeps its own
+            attributes[_LAYERS] = left
 
 
 _OFFLOADS = (

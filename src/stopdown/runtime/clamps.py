@@ -19,6 +19,7 @@ import functools
 import inspect
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _patches = Patches()
 _CHANGING = threading.RLock()
-_watchers: list[Patches] = []
+_watchers = 0
 
 
 @contextlib.contextmanager
@@ -74,17 +75,21 @@ def noting_clamps(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
 
 
 def watch_clamps(patches: Patches) -> None:
-    """Look at what `torch.nan_to_num` is called with, until `patches` is undone."""
+    """Look at what `torch.nan_to_num` is called with, until `patches` is undone or gone."""
+    global _watchers
     with _CHANGING:
         if not _watchers:
             _put_on()
-        _watchers.append(patches)
-    patches.defer(functools.partial(_leave, patches))
+        _watchers += 1
+    leave = weakref.finalize(patches, _leave)
+    leave.atexit = False
+    patches.defer(leave)
 
 
-def _leave(patches: Patches) -> None:
+def _leave() -> None:
+    global _watchers
     with _CHANGING:
-        _watchers.remove(patches)
+        _watchers -= 1
         if not _watchers:
             _patches.undo()
 

@@ -183,6 +183,9 @@ class _Tracer(TorchDispatchMode):
             return
         bad = [x for x in outputs if not _is_finite(x)]
         changed = {id(x) for x in outputs}
+        inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
+        if not bad and _is_exchange(func) and not all(map(_is_finite, inputs)):
+            bad = outputs  # which come later, with what went in
         if kind in _HIDING:
             self._note_hidden(args, bad)
         for tensor in outputs:
@@ -191,7 +194,6 @@ class _Tracer(TorchDispatchMode):
                 del self._made[tensor]
         if not bad:
             return
-        inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
         was_bad = [self._made[x] for x in outputs if x in self._made]  # overwritten in place
         event = self._describe(func, name, args, kwargs, bad[0], inputs, was_bad)
         for tensor in bad:
@@ -224,7 +226,7 @@ class _Tracer(TorchDispatchMode):
         if not real and not is_mask:
             event.operands = tuple(_describe_operands(inputs))
             event.around = tuple(path for path in reversed(self.paths.stack) if path)
-            event.is_exchange = "c10d" in getattr(func, "namespace", "")
+            event.is_exchange = _is_exchange(func)
             if not event.is_exchange:  # which all ranks would have to join once more
                 event.kind, event.reached = _weigh(func, args, kwargs, bad, bool(causes))
         return event
@@ -301,6 +303,11 @@ def _describe_operands(inputs: list[torch.Tensor]) -> Iterator[str]:
     for tensor in inputs[:4]:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         yield f"{name_dtype(tensor.dtype)} {shape} up to {measure_amax(tensor):.4g}"
+
+
+def _is_exchange(func: Any) -> bool:
+    """Whether an operation moves values between ranks, which may arrive after it has returned."""
+    return "c10d" in getattr(func, "namespace", "")
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:

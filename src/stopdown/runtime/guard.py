@@ -300,7 +300,10 @@ class Guard:
     def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
         """A module that was given is called: report it once when another one's call encloses it."""
         enclosing = find_outermost()
-        if enclosing not in (None, module) and id(enclosing) not in self._names:
+        is_own = (
+            id(module) in self._names
+        )  # and not a copy, which has the hooks of what it is made of
+        if is_own and enclosing not in (None, module) and id(enclosing) not in self._names:
             outer = type(enclosing).__name__
             text = (
                 f"`{name}` is called inside of a {outer}, so its calls are not guarded. Give the "
@@ -467,6 +470,9 @@ class Guard:
         for module, kept in found:
             if repair_cache is not None:
                 repair_cache.keep(module, kept)
+
+    def __deepcopy__(self, memo: object) -> Guard:
+        return self  # hooks name it: a copy of a guarded module is not guarded
 
     def __enter__(self) -> Guard:
         return self
