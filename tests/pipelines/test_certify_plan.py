@@ -84,6 +84,19 @@ def test_only_fp16_is_certified(save_tiny: SaveTiny) -> None:
     assert caught.value.what == "A certificate for bf16 was asked for."
 
 
+def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny) -> None:
+    """It is planned in what was asked for, without exponents; a name that there is not is refused."""
+    folder = save_tiny("cogvideox")
+    found = certify_plan(folder, precision="text_encoder=fp32")
+    entries = {entry.component: entry for entry in found.components}
+    assert entries["text_encoder"].precision == "fp32"
+    assert entries["text_encoder"].reasons == ("It was asked for in fp32.",)
+    assert not entries["text_encoder"].scaling.values
+    assert entries["transformer"].scaling.certified
+    with pytest.raises(OptionError, match="no component 'text'"):
+        certify_plan(folder, precision="text=fp32")
+
+
 def test_the_command_refuses_options_of_runs(save_tiny: SaveTiny, tmp_path: Path) -> None:
     """--certify runs nothing, so options of runs beside it are refused, and no file is left."""
     arguments = ["plan", str(save_tiny("cogvideox")), "--certify", "--ranges", "auto"]

@@ -123,6 +123,16 @@ def test_each_format_says_the_same(plan: Plan) -> None:
     assert all(x.layer in text for x in rows)
 
 
+@pytest.mark.parametrize("ending", ["txt", "json", "h", "py"])
+def test_a_component_without_rows_is_in_the_table(plan: Plan, ending: str) -> None:
+    """One with the exponent of a bias alone has no layer to list, and is told of all the same."""
+    bare = ComponentPlan("vae", "AutoencoderKL", "0" * 64, "fp16", Scaling(exponents={"a.bias": 2}))
+    both = dataclasses.replace(plan, components=(*plan.components, bare))
+    table = write_table(both, ending)
+    assert "vae" in table.lower()
+    assert "a.bias" in table
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_the_header_compiles(plan: Plan, tmp_path: Path) -> None:
     """A C program that includes it prints the table."""

@@ -224,7 +224,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
                 progress=display.progress,
             )
         )
-    if others:
+    if others and not options.certify:
         kept = tuple(leave_components(made.components, others))
         made = seal_plan(dataclasses.replace(made, components=kept))
     if options.accumulate is not None:
@@ -279,6 +279,7 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
     with quiet_libraries():
         return certify_plan(
             source,
+            precision=options.precision,
             request=request,
             progress=display.progress,
         )

@@ -46,7 +46,7 @@ from stopdown.plans.call_recorder import Progress, RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
-from stopdown.plans.precision import ComponentFacts, parse_fp16
+from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
 from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling.search import scale_unmeasured
@@ -112,23 +112,24 @@ def certify_plan(
     Args:
         source: Diffusers folder, Hub id, bundled model, or single file; one with parts of a pipeline is
             planned for these.
-        precision: `fp16`.
+        precision: `fp16`, or components that are planned in another one: `text_encoder=fp32`.
         request: picture or video that the pipeline starts from; sizes are its defaults.
         progress: told of stage, what, done and total: tensors that were read.
 
     Raises:
-        OptionError: the precision is none that needs a plan.
+        OptionError: the precision is none that needs a plan, or names what is no component.
         SourceError: the model is missing, damaged or refused.
 
     Cost: captures of seconds, and one pass over the weights for each kind of call; a single file as it is
     stored in memory, a model with LoRAs in fp32.
     """
     started = time.perf_counter()
-    parse_fp16(precision, "A certificate")
+    others = parse_fp16(precision, "A certificate")
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
     source = complete_source(source)
+    check_components(others, list_planned(source))
     source = dataclasses.replace(
         source, pipeline_class=choose_class(source.pipeline_class, request or Request())
     )
@@ -144,7 +145,7 @@ def certify_plan(
         }
         loaded = _load_file(source) if source.kind == "file" else {}
     put_file_bounds(source, SimpleNamespace(**modules))
-    components = tuple(
+    components = [
         _plan_component(
             source,
             module,
@@ -154,14 +155,14 @@ def certify_plan(
             progress,
         )
         for name, module in modules.items()
-    )
+    ]
     made = Plan(
         source=source.name,
         fingerprint=fingerprint(source),
         pipeline=source.pipeline_class,
         precision="fp16",
         versions=read_class_versions(),
-        components=components,
+        components=tuple(leave_components(components, others)),
         prompts=(),
         steps=0,
         device=str(choose_device("cpu")),

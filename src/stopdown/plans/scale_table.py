@@ -49,15 +49,16 @@ def list_scales(scaling: Scaling) -> list[LayerScale]:
         LayerScale(layer, source, result - source, result)
         for layer, (source, result) in scaling.layers.items()
     ]
-    return rows + [LayerScale(name, 0, e, e) for name, e in _list_weights(scaling)]
+    others = _list_others(scaling, biases=False)
+    return rows + [LayerScale(name, 0, exponent, exponent) for name, exponent in others]
 
 
-def _list_weights(scaling: Scaling) -> Iterator[tuple[str, int]]:
-    """Parameters that multiply no input: the weights of norms, tables, modulations."""
+def _list_others(scaling: Scaling, *, biases: bool) -> Iterator[tuple[str, int]]:
+    """Parameters of no listed layer: the weights of norms, tables and modulations, or biases."""
     layers = {layer.partition("[")[0] for layer in scaling.layers}
     for name, exponent in scaling.exponents.items():
         layer, _, part = name.partition("[")[0].rpartition(".")
-        if layer not in layers and part != "bias":
+        if layer not in layers and (part == "bias") == biases:
             yield name, exponent
 
 
@@ -106,7 +107,8 @@ def _describe(plan: Plan) -> list[str]:
 def _describe_rest(entry: ComponentPlan) -> list[str]:
     """What a table of layers does not hold of a component."""
     scaling = entry.scaling
-    said = [f"eps {place} times 2**{exponent}" for place, exponent in scaling.eps.items()]
+    said = [f"{name} times 2**{exponent}" for name, exponent in _list_others(scaling, biases=True)]
+    said += [f"eps {place} times 2**{exponent}" for place, exponent in scaling.eps.items()]
     said += [f"output of {path or 'all'} times 2**{e}" for path, e in scaling.multiplies.items()]
     return said + [f"{path} in fp32" for path in scaling.fp32_modules]
 
@@ -115,7 +117,7 @@ def _write_text(plan: Plan, entries: list[ComponentPlan]) -> str:
     lines = _describe(plan)
     for entry in entries:
         rows = list_scales(entry.scaling)
-        width = max(len(row.layer) for row in rows)
+        width = max((len(row.layer) for row in rows), default=len("layer"))
         lines += ["", f"{entry.component} ({entry.class_name})"]
         lines.append(f"{'layer':<{width}}  input  weight  output  scale")
         lines += [
@@ -131,6 +133,7 @@ def _write_json(plan: Plan, entries: list[ComponentPlan]) -> str:
         entry.component: {
             "class": entry.class_name,
             "layers": [{**asdict(row), "scale": row.scale} for row in list_scales(entry.scaling)],
+            "biases": dict(_list_others(entry.scaling, biases=True)),
             "eps": dict(entry.scaling.eps),
             "multiplies": dict(entry.scaling.multiplies),
             "fp32_modules": list(entry.scaling.fp32_modules),
@@ -158,13 +161,14 @@ def _write_header(plan: Plan, entries: list[ComponentPlan]) -> str:
     ]
     for entry in entries:
         name = _name_constant(entry.component)
-        lines += ["", *(f"/* also: {_quote_comment(x)} */" for x in _describe_rest(entry))]
-        lines.append(f"static const struct stopdown_scale STOPDOWN_{name}[] = {{")
-        lines += [
+        lines += ["", f"/* {entry.component} */"]
+        lines += [f"/* also: {_quote_comment(x)} */" for x in _describe_rest(entry)]
+        rows = [
             f"    {{{json.dumps(x.layer)}, {x.input}, {x.weight}, {x.output}, {_write_float(x.scale)}}},"
             for x in list_scales(entry.scaling)
         ]
-        lines.append("};")
+        if rows:  # C has no empty tables
+            lines += [f"static const struct stopdown_scale STOPDOWN_{name}[] = {{", *rows, "};"]
     return "\n".join(lines) + "\n"
 
 
