@@ -334,14 +334,14 @@ def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
     """`check` warns of rescaled weights, and calls an adapter on them wrong, naming it."""
     pipe = build()
     mark_rescaled(pipe, tmp_path)
-    (bare,) = check_rescaled(pipe)
+    (bare,) = check_rescaled(pipe, find_components(pipe))
     assert (bare.kind, bare.severity, bare.module_path) == (
         "rescaled-weights",
         "note",
         "transformer",
     )
     load_lora(pipe, write_lora(pipe, tmp_path))
-    (found,) = check_rescaled(pipe)
+    (found,) = check_rescaled(pipe, find_components(pipe))
     assert (found.kind, found.severity) == ("adapter-on-rescaled", "wrong")
     assert found.evidence.endswith("times powers of two. It has the adapter style.")
     assert "adapter-on-rescaled" in {x.kind for x in check(pipe)}
@@ -349,4 +349,4 @@ def test_an_adapter_on_a_converted_component_is_found(tmp_path: Path) -> None:
 
 def test_an_adapter_on_its_own_model_is_no_finding(styled: tuple[Any, Plan]) -> None:
     """Weights that nobody rescaled take adapters."""
-    assert list(check_rescaled(styled[0])) == []
+    assert list(check_rescaled(styled[0], find_components(styled[0]))) == []

@@ -11,7 +11,9 @@ plan`, and the guard), what a custom kernel does inside, and what only another r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,21 +25,36 @@ from stopdown.backend_rules import Place
 from stopdown.call_names import split_module_path
 from stopdown.device_profiles import Profile, find_target
 from stopdown.dtype_rules import environment_findings, parameters
-from stopdown.dtype_rules.findings import sort_findings, word_observations
-from stopdown.dtype_rules.inspection import Examination, examine
-from stopdown.dtype_rules.sum_overflow import check_sums
+from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
+from stopdown.dtype_rules.inspection import Examination, examine, examine_program
+from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.environment import read_version
-from stopdown.errors import OptionError
+from stopdown.errors import InputError, OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.components import find_components, list_calls
+from stopdown.pipelines.components import (
+    Callee,
+    check_run,
+    explain_run,
+    find_adapter,
+    find_callees,
+    find_components,
+    find_device,
+    find_named_callees,
+    list_calls,
+)
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
-from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
+from stopdown.pipelines.skeletons import build_skeleton, copy_module, copy_skeleton
 from stopdown.pipelines.sources import Source
-from stopdown.plans.applier import apply_without_weights, check_plan, check_source
+from stopdown.plans.applier import (
+    apply_plan,
+    apply_without_weights,
+    check_plan,
+    check_source,
+)
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import (
@@ -61,6 +78,7 @@ class Checked:
         precisions: component → format that it was judged in, or call → format where the methods of a
             component differ; empty for a live pipeline as it stands.
         stored: component → format of most of its weights on disk, as far as headers were there.
+        callees: of a program in memory, each call that was or can be made.
     """
 
     findings: list[Finding]
@@ -68,6 +86,7 @@ class Checked:
     profile: Profile
     precisions: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
+    callees: tuple[Callee, ...] = ()
 
 
 def check(
@@ -77,11 +96,13 @@ def check(
     device: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     sums: bool = False,
+    run: Callable[[], Any] | None = None,
 ) -> list[Finding]:
     """Everything about dtypes that will go wrong, worst first; empty for a healthy pipeline.
 
     Args:
-        pipe_or_source: a Diffusers pipeline, as it stands; or a SOURCE, of which the configs are
+        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, as it stands; or
+            a SOURCE, of which the configs are
             enough: a Hub id (only configs and the headers of its weights are fetched), a Diffusers
             folder, or a bundled model.
         precision: `fp16`, or by component: `transformer=fp16,vae.decode=fp32`: as if it were loaded so;
@@ -92,15 +113,18 @@ def check(
         arguments: of the pipeline's call; without them its defaults.
         sums: load the weights as well and run two steps in fp32, to find sums that kernels with fp16
             accumulators would not hold, and products that do not fit into fp16.
+        run: runs a program that is no pipeline once, as it is to be run later. Its own code runs;
+            what it calls of its modules is answered with zeros, and not computed.
 
     Raises:
+        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
         SourceError: there is no such source, or a config does not describe its class.
         OptionError: the precision or the device is unknown, or sums are asked of a plan.
         PlanError: the plan is damaged or belongs to another model.
     """
     asked = None if precision is None else write_request(precision)
     return inspect_pipeline(
-        pipe_or_source, precision=asked, device=device, arguments=arguments, sums=sums
+        pipe_or_source, precision=asked, device=device, arguments=arguments, sums=sums, run=run
     ).findings
 
 
@@ -112,6 +136,7 @@ def inspect_pipeline(
     arguments: Mapping[str, Any] | None = None,
     config: str | Path | None = None,
     sums: bool = False,
+    run: Callable[[], Any] | None = None,
 ) -> Checked:
     """As `check`, with what the findings rest on. `config` is for a single file, as in `load`."""
     request = parse_request(precision or "auto")
@@ -124,13 +149,22 @@ def inspect_pipeline(
         )
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
+        if run is not None:
+            raise InputError(
+                f"run was given for the source {getattr(found, 'name', found)}.",
+                expected="A source is run as its own pipeline.",
+                remedy="Leave run away, or give the program that it runs.",
+            )
         if not isinstance(found, Source):
             found = sources.resolve_source(found, config=config, with_weights=False)
             found = find_source(found)
         checked = _check_source(found, asked, device, arguments)
         return _add_sums(checked, _load_wide(found), arguments) if sums else checked
-    checked = _check_live(pipe_or_source, asked, device, arguments)
-    return _add_sums(checked, pipe_or_source, arguments) if sums else checked
+    if check_run(pipe_or_source, run, arguments, "check") and run is not None:
+        checked = _check_program(pipe_or_source, asked, device, run)
+    else:
+        checked = _check_live(pipe_or_source, asked, device, arguments)
+    return _add_sums(checked, pipe_or_source, arguments, run) if sums else checked
 
 
 def _load_wide(source: Source) -> Any:
@@ -147,11 +181,17 @@ def _load_wide(source: Source) -> Any:
     return move_program(pipe, find_target()[0])
 
 
-def _add_sums(checked: Checked, pipe: Any, arguments: Mapping[str, Any] | None) -> Checked:
+def _add_sums(
+    checked: Checked,
+    pipe: Any,
+    arguments: Mapping[str, Any] | None,
+    run: Callable[[], Any] | None = None,
+) -> Checked:
     """A check with what a run in fp32 shows of its sums."""
     callees = checked.seen.callees.values()
     narrow = {d.component_name for d in callees if d.main == torch.float16}
-    found = check_sums(pipe, narrow, checked.profile, arguments)
+    start = run or functools.partial(run_pipeline, pipe, arguments or {})
+    found = check_sums(pipe, narrow, checked.profile, start)
     return dataclasses.replace(checked, findings=sort_findings([*checked.findings, *found]))
 
 
@@ -180,27 +220,105 @@ def _check_live(
     device: str | None,
     arguments: Mapping[str, Any] | None,
 ) -> Checked:
-    place, profile = _find_place(device or str(getattr(pipe, "device", "cpu")))
+    place, profile = _find_place(device or find_device(pipe))
+    components = find_components(pipe)
+    live = _Live(pipe, components, find_callees(pipe), profile)
     if isinstance(asked, Plan):
         check_plan(pipe, asked)
-        skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
+        skeleton = copy_skeleton(pipe, dict.fromkeys(components, torch.float32))
         apply_without_weights(skeleton, asked)
-        found = list(parameters.check_values(pipe, {}))
-        parts, chosen = [examine(skeleton, place, arguments)], _list_planned(asked)
-    else:
-        calls = {name: list_calls(name, part) for name, part in find_components(pipe).items()}
-        options = _Options(calls, resolve_request(asked, calls))
-        skeletons = [copy_skeleton(pipe, dtypes) for dtypes in options.list_dtypes()]
-        parts = _examine_all(skeletons, options, place, arguments)
-        widening = {module_path for part in parts for module_path in part.widening}
-        fresh = [
-            copy_skeleton(pipe, dtypes) for dtypes in options.list_dtypes()
-        ]  # those are used up
-        found = [finding for made in fresh for finding in parameters.check_dtypes(made, widening)]
-        found += [f for each in options.list_formats() for f in parameters.check_values(pipe, each)]
-        chosen = options.chosen
-    found += parameters.check_rescaled(pipe)
-    return _join(found, parts, profile, chosen, {})
+        return _judge_planned(live, asked, examine(skeleton, place, arguments))
+    calls = {name: list_calls(name, part) for name, part in components.items()}
+    options = _Options(calls, resolve_request(asked, calls))
+    parts = options.examine(lambda dtypes: examine(copy_skeleton(pipe, dtypes), place, arguments))
+    return _judge_live(
+        live, options, parts, lambda dtypes: find_components(copy_skeleton(pipe, dtypes))
+    )
+
+
+def _check_program(
+    program: Any,
+    asked: PrecisionRequest | Plan,
+    device: str | None,
+    run: Callable[[], Any],
+) -> Checked:
+    """A program that is no pipeline: its components are what a run of it calls."""
+    place, profile = _find_place(device or find_device(program))
+    with apply_plan(program, asked) if isinstance(asked, Plan) else contextlib.nullcontext():
+        seen = examine_program(program, place, run)
+    callees = find_named_callees(program, seen.callees)
+    if not callees:
+        why = "".join(f" It ended with {reason}." for _, reason in seen.unseen)
+        raise explain_run(
+            f"The run called no module of the {type(program).__name__}.{why}", "check"
+        )
+    components = {callee.component_name: callee.owner for callee in callees}
+    live = _Live(program, components, callees, profile)
+    if isinstance(asked, Plan):
+        return _judge_planned(live, asked, seen)
+    calls = {
+        name: tuple(callee.name for callee in callees if callee.component_name == name)
+        for name in components
+    }
+    options = _Options(calls, resolve_request(asked, calls))
+    parts = [seen]
+    if options.formats:
+        parts = options.examine(lambda dtypes: examine_program(program, place, run, dtypes))
+    return _judge_live(
+        live,
+        options,
+        parts,
+        lambda dtypes: {name: copy_module(x, dtypes.get(name)) for name, x in components.items()},
+    )
+
+
+@dataclass(frozen=True)
+class _Live:
+    """A program in memory, and where it is judged for."""
+
+    program: Any
+    components: Mapping[str, torch.nn.Module]
+    callees: tuple[Callee, ...]
+    profile: Profile
+
+
+def _judge_planned(live: _Live, plan: Plan, seen: Examination) -> Checked:
+    """What was seen of a program under a plan, with what its weights are like."""
+    found = list(parameters.check_values(live.components, {}))
+    return _conclude(live, found, [seen], _list_planned(plan))
+
+
+def _judge_live(
+    live: _Live,
+    options: _Options,
+    parts: list[Examination],
+    copy: Callable[[dict[str, torch.dtype]], Mapping[str, torch.nn.Module]],
+) -> Checked:
+    """What was seen of a program, with what its weights are like.
+
+    Args:
+        copy: its components as if they had been loaded in these dtypes; those that were run are used up.
+    """
+    widening = {module_path for part in parts for module_path in part.widening}
+    found = [
+        finding
+        for dtypes in options.list_dtypes()
+        for finding in parameters.check_dtypes(copy(dtypes), widening)
+    ]
+    for each in options.list_formats():
+        found += parameters.check_values(live.components, each)
+    return _conclude(live, found, parts, options.chosen)
+
+
+def _conclude(
+    live: _Live, found: list[Finding], parts: list[Examination], chosen: dict[str, str]
+) -> Checked:
+    rescaled = list(parameters.check_rescaled(live.program, live.components))
+    checked = _join([*found, *rescaled], parts, live.profile, chosen, {})
+    findings = checked.findings
+    if not find_adapter(live.program).is_pipeline:
+        findings = [word_for_program(finding) for finding in findings]
+    return dataclasses.replace(checked, findings=findings, callees=live.callees)
 
 
 def _check_source(
@@ -229,8 +347,9 @@ def _check_source(
         known = {call: stored.get(name, "") for name in calls for call in calls[name]}
         known = {call: entry for call, entry in known.items() if entry in FORMATS}
         options = _Options(calls, known | resolve_request(asked, calls))
-        skeletons = [build_skeleton(source, dtypes) for dtypes in options.list_dtypes()]
-        parts = _examine_all(skeletons, options, place, arguments)
+        parts = options.examine(
+            lambda dtypes: examine(build_skeleton(source, dtypes), place, arguments)
+        )
         found = [
             finding
             for each in options.list_formats()
@@ -312,25 +431,20 @@ class _Options:
             for each in self.list_formats()
         ]
 
-
-def _examine_all(
-    skeletons: list[Any], options: _Options, place: Place, arguments: Mapping[str, Any] | None
-) -> list[Examination]:
-    """What runs show, each of the calls that it has in their own format."""
-    parts = [examine(skeleton, place, arguments) for skeleton in skeletons]
-    if len(parts) == 1:
-        return parts
-    last = {calls[-1] for calls in options.calls.values() if len(calls) > 1}
-    return [_take(parts[0], lambda call: call not in last), _take(parts[1], last.__contains__)]
+    def examine(self, look: Callable[[dict[str, torch.dtype]], Examination]) -> list[Examination]:
+        """What runs show, each of the calls that it has in their own format."""
+        parts = [look(dtypes) for dtypes in self.list_dtypes()]
+        if len(parts) == 1:
+            return parts
+        last = {calls[-1] for calls in self.calls.values() if len(calls) > 1}
+        return [_take(parts[0], lambda call: call not in last), _take(parts[1], last.__contains__)]
 
 
 def _take(seen: Examination, has: Callable[[str], bool]) -> Examination:
     """What was seen of some calls, and around them."""
     return dataclasses.replace(
         seen,
-        observations=[
-            x for x in seen.observations if x.component == "pipeline" or has(x.component)
-        ],
+        observations=[x for x in seen.observations if x.call == "pipeline" or has(x.call)],
         callees={call: callee for call, callee in seen.callees.items() if has(call)},
     )
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from stopdown.call_names import name_component
 from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
@@ -21,17 +20,19 @@ _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "forma
 
 def check_device(seen: Examination, profile: Profile) -> Iterator[Finding]:
     """Findings about formats that the device lacks, emulates, or is wrong or slow in."""
-    used: dict[str, list[str]] = {}
+    used: dict[str, list[Seen]] = {}
     for callee in seen.callees.values():
         if callee.main is not None:
-            used.setdefault(name_dtype(callee.main), []).append(callee.name)
-    for name, components in used.items():
+            used.setdefault(name_dtype(callee.main), []).append(callee)
+    for name, callees in used.items():
         fact = profile.formats.get(name)
         if fact is None or fact.state == "native":
             continue
         kind = _KINDS.get(fact.state, "format-missing")
-        evidence = f"{', '.join(components)} in {name}. {profile.describe_format(name)}"
-        yield make_finding(kind, name_component(components[0]), evidence)
+        called = ", ".join(callee.name for callee in callees)
+        evidence = f"{called} in {name}. {profile.describe_format(name)}"
+        first = callees[0].component_name
+        yield make_finding(kind, first, evidence, component=first)
     for fault in profile.faults:
         yield from _check_fault(fault, seen, profile)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
@@ -48,7 +49,8 @@ def is_fault(kind: str) -> bool:
 def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
     """A finding of a kind, with its why and remedy filled in."""
     words = read_kinds()[kind]
-    values = _Blanks(component=name_component(split_module_path(module_path)[0]), **facts)
+    name, path = split_module_path(module_path)
+    values = _Blanks({"component": name if path else name_component(name), **facts})
     return Finding(
         kind,
         module_path,
@@ -57,6 +59,26 @@ def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Fi
         words.why.format_map(values),
         words.severity,
     )
+
+
+def word_for_program(finding: Finding) -> Finding:
+    """A finding about a program that is no pipeline: what to type there."""
+    remedy = finding.remedy
+    for pattern, words in _PROGRAM_WORDS:
+        remedy = re.sub(pattern, words, remedy)
+    return dataclasses.replace(finding, remedy=remedy)
+
+
+_PROGRAM_WORDS = (
+    (r" Where only an input was missing, .*", ""),
+    (r"stopdown generate SOURCE, or ", ""),
+    (r"stopdown plan SOURCE( -o plan.json, then --precision plan.json)?", "stopdown.make_plan"),
+    (r"stopdown\.(mend|guard)\(pipe\)", r"stopdown.\1"),
+    (r"--precision ([\w.]+)=(\w+)", r"\1 in \2"),
+    (r"--precision (\w+)", r"\1"),
+    (r"pipe\.([\w.]+)\.dtype", r"next(\1.parameters()).dtype"),
+    (r"pipe\.", ""),
+)
 
 
 class _Blanks(dict[str, str]):
@@ -82,8 +104,7 @@ def word_observations(observations: Iterable[Observation]) -> list[Finding]:
 
 
 def _find_cause(seen: Observation) -> tuple[str, ...]:
-    component = name_component(seen.component)
-    facts = seen.facts
+    component, facts = seen.component, seen.facts
     if seen.kind == "boundary":
         return seen.kind, component, facts.get("argument", "")
     if seen.kind == "mixed-parameters":
@@ -106,14 +127,14 @@ def _word(group: list[Observation]) -> Finding:
     module_path = _choose_module_path(first)
     evidence = _EVIDENCE[first.kind](first) + more
     facts = {"path": first.path, **first.facts, "dtype": first.facts.get("main", "")}
+    facts["component"] = first.component
     return make_finding(first.kind, module_path, evidence, **facts)
 
 
 def _choose_module_path(seen: Observation) -> str:
-    component = name_component(seen.component)
     if seen.kind == "mixed-parameters":
         owner = seen.facts.get("parameter", "").rpartition(".")[0]
-        return name_module_path(component, owner)
+        return name_module_path(seen.component, owner)
     return seen.module_path
 
 
@@ -121,7 +142,7 @@ def _describe_boundary(seen: Observation) -> str:
     facts = seen.facts
     came = f" (it comes from {facts['before']})" if facts.get("before") else ""
     return (
-        f"The argument {facts['argument']} of {seen.component} is {facts['odd_dtype']}{came}; "
+        f"The argument {facts['argument']} of {seen.call} is {facts['odd_dtype']}{came}; "
         f"{facts['reason']}"
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ from stopdown.pipelines.dry_run import (
     ComponentFailed,
     Listener,
     dry_run,
+    dry_run_program,
     make_arguments,
 )
 from stopdown.scaling.folds import RESCALED
@@ -85,7 +86,7 @@ class Examination:
         callees: each component call that was used, by its component.
         operations: (operation, format) → the module path of its first use.
         unseen: what could not be walked, with the reason.
-        scheduler: after the run.
+        scheduler: of a pipeline, after the run.
         widening: module paths of modules that cast their input to fp32 themselves, beside fp32 parameters.
     """
 
@@ -105,22 +106,53 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
         place: whose rules hold.
         arguments: of the pipeline's call, instead of its defaults.
     """
-    listener = DtypeListener(place)
+    given = {**make_arguments(skeleton), **(arguments or {})}
+    listener = DtypeListener(place, place.backend)
+    seen = _listen(listener, functools.partial(dry_run, skeleton, given))
+    seen.scheduler = getattr(skeleton, "scheduler", None)
+    return seen
+
+
+def examine_program(
+    program: Any,
+    place: Place,
+    run: Callable[[], Any],
+    torch_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Examination:
+    """Everything that one run of a live program shows that is no pipeline; it is left as it was.
+
+    Args:
+        program: as `guard` takes it.
+        place: whose rules hold.
+        run: runs it; its components are answered by copies without weights.
+        torch_dtypes: component → dtype that it is to have as if it had been loaded so.
+    """
+    return _listen(
+        DtypeListener(place, "cpu"),  # a live program runs where it is
+        lambda listeners: dry_run_program(program, run, listeners, torch_dtypes),
+    )
+
+
+def _listen(listener: DtypeListener, start: Callable[[list[Listener]], None]) -> Examination:
     try:
-        dry_run(skeleton, {**make_arguments(skeleton), **(arguments or {})}, [listener])
+        start([listener])
     except Exception as error:  # whatever code raises without values is a result here
         listener.note_failure(error)
-    return listener.conclude(skeleton)
+    return listener.conclude()
 
 
 class DtypeListener(Listener):
-    """Judges the operations of a dry run, those of the pipeline's own code among them."""
+    """Judges the operations of a dry run, those of the pipeline's own code among them.
 
-    def __init__(self, place: Place) -> None:
-        self._place, self._ambient = place, list_autocast()
-        self._result = Examination()
-        self._outside = Judge(Case("pipeline", None, place, ambient=self._ambient))
-        self._around = Walk(self._outside, None, place.backend)
+    Args:
+        place: whose rules hold.
+        device: what the code around the components is told that it runs on.
+    """
+
+    def __init__(self, place: Place, device: str) -> None:
+        self._place, self._result = place, Examination()
+        self._outside = Judge(Case("pipeline", "pipeline", None, place, ambient=list_autocast()))
+        self._around = Walk(self._outside, None, device)
 
     def note_failure(self, error: Exception) -> None:
         """What ended the run before its end."""
@@ -129,10 +161,9 @@ class DtypeListener(Listener):
         else:
             self._result.unseen.append(("pipeline", _shorten(error)))
 
-    def conclude(self, skeleton: Any) -> Examination:
+    def conclude(self) -> Examination:
         """What was seen in the run that is over."""
         self._result.observations += self._outside.found
-        self._result.scheduler = getattr(skeleton, "scheduler", None)
         return self._result
 
     def around(self, arguments: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -162,7 +193,7 @@ class DtypeListener(Listener):
     def inside(self, call: ComponentCall, paths: ModulePaths) -> Iterator[None]:
         """The walk through a component's code."""
         callee, seen = call.callee, self._result.callees[call.callee.name]
-        judge = Judge(_make_case(callee, seen.main, self._place, self._ambient))
+        judge = Judge(_make_case(callee, seen.main, self._place, list_autocast()))
         walk = Walk(judge, seen.main, paths=paths)
         for name, tensor in [*callee.owner.named_parameters(), *callee.owner.named_buffers()]:
             set_origin(tensor, Origin("parameter", name, "", name))
@@ -201,7 +232,8 @@ def _make_case(
     named = dict(module.named_parameters())
     kept = find_kept_fp32(type(module), name_dtype(main)) if main is not None else ()
     return Case(
-        component=callee.name,
+        call=callee.name,
+        component=callee.component_name,
         main=main,
         place=place,
         parameters={name: tensor.dtype for name, tensor in named.items()},

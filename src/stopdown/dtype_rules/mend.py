@@ -27,8 +27,8 @@ from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, cast_floats, put_cast, put_layer
-from stopdown.pipelines.components import find_callees, find_components, read_precisions
+from stopdown.pipelines.call_interception import Call, Rank, cast_floats, intercept, put_cast
+from stopdown.pipelines.components import Callee, find_components, read_precisions
 from stopdown.records import Finding
 
 ROUNDS = 8
@@ -48,24 +48,27 @@ class _Case:
     """Where something is mended.
 
     Attributes:
-        pipe: a Diffusers pipeline.
+        pipe: a Diffusers pipeline or another program.
         name: of the component.
         path: of the module in it.
+        callees: its calls; none of a scheduler.
         widening: module paths of modules that cast their input to fp32 themselves.
+        done: what was done before.
         patches: where the changes are put.
     """
 
     pipe: Any
     name: str
     path: str
+    callees: tuple[Callee, ...]
     widening: Collection[str]
+    done: Collection[str]
     patches: Patches
 
     @property
     def module(self) -> torch.nn.Module:
         """The component."""
-        found: torch.nn.Module = getattr(self.pipe, self.name)
-        return found
+        return self.callees[0].owner
 
 
 class Mending:
@@ -94,31 +97,35 @@ class Mending:
 
 
 def mend(
-    pipe: Any, *, device: str | None = None, arguments: Mapping[str, Any] | None = None
+    pipe: Any,
+    *,
+    device: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    run: Callable[[], Any] | None = None,
 ) -> Mending:
-    """Put right what a check of a live pipeline finds, in place.
+    """Put right what a check of a live pipeline or program finds, in place.
 
     Args:
-        pipe: a Diffusers pipeline with its weights.
-        device: as for `check`.
-        arguments: as for `check`.
+        pipe: a Diffusers pipeline with its weights, or another program as `guard` takes it.
+        device, arguments, run: as for `check`.
 
     Returns:
         A handle with `.done`, `.remaining` and `.undo()`, also a context manager.
 
     Raises:
-        InputError: it is no pipeline, or a name of one.
+        InputError: it holds no module, or is no pipeline and `run` is missing or calls nothing.
     """
-    find_components(pipe)  # refuses what holds no module
+    find_components(pipe)  # refuses a name of a pipeline
     patches, done = Patches(), list[str]()
-    checked = inspect_pipeline(pipe, device=device, arguments=arguments)
+    look = partial(inspect_pipeline, pipe, device=device, arguments=arguments, run=run)
+    checked = look()
     try:
         for _ in range(ROUNDS):
             said = _mend_roots(pipe, checked, done, patches)
             if not said:
                 break
             done += said
-            checked = inspect_pipeline(pipe, device=device, arguments=arguments)
+            checked = look()
     except BaseException:
         patches.undo()
         raise
@@ -129,21 +136,23 @@ def _mend_roots(pipe: Any, checked: Checked, done: list[str], patches: Patches) 
     """Mend what may be the cause of the rest first; what was done, and was not done before."""
     for kinds in _ORDER:
         chosen = [finding for finding in checked.findings if finding.kind in kinds]
-        said = [_mend_one(pipe, finding, checked.seen.widening, patches) for finding in chosen]
+        said = [_mend_one(pipe, finding, checked, done, patches) for finding in chosen]
         fresh = [text for text in dict.fromkeys(said) if text and text not in done]
         if fresh:
             return fresh
     return []
 
 
-def _mend_one(pipe: Any, finding: Finding, widening: Collection[str], patches: Patches) -> str:
+def _mend_one(
+    pipe: Any, finding: Finding, checked: Checked, done: Collection[str], patches: Patches
+) -> str:
     """Mend one finding; what was done, "" when nothing can be."""
     name, path = split_module_path(finding.module_path)
     remedy = _REMEDIES.get(finding.kind)
-    module = find_components(pipe).get(name)
-    if remedy is None or (module is None and finding.kind != "sigmas-collapse"):
+    callees = tuple(x for x in checked.callees if x.component_name == name)
+    if remedy is None or (not callees and finding.kind != "sigmas-collapse"):
         return ""
-    return remedy(_Case(pipe, name, path, widening, patches))
+    return remedy(_Case(pipe, name, path, callees, checked.seen.widening, done, patches))
 
 
 def _unify(case: _Case) -> str:
@@ -208,12 +217,14 @@ def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches
 
 def _cast_arguments(case: _Case) -> str:
     main = read_precisions(case.module)[0]
-    for callee in find_callees(case.pipe):
-        if callee.component_name == case.name:
-            put_cast(callee, main, case.patches)
-    return (
+    said = (
         f"{case.name}: its arguments are cast to {name_dtype(main)} at each call, its outputs back."
     )
+    if said in case.done:  # a time or position, which is not cast at the call
+        return _cast_at_module(case)
+    for callee in case.callees:
+        put_cast(callee, main, case.patches)
+    return said
 
 
 def _cast_at_module(case: _Case) -> str:
@@ -236,9 +247,8 @@ def _stop_autocast(case: _Case) -> str:
         with without_autocast():
             return call(*args, **kwargs)
 
-    for callee in find_callees(case.pipe):
-        if callee.component_name == case.name:
-            put_layer(callee.owner, callee.method, call_plain, case.patches, Rank.PLAN)
+    for callee in case.callees:
+        intercept(callee, call_plain, case.patches, Rank.PLAN)
     return f"{case.name}: autocast is off inside of its calls."
 
 
@@ -246,9 +256,8 @@ def _upcast(case: _Case) -> str:
     module = case.module
     names = [key for key, tensor in module.named_parameters() if tensor.is_floating_point()]
     _cast(module, names, torch.float32, case.patches)
-    for callee in find_callees(case.pipe):
-        if callee.component_name == case.name:
-            put_cast(callee, torch.float32, case.patches)
+    for callee in case.callees:
+        put_cast(callee, torch.float32, case.patches)
     return f"{case.name}: cast to fp32, as its config says, and its arguments with it."
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
-from stopdown.call_names import name_component, name_module_path
+from stopdown.call_names import name_module_path
 from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 
@@ -34,13 +34,15 @@ class Observation:
 
     Attributes:
         kind: of the finding that it becomes.
-        component: `transformer`, `vae.decode`, or `pipeline` for the code around them.
+        call: `transformer`, `vae.decode`, or `pipeline` for the code around them.
+        component: the call without its method.
         path: dotted path of the module in it; "" for the component itself.
         operation: name of the operation.
         facts: what the sentence is made of.
     """
 
     kind: str
+    call: str
     component: str
     path: str
     operation: str
@@ -49,7 +51,7 @@ class Observation:
     @property
     def module_path(self) -> str:
         """`component:dotted.path`, the component without its direction."""
-        return name_module_path(name_component(self.component), self.path)
+        return name_module_path(self.component, self.path)
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,18 @@ class Case:
     """What a judge has to know of a component.
 
     Attributes:
-        component: its name.
+        call: its name.
+        component: without the method.
         main: dtype of most of its weights; None without any.
         place: where it would run.
         parameters: dtype of each parameter and buffer.
         kept_fp32: names of parameters that its authors keep in fp32.
         is_rescaled: it was made to fit fp16 by a plan.
-        ambient: device types whose autocast was on around the check.
+        ambient: device types whose autocast was on around the call.
         mps_aware: paths of the modules whose code takes fp32 instead of fp64 on MPS.
     """
 
+    call: str
     component: str
     main: torch.dtype | None
     place: Place
@@ -122,7 +126,9 @@ class Judge:
             self._observe("positions-collapse", step, **facts)
 
     def _observe(self, kind: str, step: Step, **facts: str) -> None:
-        self.found.append(Observation(kind, self.case.component, step.path, step.name, facts))
+        self.found.append(
+            Observation(kind, self.case.call, self.case.component, step.path, step.name, facts)
+        )
 
     def _judge_operands(self, step: Step) -> bool:
         is_autocast = bool(step.autocast) and step.name in PRODUCTS

@@ -17,7 +17,7 @@ import torch
 from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
-from stopdown.pipelines.components import find_components, find_kept_fp32, read_precisions
+from stopdown.pipelines.components import find_kept_fp32, read_precisions
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.plans.adapter_check import read_structure
 from stopdown.records import Finding
@@ -55,14 +55,16 @@ def find_widening(
     return {path: part for path, part in parts.items() if path in paths or type(part) in kinds}
 
 
-def check_dtypes(pipe: Any, widening: Collection[str] = ()) -> Iterator[Finding]:
+def check_dtypes(
+    components: Mapping[str, torch.nn.Module], widening: Collection[str] = ()
+) -> Iterator[Finding]:
     """Findings about the dtypes that parameters have, component by component.
 
     Args:
-        pipe: a Diffusers pipeline, or one without weights.
+        components: by name, with or without weights.
         widening: module paths of modules that cast their input to fp32 themselves: fp32 is right for them.
     """
-    for name, module in find_components(pipe).items():
+    for name, module in components.items():
         precisions = read_precisions(module)
         if not precisions or getattr(module, RESCALED, False):
             continue  # a plan decides what stays in fp32, and casts around it
@@ -132,9 +134,9 @@ def check_rescaled_files(said: Mapping[str, str]) -> Iterator[Finding]:
             yield make_finding("rescaled-weights", name, f"Its file says: {text}.")
 
 
-def check_rescaled(pipe: Any) -> Iterator[Finding]:
+def check_rescaled(pipe: Any, components: Mapping[str, torch.nn.Module]) -> Iterator[Finding]:
     """Findings about components of a live pipeline whose weights are rescaled, and adapters on them."""
-    for name, module in find_components(pipe).items():
+    for name, module in components.items():
         said = _describe_rescaled(module)
         if not said:
             continue
@@ -163,16 +165,18 @@ def _describe_rescaled(module: torch.nn.Module) -> str:
 # Values
 
 
-def check_values(pipe: Any, precisions: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings about the values of a live pipeline's weights, as they are in a precision.
+def check_values(
+    components: Mapping[str, torch.nn.Module], precisions: Mapping[str, str]
+) -> Iterator[Finding]:
+    """Findings about the values of live components' weights, as they are in a precision.
 
     Args:
-        pipe: a Diffusers pipeline.
+        components: by name.
         precisions: component → format that it is to be cast to; absent ones stay.
 
     Cost: a few passes over every weight that is in memory.
     """
-    for name, module in find_components(pipe).items():
+    for name, module in components.items():
         for path, parameter in module.named_parameters():
             if parameter.is_floating_point() and not parameter.is_meta:
                 target = precisions.get(name) or name_dtype(parameter.dtype)

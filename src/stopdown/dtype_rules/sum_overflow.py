@@ -14,25 +14,33 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from stopdown.accumulation import Sum, find_sums
-from stopdown.call_names import name_component, name_module_path
+from stopdown.call_names import name_module_path
 from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    find_module,
+    intercept,
+    intercept_components,
+    put_cast,
+)
 from stopdown.pipelines.components import (
     Callee,
     cast_component_,
-    find_callees,
+    find_adapter,
     find_components,
+    find_device,
     find_kept_fp32,
 )
 from stopdown.pipelines.dry_run import make_arguments
@@ -49,20 +57,19 @@ def check_sums(
     pipe: Any,
     narrow: Iterable[str],
     profile: Profile,
-    arguments: Mapping[str, Any] | None = None,
+    run: Callable[[], Any],
 ) -> list[Finding]:
     """Findings about sums that leave fp16 on their way, worst first.
 
     Args:
-        pipe: a pipeline with its weights; it is left as it was.
+        pipe: a pipeline or another program with its weights; it is left as it was.
         narrow: components that are to run in fp16.
         profile: the device that they are to run on.
-        arguments: of the pipeline's call, instead of its defaults; sizes that are not among them are
-            chosen, see `choose_size`.
+        run: runs it once.
 
-    Cost: a run of two steps in fp32, with a product for each group of 16 values; memory for fp32.
+    Cost: that run in fp32, with a product for each group of 16 values; memory for fp32.
     """
-    sums = _collect(pipe, set(narrow), arguments or {})
+    sums = _collect(pipe, set(narrow), run)
     groups: dict[tuple[str, ...], list[Sum]] = {}
     for component, entry in sums:
         key = (component, generalise(entry.path), entry.operation, str(_is_sum_alone(entry)))
@@ -71,37 +78,52 @@ def check_sums(
     return sort_findings(found)
 
 
-def _collect(pipe: Any, narrow: set[str], arguments: Mapping[str, Any]) -> list[tuple[str, Sum]]:
+def run_pipeline(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """Run a pipeline for `STEPS` steps.
+
+    Args:
+        arguments: of its call, instead of its defaults; sizes that are not among them are chosen, see
+            `choose_size`.
+    """
+    given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
+    where = choose_device(find_device(pipe))
+    sizes, _ = choose_size(pipe, given, memory_bytes=where.memory_bytes, on_cpu=where.type == "cpu")
+    pipe(**{**given, **sizes})
+
+
+def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[str, Sum]]:
     """Sums of one run that do not fit, largest first."""
-    largest: dict[tuple[str, str, str], Sum] = {}
+    largest: dict[tuple[str, ...], Sum] = {}
 
     def look(callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outputs: list[Any] = []
         module = find_module(callee)
         for entry in find_sums(module, lambda: outputs.append(call(*args, **kwargs))):
-            key = (callee.name, entry.path, entry.operation)
+            key = (callee.name, callee.component_name, entry.path, entry.operation)
             seen = largest.get(key)
             if not entry.fits and (seen is None or entry.largest > seen.largest):
                 largest[key] = entry
         return outputs[0]
 
+    kept: dict[str, tuple[str, ...]] = {}
+    is_pipeline = find_adapter(pipe).is_pipeline
+
+    def put(callee: Callee, layers: Patches) -> None:
+        if not is_pipeline:  # which casts by itself
+            put_cast(callee, torch.float32, layers)
+        if callee.component_name in narrow:
+            kept[callee.component_name] = find_kept_fp32(type(callee.owner), "fp16")
+            intercept(callee, functools.partial(look, callee), layers, Rank.RECORD)
+
     with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the picture, which nobody gets
         for module in find_components(pipe).values():
             _widen(module, patches)
-        for callee in find_callees(pipe):
-            if callee.component_name in narrow:
-                intercept(callee, functools.partial(look, callee), patches, Rank.RECORD)
-        given = {**make_arguments(pipe), "num_inference_steps": STEPS, **arguments}
-        where = choose_device(str(getattr(pipe, "device", "cpu")))
-        sizes, _ = choose_size(
-            pipe, given, memory_bytes=where.memory_bytes, on_cpu=where.type == "cpu"
-        )
-        pipe(**{**given, **sizes})
-    kept = {name: find_kept_fp32(type(x), "fp16") for name, x in find_components(pipe).items()}
-    found = [(component, entry) for (component, *_), entry in largest.items()]
+        intercept_components(pipe, put, patches)
+        run()
+    found = [(component, entry) for (_, component, *_), entry in largest.items()]
     found.sort(key=lambda pair: -pair[1].largest)
-    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(name_component(c), ()))]
+    return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(c, ()))]
 
 
 def _widen(module: torch.nn.Module, patches: Patches) -> None:
@@ -124,7 +146,7 @@ def _is_sum_alone(entry: Sum) -> bool:
 def _word(component: str, group: list[Sum], profile: Profile) -> Finding:
     """One finding for the same module in all blocks."""
     worst = group[0]
-    module_path = name_module_path(name_component(component), worst.path)
+    module_path = name_module_path(component, worst.path)
     if not _is_sum_alone(worst):
         return make_finding("product-overflows", module_path, _tell(worst, group))
     fault = next(_find_faults(worst, profile), None)

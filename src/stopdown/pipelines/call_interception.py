@@ -184,13 +184,14 @@ def bared(module: torch.nn.Module) -> Iterator[None]:
         yield
 
 
-def copy_layers(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Put the layers of one module on a copy of it, in their order."""
+def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank | None) -> None:
+    """Put the layers of one module on a copy of it, in their order; those `below` a rank alone."""
     patches = Patches()  # never undone: they belong to the copy
     for name, found in list(vars(source).items()):
         stack = _find_stack(found)
         for rank, layer in stack.layers if stack is not None else ():
-            put_layer(target, name, layer, patches, rank)
+            if below is None or rank < below:
+                put_layer(target, name, layer, patches, rank)
 
 
 def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:

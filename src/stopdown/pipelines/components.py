@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from stopdown.call_names import name_call
+from stopdown.errors import InputError
 from stopdown.mapped_weights import cast_tensor
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import name_dtype
@@ -121,9 +122,75 @@ def find_component(program: Any, name: str) -> torch.nn.Module | None:
     return adapter.name_modules(program).get(name) if found is None else found
 
 
+def find_device(program: Any) -> str:
+    """Where a program is: `cpu`, `cuda:0`."""
+    if find_adapter(program).is_pipeline:
+        return str(getattr(program, "device", "cpu"))
+    weights = (x for module in find_components(program).values() for x in module.parameters())
+    return str(next((x.device for x in weights), "cpu"))
+
+
+def find_named_callees(program: Any, names: Iterable[str]) -> tuple[Callee, ...]:
+    """The calls of these names, those among them that are found as they happen."""
+    known = {callee.name: callee for callee in find_callees(program)}
+    found = {name: known.get(name) or _find_plain(program, name) for name in names}
+    return tuple(callee for callee in found.values() if callee is not None)
+
+
+def _find_plain(program: Any, name: str) -> Callee | None:
+    module = find_component(program, name)
+    return None if module is None else Callee(name, module, "forward", "call", GENERAL_KEEPS)
+
+
 def find_callees(program: Any) -> tuple[Callee, ...]:
     """Every call of a program that is known before it runs, in the order of its components."""
     return find_adapter(program).find_callees(program)
+
+
+def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
+    """Whether a program is run by `run`, and not by its own call.
+
+    Args:
+        run: what runs it; None without.
+        arguments: of a pipeline's call; None without.
+        name: of the function that was called.
+
+    Raises:
+        InputError: a program that is no pipeline has no `run`, or arguments that nobody would get; or the
+            other way round.
+    """
+    kind = type(program).__name__
+    if find_adapter(program).is_pipeline:
+        if run is not None:
+            raise InputError(
+                f"run was given for a {kind}, which is a pipeline.",
+                expected="A pipeline is run by its own call.",
+                remedy="Leave run away, and give the arguments of its call.",
+            )
+        return False
+    if arguments is not None:
+        raise InputError(
+            f"Arguments of a call were given for a {kind}, which is no pipeline.",
+            expected="They are those of a pipeline's call; other programs are run by a function.",
+            remedy=f"Give them there: {name}(program, run=lambda: ...).",
+        )
+    find_components(program)  # refuses what holds no module
+    if run is None:
+        raise explain_run(f"A {kind} is no pipeline, so nobody knows how it is run.", name)
+    return True
+
+
+def explain_run(what: str, name: str) -> InputError:
+    """For a program whose calls are not known.
+
+    Args:
+        name: of the function that was called.
+    """
+    return InputError(
+        what,
+        expected=f"{name} needs the calls that a run makes.",
+        remedy=f"Give a function that runs it: {name}(program, run=lambda: ...).",
+    )
 
 
 def is_autoencoder(module: Any) -> bool:

@@ -16,9 +16,11 @@ values ends the run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +30,13 @@ from PIL import Image
 
 from stopdown.graph.capture import find_mode
 from stopdown.module_paths import ModulePaths
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (
     Call,
     Rank,
     intercept,
+    intercept_components,
     map_tensors,
     sign_arguments,
 )
@@ -40,6 +44,7 @@ from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import list_needed
+from stopdown.pipelines.skeletons import copy_module
 
 _PROMPT = "a red circle on a grey background"
 _SIDE = 256
@@ -157,24 +162,44 @@ def dry_run(
     """
     run = _DryRun(listeners, {} if answers is None else answers)
     callees = find_callees(skeleton)
-    last = next((x for x in callees if x.stage == "decode" and x.method == "decode"), None)
     given = _prepare(arguments, listeners)
-    with (
-        Patches() as patches,
-        quiet_libraries(),
-        torch.no_grad(),
-        warnings.catch_warnings(),
-        contextlib.ExitStack() as stack,
-        contextlib.suppress(_DecoderReached),
-    ):
-        warnings.simplefilter("ignore")  # of a run without values they say nothing
-        if listeners and all(listener.ends_at_decoder for listener in listeners):
-            run.last = last
-        for callee in callees:
-            intercept(callee, run.make_layer(callee), patches, Rank.RECORD)
-        for listener in listeners:
-            stack.enter_context(listener.around(given))
-        skeleton(**given)
+    if listeners and all(listener.ends_at_decoder for listener in listeners):
+        run.last = next((x for x in callees if x.stage == "decode" and x.method == "decode"), None)
+    run.go(skeleton, functools.partial(skeleton, **given), given)
+
+
+def dry_run_program(
+    program: Any,
+    start: Callable[[], Any],
+    listeners: Sequence[Listener] = (),
+    torch_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Run a live program that is no pipeline, its components answered by copies without weights.
+
+    Args:
+        program: as `guard` takes it. It is left as it was, but for what its own code changes.
+        start: runs it.
+        torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
+            are as they stand.
+
+    Raises:
+        ComponentFailed: a component's code did not run.
+        Exception: whatever the program's own code raises.
+    """
+    made: dict[tuple[torch.nn.Module, str], torch.nn.Module] = {}
+
+    def copy(callee: Callee) -> Callee:
+        owner = getattr(callee.owner, "_orig_mod", callee.owner)  # of torch.compile
+        key = owner, _sign_formats(owner)
+        if key not in made:
+            dtype = (torch_dtypes or {}).get(callee.component_name)
+            try:
+                made[key] = copy_module(owner, dtype)
+            except Exception as error:  # whatever its attributes raise when they are copied
+                raise ComponentFailed(callee, error) from error
+        return dataclasses.replace(callee, owner=made[key])
+
+    _DryRun(listeners, {}, copy).go(program, start, {})
 
 
 def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dict[str, Any]:
@@ -192,24 +217,54 @@ def _prepare(arguments: Mapping[str, Any], listeners: Sequence[Listener]) -> dic
 class _DryRun:
     """One run while it goes on."""
 
-    def __init__(self, listeners: Sequence[Listener], answers: Answers) -> None:
-        self.listeners, self.answers = listeners, answers
+    def __init__(
+        self,
+        listeners: Sequence[Listener],
+        answers: Answers,
+        copy: Callable[[Callee], Callee] | None = None,
+    ) -> None:
+        self.listeners, self.answers, self.copy = listeners, answers, copy
         self.last: Callee | None = None
 
-    def make_layer(self, callee: Callee) -> Any:
+    def go(self, program: Any, start: Callable[[], Any], arguments: Mapping[str, Any]) -> None:
+        """Run a program, whose components may have no weights, until nobody needs what follows."""
+        with (
+            Patches() as patches,
+            quiet_libraries(),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            contextlib.ExitStack() as stack,
+            contextlib.suppress(_DecoderReached),
+        ):
+            warnings.simplefilter("ignore")  # of a run without values they say nothing
+            intercept_components(program, self._put_layer, patches)
+            for listener in self.listeners:
+                stack.enter_context(listener.around(arguments))
+            start()
+
+    def _put_layer(self, callee: Callee, patches: Patches) -> None:
+        intercept(callee, self._make_layer(callee), patches, Rank.RECORD)
+
+    def _make_layer(self, callee: Callee) -> Any:
         """What stands around a component call."""
 
         def layer(code: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = ComponentCall(callee, args, kwargs)
+            used = callee
+            if self.copy is not None:
+                used = self.copy(callee)
+                code = getattr(used.owner, used.method)
+            call = ComponentCall(used, args, kwargs)
             with contextlib.ExitStack() as stack:
                 for listener in self.listeners:
                     listener.begin(call)
                     stack.callback(listener.end, call)
                 answer = self._find_answer(call, code)
                 call.kept, call.returned = answer.kept, answer.output
-                if callee is self.last:
+                if callee == self.last:
                     raise _DecoderReached
-                call.output = map_tensors(answer.output, _make_zeros)
+                call.output = map_tensors(
+                    answer.output, functools.partial(_make_zeros, device=_find_device(call))
+                )
             return call.output
 
         return layer
@@ -263,8 +318,14 @@ def _make_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
 
-def _make_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+def _make_zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+
+
+def _find_device(call: ComponentCall) -> torch.device:
+    """Where the arguments of a call are."""
+    found = next(iterate_tensors((call.args, call.kwargs)), None)
+    return torch.device("cpu") if found is None else found.device
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """A pipeline with everything but the weights: its own code and configs over fake parameters.
 
 `build_skeleton` makes one from a Diffusers folder, of which the configs are enough; `copy_skeleton`
-makes one from a pipeline in memory, with the dtype that each of its parameters has. What has no
+makes one from a pipeline in memory, with the dtype that each of its parameters has; `copy_module` one
+module of any program. What has no
 weights (scheduler, tokenizer, image processor) is real, or stood in for where its files are missing.
 Casting a skeleton (`vae.to(torch.float32)`) works as on the original.
 
@@ -12,10 +13,12 @@ pipeline.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stopdown.graph.capture import find_mode, name_parameters, renew_fakes
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import bared, copy_layers
+from stopdown.pipelines.call_interception import Rank, bared, copy_layers
 from stopdown.pipelines.component_classes import describing_failures, find_class
 from stopdown.pipelines.components import find_components, find_kept_fp32
 from stopdown.pipelines.descriptions import read_description
@@ -64,15 +67,23 @@ def copy_skeleton(pipe: Any, torch_dtypes: Mapping[str, torch.dtype] | None = No
         torch_dtypes: component → dtype that it is to have as if it had been loaded so; the others
             are as they stand, parameter by parameter.
     """
-    skeleton, mode = copy.copy(pipe), FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    skeleton, memo = copy.copy(pipe), _Memo()
     for name, module in find_components(pipe).items():
         dtype = (torch_dtypes or {}).get(name)
-        vars(skeleton)[name] = _copy_module(module, mode, memo, dtype)
+        vars(skeleton)[name] = _copy_module(module, memo, dtype)
     vars(skeleton)["scheduler"] = copy.deepcopy(getattr(pipe, "scheduler", None))
     if "_internal_dict" in vars(pipe):
         vars(skeleton)["_internal_dict"] = copy.copy(vars(pipe)["_internal_dict"])
     return skeleton
+
+
+def copy_module(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """A live module without its weights, on its device, with the layers that lie beneath a recorder's.
+
+    Args:
+        dtype: that it is to have as if it had been loaded so; None for each parameter as it stands.
+    """
+    return _copy_module(module, _Memo(below=Rank.RECORD, keeps_device=True), dtype)
 
 
 def _build(
@@ -168,6 +179,10 @@ def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _make_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def _choose_loaded(
     kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
 ) -> torch.dtype:
@@ -178,23 +193,51 @@ def _choose_loaded(
     return torch.float32 if any(part in kept for part in name.split(".")) else dtype
 
 
+@dataclass
+class _Memo:
+    """What copies of one pipeline share.
+
+    Attributes:
+        below: only layers below this rank are copied; None for all.
+        keeps_device: fake parameters are where the real ones are, and not on the CPU.
+        mode: of the fake parameters.
+        copies: what `copy.deepcopy` knows.
+    """
+
+    below: Rank | None = None
+    keeps_device: bool = False
+    mode: FakeTensorMode = field(default_factory=_make_mode)
+    copies: dict[int, Any] = field(default_factory=dict)
+
+    def make_fake(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        is_moved = tensor.is_meta or not self.keeps_device
+        device = torch.device("cpu") if is_moved else tensor.device
+        with self.mode:
+            return torch.empty_strided(
+                tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device
+            )
+
+
 def _copy_module(
-    module: torch.nn.Module, mode: FakeTensorMode, memo: dict[int, Any], dtype: torch.dtype | None
+    module: torch.nn.Module, memo: _Memo, dtype: torch.dtype | None
 ) -> torch.nn.Module:
     weights = set(module.state_dict(keep_vars=True))
-    memo.update(renew_fakes(module, mode))
+    memo.copies.update(renew_fakes(module, memo.mode))
     for name, tensor in name_parameters(module).items():
         wanted = tensor.dtype
         if dtype is not None:
             wanted = _choose_loaded(type(module), dtype, name, tensor, name in weights)
-        made = _make_fake(tensor, wanted, mode)
-        memo[id(tensor)] = _as_parameter(made) if _is_parameter(tensor) else made
-    with bared(module):
-        shadow = copy.deepcopy(module, memo)
+        made = memo.make_fake(tensor, wanted)
+        memo.copies[id(tensor)] = _as_parameter(made) if _is_parameter(tensor) else made
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            stack.enter_context(bared(part))
+        shadow = copy.deepcopy(module, memo.copies)
     for part in shadow.modules():
         _strip_offload(part)
     _teach_casts(shadow)
-    copy_layers(module, shadow)
+    for part, copied in zip(module.modules(), shadow.modules(), strict=True):
+        copy_layers(part, copied, memo.below)
     return shadow
 
 
@@ -204,11 +247,6 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
-
-
-def _make_fake(tensor: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
-    with mode:
-        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device="cpu")
 
 
 def _strip_offload(module: torch.nn.Module) -> None:

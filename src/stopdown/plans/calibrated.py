@@ -25,14 +25,16 @@ import numpy as np
 import torch
 
 from stopdown.environment import Device, choose_device, probe_formats
-from stopdown.errors import InputError, OptionError
+from stopdown.errors import OptionError
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.components import (
+    explain_run,
     find_adapter,
     find_component,
     find_components,
+    find_device,
     read_precisions,
 )
 from stopdown.pipelines.loader import complete_source, load_program, move_program
@@ -189,14 +191,16 @@ def _plan_program(
 ) -> tuple[ComponentPlan, ...]:
     """Of a program that is no pipeline: the components that a run of it calls."""
     if run is None:
-        raise _explain_run(f"A {opened.name} is no pipeline, so nobody knows how it is run.")
+        raise explain_run(
+            f"A {opened.name} is no pipeline, so nobody knows how it is run.", "make_plan"
+        )
     with Patches() as patches:
         _widen(opened.pipe, patches)
         recorded = {name: calls for name, calls in record_run(opened.pipe, run).items() if calls}
         found = {name: find_component(opened.pipe, name) for name in recorded}
         modules = {name: module for name, module in found.items() if module is not None}
         if not modules:
-            raise _explain_run(f"The run called no module of the {opened.name}.")
+            raise explain_run(f"The run called no module of the {opened.name}.", "make_plan")
         return _plan_components(opened, modules, recorded, options, progress)
 
 
@@ -214,14 +218,6 @@ def _play(opened: _Opened, given: Sequence[str | Mapping[str, Any]]) -> Callable
     return functools.partial(play_calls, opened.pipe, given)
 
 
-def _explain_run(what: str) -> InputError:
-    return InputError(
-        what,
-        expected="A plan rests on calls that a run makes.",
-        remedy="Give a function that runs it: make_plan(program, run=lambda: ...).",
-    )
-
-
 def _open(
     given: Any,
     device: str | None,
@@ -230,7 +226,7 @@ def _open(
 ) -> _Opened:
     if not isinstance(given, (str, Path, Source)):
         stored = {name: _count_bytes(module) for name, module in find_components(given).items()}
-        where = choose_device(_find_device(given))
+        where = choose_device(find_device(given))
         return _Opened(given, type(given).__name__, "", stored, where)
     source = given
     if not isinstance(source, Source):
@@ -249,13 +245,6 @@ def _open(
     put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
     return _Opened(move_program(pipe, where), source.name, fingerprint(source), stored, where)
-
-
-def _find_device(program: Any) -> str:
-    if find_adapter(program).is_pipeline:
-        return str(program.device)
-    weights = (x for module in find_components(program).values() for x in module.parameters())
-    return str(next((x.device for x in weights), "cpu"))
 
 
 def _count_bytes(module: torch.nn.Module) -> dict[str, int]:

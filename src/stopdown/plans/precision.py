@@ -166,9 +166,10 @@ def resolve_request(
         if wanted.component and wanted.target not in known:
             raise _unknown_component(wanted.target, known)
         for name, calls in components.items():
-            if wanted.component in ("", name):
-                named = [wanted.target] if wanted.method else calls
-                chosen |= dict.fromkeys(named, wanted.precision)
+            if wanted.target in ("", name):
+                chosen |= dict.fromkeys(calls, wanted.precision)
+            elif wanted.target in calls:
+                chosen[wanted.target] = wanted.precision
     return {call: precision for call, precision in chosen.items() if precision != "auto"}
 
 
