@@ -196,15 +196,18 @@ def list_lines(report: dict[str, Any]) -> list[str]:
             f"| {name} | {goal} | {row['cpu_s']:.1f} s | {row['wall_s']:.1f} s | "
             f"{row['peak_gib']:.2f} GiB | {row['yardstick_s']:.2f} s |"
         )
+    repeats = min(len(row["runs"]) for row in report["answers"].values())
+    made = (
+        f"Medians of {repeats} fresh processes" if repeats > 1 else "One fresh process for each row"
+    )
     shortest = min(run["yardstick_s"] for row in report["answers"].values() for run in row["runs"])
     return [
         *lines,
         "",
-        "Medians of fresh processes, imports included. Wall time holds what else the machine did. The "
-        f"yardstick is a fixed loop before each; its shortest was {shortest:.2f} s, and a row with a "
-        "longer one had that much less of a processor.",
-        "",
-        f"`{report['command']}` on {report['machine']['cpu']}, {report['threads']}.",
+        f"{made}, imports included. Wall time includes time that the machine spent on other work. The "
+        "yardstick is a fixed loop that is timed before each process. Its shortest time was "
+        f"{shortest:.2f} s; in a row with a longer time, the processor was slower or shared. "
+        f"Threads: {report['threads']}.",
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from stopdown.graph.capture import build_fake
-from stopdown.pipelines.tiny_pipelines import make_t5_tokenizer
+from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_tokenizer
 
 Parts = dict[str, Any]
 
@@ -103,11 +103,110 @@ def make_svd(image_layers: int, blocks: int) -> Parts:
     }
 
 
+def make_clip(width: int, layers: int, heads: int, kind: Any, **config: Any) -> Any:
+    """A text encoder of CLIP: 768, 12 and 12 are CLIP-L, 1280, 32 and 20 OpenCLIP's bigG."""
+    return kind(
+        transformers.CLIPTextConfig(
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            projection_dim=width,
+            **config,
+        )
+    )
+
+
+def make_picture_vae(channels: int) -> Any:
+    """The autoencoder of Stable Diffusion and SDXL (4 channels) and of Flux (16)."""
+    has_quant = channels == 4
+    shift = {} if has_quant else {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+    return diffusers.AutoencoderKL(
+        **shift,
+        block_out_channels=(128, 256, 512, 512),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=2,
+        latent_channels=channels,
+        sample_size=1024,
+        use_quant_conv=has_quant,
+        use_post_quant_conv=has_quant,
+    )
+
+
+def make_sdxl() -> Parts:
+    """SDXL 1.0's base."""
+    return {
+        "text_encoder": lambda: make_clip(768, 12, 12, transformers.CLIPTextModel),
+        "text_encoder_2": lambda: make_clip(
+            1280, 32, 20, transformers.CLIPTextModelWithProjection, hidden_act="gelu"
+        ),
+        "tokenizer": make_clip_tokenizer,
+        "tokenizer_2": make_clip_tokenizer,
+        "unet": lambda: diffusers.UNet2DConditionModel(
+            sample_size=128,
+            block_out_channels=(320, 640, 1280),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            transformer_layers_per_block=[1, 2, 10],
+            attention_head_dim=[5, 10, 20],
+            cross_attention_dim=2048,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+            use_linear_projection=True,
+        ),
+        "vae": lambda: make_picture_vae(4),
+        "scheduler": diffusers.EulerDiscreteScheduler,
+    }
+
+
+def make_flux() -> Parts:
+    """FLUX.1-dev: the defaults of its transformer's class are its own."""
+    return {
+        "text_encoder": lambda: make_clip(768, 12, 12, transformers.CLIPTextModel),
+        "text_encoder_2": lambda: make_t5(24),
+        "tokenizer": make_clip_tokenizer,
+        "tokenizer_2": make_t5_tokenizer,
+        "transformer": lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True),
+        "vae": lambda: make_picture_vae(16),
+        "scheduler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, shift=3.0
+        ),
+    }
+
+
+def make_wan() -> Parts:
+    """Wan2.1-T2V-14B: the defaults of its classes are its own; its text encoder is umT5 XXL."""
+    return {
+        "text_encoder": lambda: transformers.UMT5EncoderModel(
+            transformers.UMT5Config(
+                vocab_size=256384,
+                d_model=4096,
+                d_kv=64,
+                d_ff=10240,
+                num_layers=24,
+                num_heads=64,
+                feed_forward_proj="gated-gelu",
+                is_encoder_decoder=False,
+                use_cache=False,
+            )
+        ),
+        "tokenizer": make_t5_tokenizer,
+        "transformer": diffusers.WanTransformer3DModel,
+        "vae": diffusers.AutoencoderKLWan,
+        "scheduler": diffusers.UniPCMultistepScheduler,
+    }
+
+
 CHECKPOINTS: dict[str, tuple[str, Callable[[], Parts]]] = {
     "CogVideoX-5B": ("CogVideoXPipeline", lambda: make_cogvideox(48, 42, 24, rotary=True)),
     "CogVideoX-2B": ("CogVideoXPipeline", lambda: make_cogvideox(30, 30, 24, rotary=False)),
     "CogView3-Plus-3B": ("CogView3PlusPipeline", lambda: make_cogview3plus(30, 24)),
     "SVD-XT": ("StableVideoDiffusionPipeline", lambda: make_svd(32, 2)),
+    "SDXL": ("StableDiffusionXLPipeline", make_sdxl),
+    "FLUX.1-dev": ("FluxPipeline", make_flux),
+    "Wan2.1-T2V-14B": ("WanPipeline", make_wan),
     "CogVideoX-2B, cut": ("CogVideoXPipeline", lambda: make_cogvideox(30, 2, 1, rotary=False)),
     "CogView3-Plus-3B, cut": ("CogView3PlusPipeline", lambda: make_cogview3plus(2, 1)),
     "SVD-XT, cut": ("StableVideoDiffusionPipeline", lambda: make_svd(2, 1)),

@@ -1,9 +1,10 @@
 """Predicted and measured peaks of every strategy, their times, and published figures beside predictions.
 
-Two parts, each kept in the results by itself:
+Three parts, each kept in the results by itself:
 
     python benchmarks/memory.py measured    # predicted over measured peak, and time, on this CPU
     python benchmarks/memory.py published   # CogVideoX-5B and CogView3-Plus-3B without weights
+    python benchmarks/memory.py predicted   # well-known models without weights, at their own sizes
 
 Measured peaks are those of PyTorch's own CPU allocator, from the profiler's events, plus the weights
 that were there when the run began. Times are ratios to everything resident without any strategy, run
@@ -19,7 +20,7 @@ import gc
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,17 @@ PUBLISHED: dict[str, list[tuple[str, dict[str, int], str, float, str]]] = {
     ],
 }
 """Checkpoint → format, size, strategy, published gigabytes, what they were published for."""
+
+PREDICTED: dict[str, str] = {
+    "SDXL": "fp16",
+    "SVD-XT": "fp16",
+    "CogVideoX-2B": "fp16",
+    "CogVideoX-5B": "bf16",
+    "CogView3-Plus-3B": "bf16",
+    "FLUX.1-dev": "bf16",
+    "Wan2.1-T2V-14B": "bf16",
+}
+"""Checkpoint → the 16-bit format that it is run in."""
 
 SOURCE_OF_PUBLISHED = (
     "CogVideoX: huggingface/diffusers#9150, measured there with the 2B checkpoint in fp16 as peaks of "
@@ -247,18 +259,45 @@ def run_published(name: str) -> dict[str, Any]:
     return {"prediction_s": round(time.perf_counter() - begun, 1), "rows": rows}
 
 
+def run_predicted(name: str) -> dict[str, Any]:
+    """Bytes of all weights, and peaks at the pipeline's own size, without weights."""
+    precision = PREDICTED[name]
+    with tempfile.TemporaryDirectory() as folder:
+        source = resolve_source(write_configs(name, Path(folder) / "model"))
+        dtype = FORMATS[precision].torch_dtype
+        pipe = build_skeleton(source, dict.fromkeys(source.components, dtype))
+        parts = {
+            part: sum(x.numel() for x in module.parameters())
+            for part, module in find_components(pipe).items()
+        }
+        request = Request(prompt=PROMPT, steps=50)
+        if name.startswith("SVD"):
+            request = Request(image=np.zeros((576, 1024, 3), np.uint8), steps=50)
+        fit = predict_all(pipe, build_arguments(pipe, request), steps=50, on_cpu=False)
+    exact = [x for x in fit.predictions if x.strategy.storage == "native"]
+    peaks = {x.strategy.name: x.peak_bytes for x in exact}
+    print(name, parts, peaks, flush=True)
+    return {"precision": precision, "parameters": parts, "peak_bytes": peaks}
+
+
 def read_results(path: Path) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     return results
 
 
+PARTS: dict[str, tuple[Collection[str], Callable[[str], dict[str, Any]]]] = {
+    "measured": (MEASURED, run_measured),
+    "published": (PUBLISHED, run_published),
+    "predicted": (PREDICTED, run_predicted),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["measured", "published"])
+    parser.add_argument("part", choices=list(PARTS))
     parser.add_argument("--only", nargs="*", help="names of checkpoints")
     chosen = parser.parse_args()
-    cases = MEASURED if chosen.part == "measured" else PUBLISHED
-    run = run_measured if chosen.part == "measured" else run_published
+    cases, run = PARTS[chosen.part]
     path = RESULTS / f"memory_{chosen.part}.json"
     for name in chosen.only or cases:
         made = run(name)

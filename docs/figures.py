@@ -187,7 +187,10 @@ def _worst_words(name: str) -> float:
 def wide_encoder() -> str:
     worst = _worst_words("bf16")
     plain, wide = (worst / _worst_words(x) for x in ("fp16", "denoiser alone in fp16"))
-    return f"{plain:.1f} times as near to fp32 as bf16 with all in fp16, {wide:.0f} times with that encoder"
+    return (
+        f"the error is {plain:.1f} times smaller than that of bf16 if everything is in fp16, "
+        f"and {wide:.0f} times smaller if the encoder is in fp32"
+    )
 
 
 def _full(stage: str, name: str = "CogVideoX-2B") -> dict[str, Any]:
@@ -204,7 +207,7 @@ def full_errors() -> str:
 @_figure
 def full_errors_5b() -> str:
     plan, bf16 = (_full(x, "CogVideoX-5B")["call_error"] for x in ("fp16 by plan", "bf16"))
-    return f"{_percent(plan)} in fp16 with a measured plan, and by {_percent(bf16)} in bf16"
+    return f"{_percent(plan)} in fp16 with a measured plan, and {_percent(bf16)} in bf16"
 
 
 @_figure
@@ -482,6 +485,32 @@ def check_table() -> str:
 
 
 @_figure
+def predicted_table() -> str:
+    """Weights of well-known models, and the peaks of their strategies."""
+    rows = []
+    for model, entry in _read("memory_predicted")["results"].items():
+        parameters = sum(entry["parameters"].values())
+        peaks = entry["peak_bytes"]
+        shown = [_gib(peaks[name]) if name in peaks else "–" for name in SHOWN_STRATEGIES]
+        least = next(name for name in peaks if peaks[name] == min(peaks.values()))
+        rows.append(
+            [
+                model,
+                entry["precision"],
+                f"{2 * parameters / 1e9:.1f} GB",
+                f"{4 * parameters / 1e9:.1f} GB",
+                *shown,
+                f"{_gib(peaks[least])} ({least})",
+            ]
+        )
+    headings = ("model", "precision", "weights", "in fp32", *SHOWN_STRATEGIES, "smallest")
+    return _make_table(headings, rows)
+
+
+SHOWN_STRATEGIES = ("resident", "component", "component+tiling")
+
+
+@_figure
 def memory_table() -> str:
     """Predictions beside what others measured on a GPU and published."""
     rows = [
@@ -496,7 +525,7 @@ def memory_table() -> str:
         for model, entry in _read("memory_published")["results"].items()
         for x in entry["rows"]
     ]
-    headings = ("model", "precision", "size", "strategy", "published, GB", "predicted, GiB")
+    headings = ("model", "precision", "size", "strategy", "published", "predicted, GiB")
     return _make_table(headings, rows)
 
 
@@ -548,7 +577,7 @@ def quantised_table() -> str:
 
 @_figure
 def compare_table() -> str:
-    """The comparison of the README's picture: 20 prompts in six precisions."""
+    """The bundled model on 20 prompts in six precisions."""
     record = _read("compare")["comparison"]
     rows = []
     for name in ("fp32", "bf16", "fp16", "autocast", "clamp", "plan"):
@@ -634,7 +663,8 @@ def results_table() -> str:
     rows = []
     for path in sorted(RESULTS.glob("*.json")):
         table = path.with_suffix(".md")
-        name = f"[{path.stem}](../benchmarks/results/{table.name})" if table.exists() else path.stem
+        shown = table if table.exists() else path
+        name = f"[{path.stem}](../benchmarks/results/{shown.name})"
         rows.append([name, f"`{_read(path.stem)['command']}`"])
     return "\n".join(
         ["| result | command |", "|---|---|", *(f"| {name} | {made} |" for name, made in rows)]

@@ -95,6 +95,21 @@ def test_tables_say_where_they_come_from(figures: Any) -> None:
     assert figures.sign(unsigned, next(iter(texts))) != unsigned
 
 
+def test_sizes_in_prose_are_those_of_the_model(figures: Any) -> None:
+    """What pages say of CogVideoX-5B in GB is its stored number of parameters: all in 16 and in 32 bits,
+    its transformer in 32 bits, and one and a half times that for a plan's temporary file."""
+    known = figures._read("memory_predicted")["results"]["CogVideoX-5B"]["parameters"]
+    everything, transformer = sum(known.values()), known["transformer"]
+    sizes = {
+        round(count / 1e9)
+        for count in (2 * everything, 4 * everything, 4 * transformer, 6 * transformer)
+    }
+    root = DOCS.parent
+    for page in [root / "README.md", root / "README.zh-CN.md", *figures.PAGES]:
+        prose = figures.MARK.sub("", page.read_text(encoding="utf-8"))
+        assert {int(found) for found in re.findall(r"\b(\d+) GB\b", prose)} <= sizes, page.name
+
+
 def test_a_figure_follows_its_result(figures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another result gives another figure, and what someone typed in its place is gone."""
     monkeypatch.setattr(figures, "_read", lambda _: {"bf16_over_planned_median": 3.25})

@@ -67,7 +67,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 class BatchOptions(RequestOptions):
     """Make one video or picture for each prompt of a file.
 
-    The model is loaded once for each worker. A second start goes on where the first one stopped.
+    Each worker loads the model once. If a batch was interrupted, the same command continues it.
 
     Examples:
       stopdown batch shapes --prompts prompts.txt -o out
@@ -78,39 +78,51 @@ class BatchOptions(RequestOptions):
     prompts: Annotated[
         str,
         typer.Option(
-            help="Text file with one prompt on each line, or .jsonl or .csv with fields for each item; a "
-            "URL of fsspec (s3://...), or - for standard input.",
+            help="Text file with one prompt on each line, or .jsonl or .csv file with fields for "
+            "each item. May be an fsspec URL (s3://...), or - for standard input.",
         ),
     ]
     output: Annotated[
         str,
-        typer.Option("-o", "--output", help="Folder or URL of fsspec, new or of an earlier batch."),
+        typer.Option(
+            "-o",
+            "--output",
+            help="Folder or fsspec URL. To continue a batch, name its folder again.",
+        ),
     ]
-    negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None
+    negative: Annotated[
+        str | None, typer.Option(help="What the picture or video should not show.")
+    ] = None
     image: ImageOption = None
     strength: StrengthOption = None
     precision: Annotated[
         str,
         typer.Option(
-            help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
-            "plan: plan.json."
+            help="auto, fp32, bf16 or fp16; by component, as in "
+            "transformer=bf16,vae.decode=fp32; or a plan, plan.json."
         ),
     ] = "auto"
     device: DeviceOption = "auto"
     workers: Annotated[
         int | None,
-        typer.Option(help="Processes that each load the model; by default one for each device."),
+        typer.Option(
+            help="Number of processes; each loads the model. By default one for each "
+            "CUDA GPU, else one."
+        ),
     ] = None
     ray: Annotated[
         str | None,
-        typer.Option(help="Make the items on a Ray cluster: local, or an address such as auto."),
+        typer.Option(
+            help="Run on Ray. local starts it on this machine; auto or an address "
+            "connects to a cluster."
+        ),
     ] = None
     cpus_per_worker: Annotated[
         int | None,
-        typer.Option(help="With --ray: CPUs of each worker; by default those of a node."),
+        typer.Option(help="With --ray: CPUs of each worker. By default all CPUs of a node."),
     ] = None
     steps: StepsOption = None
-    seed: Annotated[int, typer.Option(help="Seed of items that name none.")] = 0
+    seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = 0
     frames: FramesOption = None
     height: HeightOption = None
     width: WidthOption = None
@@ -118,7 +130,7 @@ class BatchOptions(RequestOptions):
     fps: Annotated[float, typer.Option(help="Frames per second of the files.")] = 8.0
     format: Annotated[
         Literal["mp4", "webm", "gif", "png"] | None,
-        typer.Option(help="Of the files; by default mp4 for videos, else png."),
+        typer.Option(help="Format of the files. By default mp4 for videos, else png."),
     ] = None
     lora: LoraOption = ()
     scheduler: SchedulerOption = None
@@ -127,32 +139,34 @@ class BatchOptions(RequestOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Have each worker stay within this much memory, 8GiB, or within what its device has, auto."
+            help="Make each worker stay within this much device memory, such as 8GiB; auto is "
+            "all that its device has."
         ),
     ] = None
     allow: AllowOption = ()
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
-            "raise: the item fails."
+            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
+            "again and continue. raise: the item fails."
         ),
     ] = "repair"
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for the calls of items that are being made, to go on within one."
+            help="Folder to save the calls of unfinished items in, so that they continue at the "
+            "step they had reached."
         ),
     ] = None
     journal_limit: Annotated[
-        float, typer.Option(help="GiB at which the journal of one item ends.")
+        float, typer.Option(help="Largest size of the journal of one item in GiB.")
     ] = 4.0
-    tries: Annotated[int, typer.Option(help="How often an item is begun when its workers die.")] = (
+    tries: Annotated[int, typer.Option(help="How often an item is tried if its worker dies.")] = (
         TRIES
     )
     strict: StrictOption = False
     json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON, without its pictures.")
+        bool, typer.Option("--json", help="Print the summary as JSON, without pictures.")
     ] = False
 
 

@@ -26,11 +26,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BenchOptions(SourceOptions):
-    """Measure what this device makes of each precision.
+    """Measure time, memory and error of each precision on this device.
 
-    A model and generated weights run in fp32, bf16, fp16, rescaled, guarded, offloaded and compiled:
-    time, peak memory beside the prediction, error against fp32, and what the host waits for. The JSON
-    file and the page hold no names and no paths, and can be sent in. A second start goes on.
+    Runs a model and generated weights in fp32, bf16 and fp16, rescaled, guarded, offloaded and
+    compiled. Shows the time, the measured and the predicted peak memory, the error against fp32, and
+    how often the host waits for the device. The JSON file and the page contain no user names, host
+    names or paths, so you can attach them to an issue. If the command was interrupted, type it again
+    to continue.
 
     Examples:
       stopdown bench
@@ -41,30 +43,39 @@ class BenchOptions(SourceOptions):
         str,
         typer.Argument(
             metavar="[SOURCE]",
-            help="Model to run beside generated weights: Hub id, Diffusers folder, or bundled model.",
+            help="Model to run in addition to the generated weights: Hub id, Diffusers folder, "
+            "or the bundled model.",
         ),
     ] = "shapes"
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", help="JSON file; the page stands beside it. Without it by the device."
+            "-o",
+            "--output",
+            help="JSON file to write; the page is written next to it. By "
+            "default named after the device.",
         ),
     ] = None
     force: ForceOption = False
     device: DeviceOption = "auto"
     size: Annotated[
         str,
-        typer.Option(help="Generated weights in fp16, 10GiB; auto: the largest that fits; none."),
+        typer.Option(
+            help="Size of the generated weights in fp16, such as 10GiB. auto: the "
+            "largest that fits. none: only SOURCE."
+        ),
     ] = "auto"
-    minutes: Annotated[float, typer.Option(help="When to stop; what is missing is said.")] = 15.0
-    steps: Annotated[int, typer.Option(help="Denoising steps of a run.")] = 2
+    minutes: Annotated[
+        float, typer.Option(help="Time limit in minutes. The result names what is missing.")
+    ] = 15.0
+    steps: Annotated[int, typer.Option(help="Denoising steps of each run.")] = 2
     ways: Annotated[
         tuple[str, ...],
-        typer.Option("--way", help="Only this way; give it again for more. Without it all."),
+        typer.Option("--way", help="Only run this way. Repeat for several. By default all."),
     ] = ()
-    json: Annotated[bool, typer.Option("--json", help="Print the record instead of the page.")] = (
-        False
-    )
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
+    ] = False
 
 
 def main(options: BenchOptions) -> int:

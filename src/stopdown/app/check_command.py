@@ -57,10 +57,11 @@ NOT_WRITTEN = (
 
 @dataclass(frozen=True)
 class CheckOptions(SourceOptions):
-    """Find what will go wrong with dtypes, before a run.
+    """Find what will go wrong with dtypes before a run.
 
-    Nothing is loaded, and the device need not be here. Exit code 1 means findings. Of a weight file it
-    says what it holds; with --precision or --config it is checked as the model that it belongs to.
+    Loads no weights, and the device need not be in this machine. Exit code 1 means that there are
+    findings. For a weight file it shows what the file contains; with --precision or --config it checks
+    the file as a model.
 
     Examples:
       stopdown check zai-org/CogVideoX-5b --device v100
@@ -72,20 +73,21 @@ class CheckOptions(SourceOptions):
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="Hub id, Diffusers folder (its configs are enough), weight file (.safetensors or .gguf), "
-            "or bundled model: shapes.",
+            help="Hub id, Diffusers folder (configs are enough), weight file (.safetensors or "
+            ".gguf), or the bundled model shapes.",
         ),
     ]
     precision: Annotated[
         str | None,
         typer.Option(
-            help="Judge it in fp32, bf16 or fp16, also by component: transformer=fp16,vae.decode=fp32, or "
-            "by a plan: plan.json. Without it as auto would run it on that device."
+            help="Precision to check: fp32, bf16 or fp16; by component, as in "
+            "transformer=fp16,vae.decode=fp32; or a plan, plan.json. By default what auto "
+            "would choose on that device."
         ),
     ] = None
     device: Annotated[
         str | None,
-        typer.Option(help="Judge it for this device: cuda, mps, cpu, or a profile such as v100."),
+        typer.Option(help="Device to check for: cuda, mps, cpu, or a profile such as v100."),
     ] = None
     revision: RevisionOption = None
     config: ConfigOption = None
@@ -93,22 +95,25 @@ class CheckOptions(SourceOptions):
         bool,
         typer.Option(
             "--sums",
-            help="Load it too and run two steps in fp32: sums that kernels with fp16 accumulators do "
-            "not hold, products that do not fit into fp16.",
+            help="Also load the weights and run two steps in fp32. Finds matrix products that do "
+            "not fit into fp16, and sums that overflow in kernels with fp16 accumulators.",
         ),
     ] = False
     frames: FramesOption = None
     height: HeightOption = None
     width: WidthOption = None
     fix: Annotated[
-        bool, typer.Option("--fix", help="Load it, mend what can be mended, and check again.")
+        bool,
+        typer.Option("--fix", help="Load the model, repair what can be repaired, and check again."),
     ] = False
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="With --fix: new or empty folder to write it to."),
+        typer.Option(
+            "-o", "--output", help="With --fix: new or empty folder for the repaired model."
+        ),
     ] = None
     json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
+        bool, typer.Option("--json", help="Print the record as JSON instead of the text.")
     ] = False
 
 

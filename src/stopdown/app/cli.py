@@ -52,7 +52,7 @@ from stopdown.app.run_command import ScriptOptions
 app = typer.Typer(
     name="stopdown",
     help="Half precision, whole picture: image and video diffusion models without black frames.",
-    epilog="stopdown COMMAND -h shows what a command takes, with examples.",
+    epilog="stopdown COMMAND -h shows the options of a command, with examples.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

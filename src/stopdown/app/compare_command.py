@@ -65,10 +65,10 @@ _LARGEST_SEED = 2**62 - 1
 
 @dataclass(frozen=True)
 class CompareOptions(RequestOptions):
-    """Compare precisions on the same prompts, on one page.
+    """Compare precisions on the same prompts on one page.
 
-    Each prompt runs with the same noise in each precision. The page is one HTML file that loads
-    nothing. A comparison that was interrupted goes on where it stopped.
+    Each prompt runs with the same noise in each precision. The page is one self-contained HTML file. If
+    a comparison was interrupted, the same command continues it.
 
     Examples:
       stopdown compare shapes --prompt "a red circle" --precisions fp32,bf16 --steps 4
@@ -79,15 +79,15 @@ class CompareOptions(RequestOptions):
     prompts: Annotated[
         Path | None, typer.Option(help="Text file with one prompt on each line.")
     ] = None
-    prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt; give it again for more.")] = ()
+    prompt: Annotated[tuple[str, ...], typer.Option(help="A prompt. Repeat for several.")] = ()
     precisions: Annotated[
         tuple[str, ...],
         typer.Option(
             "--precisions",
             "--precision",
-            help="A list, or given again for each: fp32, bf16, fp16 (nothing repaired), autocast, clamp, "
-            "plan, a plan's file, auto, or by component: transformer=bf16,vae=fp32, in a list "
-            "transformer=bf16+vae=fp32.",
+            help="Precisions to compare, separated by commas, or repeat the option: fp32, bf16, "
+            "fp16 (nothing repaired), autocast, clamp, plan, the file of a plan, auto, or "
+            "by component: transformer=bf16,vae=fp32 (in a list, transformer=bf16+vae=fp32).",
             show_default="fp32,bf16,fp16,plan",
         ),
     ] = ("fp32,bf16,fp16,plan",)
@@ -96,12 +96,14 @@ class CompareOptions(RequestOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Page to write, ending in .html. Without it report.html, or the first free "
-            "report-2.html.",
+            help="Page to write, ending in .html. By default report.html, or report-2.html if "
+            "that exists, and so on.",
         ),
     ] = None
     force: ForceOption = False
-    negative: Annotated[str | None, typer.Option(help="What pictures should not show.")] = None
+    negative: Annotated[
+        str | None, typer.Option(help="What the picture or video should not show.")
+    ] = None
     image: ImageOption = None
     video: VideoOption = None
     mask: MaskOption = None
@@ -110,23 +112,26 @@ class CompareOptions(RequestOptions):
     device: DeviceOption = "auto"
     steps: StepsOption = None
     seed: Annotated[
-        int, typer.Option(help="Seed of the first prompt; each further one has the next.")
+        int, typer.Option(help="Seed of the first prompt. Each further prompt uses the next seed.")
     ] = 0
     frames: Annotated[int | None, typer.Option(help="Frames of the videos.")] = None
     height: HeightOption = None
     width: WidthOption = None
     guidance: GuidanceOption = None
     min_psnr: Annotated[
-        float | None, typer.Option(help="Least PSNR of the same picture, in dB: 33.")
+        float | None,
+        typer.Option(help="Least PSNR in dB of the verdict same picture. By default 33."),
     ] = None
     min_ssim: Annotated[
-        float | None, typer.Option(help="Least SSIM of the same picture: 0.95.")
+        float | None, typer.Option(help="Least SSIM of the verdict same picture. By default 0.95.")
     ] = None
     max_flip: Annotated[
-        float | None, typer.Option(help="Largest mean FLIP error of the same picture.")
+        float | None,
+        typer.Option(help="Largest mean FLIP of the verdict same picture. By default no limit."),
     ] = None
     max_flicker: Annotated[
-        float | None, typer.Option(help="Largest change of the error from frame to frame.")
+        float | None,
+        typer.Option(help="Largest flicker of the verdict same picture. By default no limit."),
     ] = None
     lora: LoraOption = ()
     scheduler: SchedulerOption = None

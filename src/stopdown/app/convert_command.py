@@ -25,70 +25,70 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConvertOptions(RequestOptions):
-    """Write a plan into the weights, for plain Diffusers.
+    """Write a plan into the weights of a model.
 
-    What comes out is an ordinary fp16 model that renders right where Stopdown is not installed.
-    A LoRA becomes one that fits such a model: --plan is the converted model then, or its plan.
-    A text encoder by itself needs no plan: a folder of Transformers, or --component of a model.
+    The result is an ordinary fp16 model for programs without Stopdown. To convert a LoRA so that it fits
+    such a model, give the converted model, or its plan, as --plan. To convert a text encoder alone, you
+    need no plan: give a Transformers folder, or a model and --component.
 
     Examples:
       stopdown plan shapes -o plan.json
       stopdown convert shapes shapes-fp16 --plan plan.json
       stopdown convert style.safetensors style-fp16.safetensors --plan shapes-fp16
-      stopdown convert google/t5-v1_1-xxl t5-fp16 --certify
+      stopdown convert FOLDER encoder-fp16 --component text_encoder --certify
     """
 
     source: SourceArgument
     output: Annotated[
         Path,
-        typer.Argument(metavar="OUT", help="New folder, or a .safetensors file."),
+        typer.Argument(metavar="OUT", help="New folder or .safetensors file to write."),
     ]
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="The plan that is written down: plan.json; for a LoRA the converted model."
+            help="Plan to write into the weights, plan.json. For a LoRA: the converted model."
         ),
     ] = None
     to: Annotated[
         Literal["diffusers", "single", "comfyui"] | None,
         typer.Option(
-            help="diffusers: a folder; single: one .safetensors file; comfyui: a folder with "
-            "diffusion_models, text_encoders and vae. Without it the name of OUT decides."
+            help="diffusers: a folder. single: one .safetensors file. comfyui: a folder with "
+            "diffusion_models, text_encoders and vae. By default the name of OUT decides."
         ),
     ] = None
     component: Annotated[
         str | None,
-        typer.Option(help="Text encoder to write by itself, without a plan: text_encoder."),
+        typer.Option(help="Text encoder to convert alone, without a plan, such as text_encoder."),
     ] = None
     certify: Annotated[
         bool,
         typer.Option(
             "--certify",
-            help="For a text encoder: bounds for every text, instead of measured calls.",
+            help="For a text encoder: compute bounds for every text instead of measuring calls.",
         ),
     ] = False
     leave: Annotated[
         tuple[str, ...],
-        typer.Option(help="Component to write as it is stored; give it again for more."),
+        typer.Option(help="Component to write unchanged. Repeat for several."),
     ] = ()
     call: Annotated[
         str | None,
         typer.Option(
-            help="For a file with one component: a recorded call to measure with, FILE or "
+            help="For a file with a single component: a recorded call to measure, FILE or "
             "vae.decode=FILE."
         ),
     ] = None
     allow_eps: Annotated[
         bool,
         typer.Option(
-            "--allow-eps", help="Write also where eps that no config sets change the output."
+            "--allow-eps",
+            help="Convert even if an eps that no config field sets changes the output.",
         ),
     ] = False
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace what convert wrote at OUT before.")
-    ] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if convert wrote it.")] = False
     device: Annotated[
-        str | None, typer.Option(help="Where exponents are found anew: cuda, cuda:1, mps or cpu.")
+        str | None,
+        typer.Option(help="Device for runs that find exponents anew: cuda, cuda:1, mps or cpu."),
     ] = None
     image: Annotated[Path | None, typer.Option(help="Picture for those runs.")] = None
     video: Annotated[Path | None, typer.Option(help="Video for those runs.")] = None

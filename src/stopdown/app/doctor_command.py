@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DoctorOptions(CommandOptions):
-    """Show what a machine computes in, and what auto chooses.
+    """Show which formats a machine computes in.
+
+    The last lines show what --precision auto would choose.
 
     Examples:
       stopdown doctor
@@ -29,15 +31,18 @@ class DoctorOptions(CommandOptions):
     device: Annotated[
         str | None,
         typer.Option(
-            help="cuda, cuda:1, mps or cpu; a profile such as v100, t4, a100 or mps-m1; or a profile "
-            "of your own: mine.toml. Without it, each device of this machine."
+            help="cuda, cuda:1, mps or cpu; a profile such as v100, t4, a100 or mps-m1; or your "
+            "own profile, mine.toml. By default each device of this machine."
         ),
     ] = None
     toml: Annotated[
-        bool, typer.Option("--toml", help="Print the device as a profile, to start your own from.")
+        bool,
+        typer.Option(
+            "--toml", help="Print the device as a profile in TOML, to start your own from."
+        ),
     ] = False
     json: Annotated[
-        bool, typer.Option("--json", help="Print what was found as JSON instead of the page.")
+        bool, typer.Option("--json", help="Print the findings as JSON instead of the text.")
     ] = False
 
 

@@ -30,9 +30,9 @@ _SUFFIXES = (".log", ".txt", *PICTURES, *VIDEOS)
 
 @dataclass(frozen=True)
 class ExplainOptions(CommandOptions):
-    """Say what a message, a log or a black picture means.
+    """Explain an error message, a log or a black picture.
 
-    It names the cause, the line that shows it, and what to type.
+    Shows the cause, the line of the log that points to it, and what to type.
 
     Examples:
       stopdown explain "expected scalar type Half but found Float"
@@ -44,12 +44,12 @@ class ExplainOptions(CommandOptions):
         tuple[str, ...],
         typer.Argument(
             metavar="FILE|-|TEXT",
-            help="Log, picture, video, folder of frames, or record of Stopdown; - for standard "
-            "input; or the message.",
+            help="The message itself, or a log, picture, video, folder of frames, or record of "
+            "Stopdown; - for standard input.",
         ),
     ] = ()
     json: Annotated[
-        bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the page.")
+        bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the text.")
     ] = False
 
 

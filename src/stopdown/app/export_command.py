@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExportOptions(SourceOptions):
-    """Write a plan's exponents in the form that another program takes.
+    """Export a plan to a table, ONNX or OpenVINO.
 
-    --scales is the table of powers of two by layer: of input, weight and output. --to writes components
-    with their exponents inside, by the exporters of ONNX and OpenVINO.
+    --scales exports the powers of two of the input, the weight and the output of each layer. --to
+    exports the components as ONNX or OpenVINO graphs that contain the exponents.
 
     Examples:
       stopdown plan shapes -o plan.json
@@ -41,30 +41,31 @@ class ExportOptions(SourceOptions):
 
     plan: Annotated[
         Path,
-        typer.Argument(metavar="PLAN", help="The plan whose exponents are written: plan.json."),
+        typer.Argument(metavar="PLAN", help="Plan whose exponents to export: plan.json."),
     ]
     output: Annotated[
         Path | None,
         typer.Argument(
             metavar="OUT",
-            help="With --scales a file: .txt, .json, .h (C) or .py; without it the table is printed. "
-            "With --to a new folder.",
+            help="With --scales: file to write (.txt, .json, .h or .py); by default the table is "
+            "printed. With --to: new folder to write.",
         ),
     ] = None
     scales: Annotated[
-        bool, typer.Option("--scales", help="The table of powers of two by layer.")
+        bool, typer.Option("--scales", help="Export the table of powers of two for each layer.")
     ] = False
     to: Annotated[
-        Literal["onnx", "openvino"] | None, typer.Option(help="Components as ONNX or OpenVINO IR.")
+        Literal["onnx", "openvino"] | None,
+        typer.Option(help="Export components as ONNX or OpenVINO IR."),
     ] = None
     component: Annotated[
         tuple[str, ...],
-        typer.Option(help="With --to: a component to write; give it again for more. Else all."),
+        typer.Option(help="With --to: component to export. Repeat for several. By default all."),
     ] = ()
     source: Annotated[
         str | None,
         typer.Option(
-            metavar="SOURCE", help="With --to: the model, where it is not as the plan names it."
+            metavar="SOURCE", help="With --to: the model, if it is not where the plan says."
         ),
     ] = None
     config: ConfigOption = None

@@ -13,7 +13,8 @@ QuietOption = Annotated[
     typer.Option(
         "-q",
         "--quiet",
-        help="No progress and no remarks; of a card only the file that was written.",
+        help="Show no progress and no remarks; instead of the summary, print only the name of "
+        "the file written.",
     ),
 ]
 VerboseOption = Annotated[
@@ -21,7 +22,8 @@ VerboseOption = Annotated[
     typer.Option(
         "-v",
         "--verbose",
-        help="Also which file gave defaults, where the model was found, and the traceback of an error.",
+        help="Also show which file set defaults, where the model was found, and the traceback of "
+        "an error.",
     ),
 ]
 
@@ -39,12 +41,13 @@ class CommandOptions:
 
 
 VariantOption = Annotated[
-    str | None, typer.Option(help="Variant of the weights, where there are several: fp16.")
+    str | None, typer.Option(help="Variant of the weights, if the model has several, such as fp16.")
 ]
 TokenOption = Annotated[
     str | None,
     typer.Option(
-        help="Token for a gated or private model; others see it, so hf auth login is better."
+        help="Token for a gated or private model. Other users can see it in the list of "
+        "processes; prefer hf auth login."
     ),
 ]
 
@@ -61,35 +64,36 @@ LoraOption = Annotated[
     tuple[str, ...],
     typer.Option(
         metavar="FILE[:WEIGHT]",
-        help="LoRA to put on, style.safetensors:0.8; give it again for more.",
+        help="LoRA to add, such as style.safetensors:0.8. Repeat for several.",
     ),
 ]
 SchedulerOption = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="Scheduler in the place of the model's own: DPMSolverMultistep, Euler…"
+        metavar="NAME",
+        help="Scheduler to use instead of the model's own: DPMSolverMultistep, Euler…",
     ),
 ]
 SourceArgument = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="Hub id, Diffusers folder, single .safetensors file, or bundled model: shapes.",
+        help="Hub id, Diffusers folder, single .safetensors file, or the bundled model shapes.",
     ),
 ]
 ConfigOption = Annotated[
     str | None,
-    typer.Option(help="For a single file: Diffusers folder or Hub id that holds its configs."),
+    typer.Option(help="For a single file: Diffusers folder or Hub id with its configs."),
 ]
 RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
 ImageOption = Annotated[Path | None, typer.Option(help="Picture to start from.")]
 VideoOption = Annotated[Path | None, typer.Option(help="Video to start from.")]
 MaskOption = Annotated[
     Path | None,
-    typer.Option(help="Mask of --image: white where something new is made."),
+    typer.Option(help="Mask of --image: white areas are made anew."),
 ]
 ControlImageOption = Annotated[
-    Path | None, typer.Option(help="Picture that a ControlNet follows: edges, depth, a pose.")
+    Path | None, typer.Option(help="Picture for a ControlNet to follow: edges, depth or a pose.")
 ]
 StrengthOption = Annotated[
     float | None, typer.Option(help="How much of --image is made anew: above 0, up to 1.")
@@ -103,21 +107,19 @@ GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
 AllowOption = Annotated[
     tuple[str, ...],
     typer.Option(
-        help="What may change the picture so that it stays within --memory: fp8 or int8, weights "
-        "that wait in 8 bits; smaller, fewer frames or a smaller picture where nothing else fits. "
-        "Give it again for more."
+        help="Change that is allowed so that the run stays within --memory: fp8 or int8 keep "
+        "weights in 8 bits; smaller makes fewer frames or a smaller picture if nothing else "
+        "fits. Repeat for several."
     ),
 ]
 StrictOption = Annotated[
-    bool, typer.Option("--strict", help="Exit 1 when frames are black, grey or frozen.")
+    bool, typer.Option("--strict", help="Exit with 1 if frames are black, grey, frozen or noise.")
 ]
 KeepRepairsOption = Annotated[
     bool,
-    typer.Option("--keep-repairs", help="Write repairs into the plan that --precision names."),
+    typer.Option("--keep-repairs", help="Write repairs into the plan given to --precision."),
 ]
-ForceOption = Annotated[
-    bool, typer.Option("--force", help="Replace the output where it is there already.")
-]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
 RecordJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print the record as JSON, without its pictures.")
+    bool, typer.Option("--json", help="Print the record as JSON, without pictures.")
 ]

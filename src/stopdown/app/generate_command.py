@@ -73,10 +73,10 @@ DEFAULT_OUTPUT = "stopdown.mp4"
 
 @dataclass(frozen=True)
 class GenerateOptions(RequestOptions):
-    """Make a video or picture that is not black, or say why.
+    """Make a video or picture from a prompt, a picture or a video.
 
-    It starts from a prompt, an image or a video. A component that gives NaN or Inf is repaired and
-    called again; frames that are black, grey or frozen are reported.
+    A component that gives NaN or Inf is repaired and called again. Frames that are black, grey, frozen
+    or noise are reported.
 
     Examples:
       stopdown generate zai-org/CogVideoX-5b "a girl riding a bike" --memory auto
@@ -93,12 +93,14 @@ class GenerateOptions(RequestOptions):
         typer.Option(
             "-o",
             "--output",
-            help="File (.mp4, .webm, .gif, .png) to write, or new folder of frames. Without it "
-            "stopdown.mp4, or the first free stopdown-2.mp4.",
+            help="File to write (.mp4, .webm, .gif, .png), or new folder for frames. By default "
+            "stopdown.mp4, or stopdown-2.mp4 if that exists, and so on.",
         ),
     ] = None
     force: ForceOption = False
-    negative: Annotated[str | None, typer.Option(help="What it should not show.")] = None
+    negative: Annotated[
+        str | None, typer.Option(help="What the picture or video should not show.")
+    ] = None
     image: ImageOption = None
     video: VideoOption = None
     mask: MaskOption = None
@@ -107,8 +109,8 @@ class GenerateOptions(RequestOptions):
     precision: Annotated[
         str,
         typer.Option(
-            help="auto, fp32, bf16, fp16, by component: transformer=bf16,vae.decode=fp32, or a "
-            "plan: plan.json. half is fp16."
+            help="auto, fp32, bf16 or fp16; by component, as in "
+            "transformer=bf16,vae.decode=fp32; or a plan, plan.json."
         ),
     ] = "auto"
     device: DeviceOption = "auto"
@@ -116,7 +118,9 @@ class GenerateOptions(RequestOptions):
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0
     num: Annotated[
         int,
-        typer.Option(help="How many to make, each with the next seed, in files that are numbered."),
+        typer.Option(
+            help="How many to make. Each uses the next seed and goes into a numbered file."
+        ),
     ] = 1
     frames: FramesOption = None
     height: HeightOption = None
@@ -131,38 +135,44 @@ class GenerateOptions(RequestOptions):
     on_fault: Annotated[
         Literal["repair", "raise"],
         typer.Option(
-            help="repair: mend a component that gives NaN or Inf, run that call again, go on. "
-            "raise: stop there."
+            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
+            "again and continue. raise: stop."
         ),
     ] = "repair"
     maxima: Annotated[
         bool,
-        typer.Option("--maxima", help="Note how large each block's values get at each step."),
+        typer.Option("--maxima", help="Record the largest value of each block at each step."),
     ] = False
     keep_repairs: KeepRepairsOption = False
     journal: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for what each call gives: after a kill the same command goes on where it "
-            "stopped. It is emptied when the run is done."
+            help="Folder to save the output of each component call in. After a crash, the same "
+            "command continues where it stopped. The folder is emptied when the run is done."
         ),
     ] = None
     journal_limit: Annotated[
-        float, typer.Option(help="GiB at which the journal ends; the run goes on without it.")
+        float,
+        typer.Option(
+            help="Largest size of the journal in GiB; beyond it the run "
+            "continues without the journal."
+        ),
     ] = 4.0
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much memory, 8GiB, or within what the device has, auto: weights "
-            "that wait elsewhere, tiles, pieces; a call that runs out is run again with less."
+            help="Stay within this much device memory, such as 8GiB; auto is all that the device "
+            "has. Weights that are not in use are kept elsewhere, and work is split if "
+            "necessary. A call that runs out of memory is run again with less."
         ),
     ] = None
     allow: AllowOption = ()
     parallel: Annotated[
         str,
         typer.Option(
-            help="Under torchrun, how a step is spread over its processes: context (by tokens), "
-            "guidance (with and without the prompt), or auto."
+            help="With torchrun: how to distribute a step over the processes. context: by "
+            "tokens. guidance: with and without the prompt. auto: context if the model "
+            "supports it."
         ),
     ] = "auto"
     json: Annotated[

@@ -50,8 +50,9 @@ DEFAULT_OUTPUT = Path("plan.json")
 class PlanOptions(RequestOptions):
     """Find how a model runs in fp16 without overflow.
 
-    It measures a few runs, or bounds every run (--certify), and writes a plan for generate, compare
-    and convert. With --memory it predicts memory instead, and reads no weights.
+    Measures a few runs, or computes bounds for every run (--certify), and writes a plan for generate,
+    compare and convert. With --memory it predicts memory instead; it then reads no weights and writes
+    no plan.
 
     Examples:
       stopdown plan zai-org/CogVideoX-5b -o plan.json
@@ -65,60 +66,66 @@ class PlanOptions(RequestOptions):
         typer.Option(
             "-o",
             "--output",
-            help="File to write, ending in .json. Without it plan.json, or the first free plan-2.json.",
+            help="File to write, ending in .json. By default plan.json, or plan-2.json if that "
+            "exists, and so on.",
         ),
     ] = None
     force: ForceOption = False
     prompt: Annotated[
         tuple[str, ...],
-        typer.Option(help="What to measure; give it again for more. Without it three of ours."),
+        typer.Option(
+            help="Prompt to measure. Repeat for several. By default three built-in prompts."
+        ),
     ] = ()
     steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4
     precision: Annotated[
         str,
         typer.Option(
-            help="fp16 or auto, which is the same, or what is to be in another one, "
-            "text_encoder=fp32; with --memory auto compares precisions, and fp32, "
-            "bf16, fp16 or a plan, plan.json, is that one."
+            help="auto and fp16 plan everything in fp16; text_encoder=fp32 keeps a component in "
+            "another precision. With --memory, auto compares several precisions; fp32, "
+            "bf16, fp16 or plan.json predicts only that one."
         ),
     ] = "auto"
     residual: Annotated[
         Literal["native", "fp32"],
         typer.Option(
-            help="native, or fp32: sums and norms in fp32 beside fp16 matrix products, nearer to "
-            "fp32 still."
+            help="Precision of the residual stream. native: as the model has it. fp32: sums and "
+            "norms in fp32, which is more precise."
         ),
     ] = "native"
     ranges: Annotated[
         Literal["measured", "bound", "auto"],
         typer.Option(
-            help="measured; bound: ranges that hold for every input, where there are some; auto: "
-            "those that cost nothing."
+            help="Where the ranges of values come from. measured: from the measured runs. bound: "
+            "from bounds for every input, if there are any. auto: from bounds if they cost "
+            "nothing."
         ),
     ] = "measured"
     call: Annotated[
         tuple[str, ...],
         typer.Option(
-            help="For a file with one component: a recorded call of it, FILE or vae.decode=FILE; give it "
-            "again for more."
+            help="For a file with a single component: a recorded call to measure, FILE or "
+            "vae.decode=FILE. Repeat for several."
         ),
     ] = ()
     accumulate: Annotated[
         Literal["auto", "fp32", "fp16"] | None,
         typer.Option(
-            help="How products are summed. fp32; auto: in fp16, in short pieces, where bounds show "
-            "that nothing overflows; fp16: whole sums. Without it as PyTorch's switch says."
+            help="How sums inside matrix products are accumulated. fp32: in fp32. auto: in fp16 "
+            "in short pieces if bounds show that nothing overflows. fp16: like auto, but in "
+            "one piece. By default PyTorch's setting applies."
         ),
     ] = None
     certify: Annotated[
         bool,
         typer.Option(
             "--certify",
-            help="Run nothing: bounds for every prompt from the weights alone, read tensor by tensor.",
+            help="Run nothing. Compute bounds that hold for every prompt from the weights, read "
+            "tensor by tensor.",
         ),
     ] = False
     device: Annotated[
-        str | None, typer.Option(help="Where to measure, in fp32: cuda, cuda:1, mps or cpu.")
+        str | None, typer.Option(help="Device to measure on, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None
     image: ImageOption = None
     video: VideoOption = None
@@ -136,8 +143,9 @@ class PlanOptions(RequestOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Predict memory instead, without weights: what each strategy takes on --device "
-            "(v100, t4… too), and which stays within 8GiB, or auto."
+            help="Predict memory instead, without weights and without writing a plan. Shows what "
+            "each strategy takes on --device (v100, t4… too) and which stays within this "
+            "amount, such as 8GiB. auto is all that the device has."
         ),
     ] = None
     allow: AllowOption = ()

@@ -23,7 +23,7 @@ _MOST_BYTES = 22_000_000
 
 @dataclass(frozen=True)
 class ReportOptions(CommandOptions):
-    """Make the page of a run or of a comparison again.
+    """Make an HTML page from the record of a run or a comparison.
 
     Examples:
       stopdown report video.mp4.json -o video.html
@@ -34,7 +34,8 @@ class ReportOptions(CommandOptions):
         Path,
         typer.Argument(
             metavar="RECORD.json",
-            help="What compare or generate wrote beside its output; naming the output will do.",
+            help="Record that generate or compare wrote next to its output; you can also name "
+            "the output.",
         ),
     ]
     output: Annotated[
@@ -42,8 +43,8 @@ class ReportOptions(CommandOptions):
         typer.Option(
             "-o",
             "--output",
-            help="Page to write, ending in .html. Without it the record's name, numbered when that "
-            "is taken.",
+            help="Page to write, ending in .html. By default named after the record, with a "
+            "number if that exists.",
         ),
     ] = None
     force: ForceOption = False

@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptOptions(CommandOptions):
-    """Run a script unedited, its models guarded.
+    """Run a script unchanged and guard its models.
 
-    Faults are repaired, black frames are reported, and the script's exit code is kept.
+    Faults are repaired and black frames are reported. The exit code is that of the script, or 1 if a
+    fault could not be repaired.
 
     Examples:
       stopdown run cli_demo.py --prompt "a girl riding a bike" --dtype float16
@@ -46,12 +47,13 @@ class ScriptOptions(CommandOptions):
         str | None,
         typer.Argument(
             metavar="SCRIPT",
-            help="Python file to run, after the options of Stopdown; with -m its first argument.",
+            help="Python file to run. Options of Stopdown go before it. With -m, the module's "
+            "first argument.",
         ),
     ] = None
     arguments: Annotated[
         tuple[str, ...],
-        typer.Argument(metavar="ARGS", help="Whatever stands after SCRIPT is the script's."),
+        typer.Argument(metavar="ARGS", help="Arguments of the script: everything after SCRIPT."),
     ] = ()
     module: Annotated[
         str | None, typer.Option("-m", "--module", help="Module to run instead of a file.")
@@ -59,14 +61,15 @@ class ScriptOptions(CommandOptions):
     device: Annotated[
         str | None,
         typer.Option(
-            help="cpu, mps or cuda:1: where to send what the script sends to CUDA. Without it the "
-            "script's choice stands."
+            help="Device to use for everything that the script sends to CUDA: cpu, mps or "
+            "cuda:1. By default the script decides."
         ),
     ] = None
     on_fault: Annotated[
         Literal["repair", "raise", "warn"],
         typer.Option(
-            help="repair: mend it, run that call again, go on. raise: stop. warn: report it."
+            help="What to do if a component gives NaN or Inf. repair: repair it, run the call "
+            "again and continue. raise: stop. warn: only report it."
         ),
     ] = "repair"
     strict: StrictOption = False
@@ -75,8 +78,9 @@ class ScriptOptions(CommandOptions):
         typer.Option(
             "--precision",
             "--plan",
-            help="auto leaves the script's choice alone; plan.json is a plan for the pipelines that "
-            "it belongs to; fp16, bf16 or fp32 is what runs so that the script loads in other 16 bits.",
+            help="auto: as the script asks. plan.json: apply this plan to the pipelines it was "
+            "made for. fp16, bf16 or fp32: use this format for everything that the script "
+            "loads in a 16-bit format.",
         ),
     ] = "auto"
     keep_repairs: KeepRepairsOption = False
@@ -84,7 +88,8 @@ class ScriptOptions(CommandOptions):
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Guard these alone: names or classes, such as 'UNet*,*.decode'. Default: all.",
+            help="Guard only components with these names or classes, such as 'UNet*,*.decode'. "
+            "By default all.",
         ),
     ] = None
     json: Annotated[
