@@ -104,6 +104,20 @@ def test_each_fault_is_found_where_it_was_planted(tmp_path: Path, kind: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("name", "component"),
+    [("text_encoders.clip_l.a.weight", "text_encoder"), ("model.diffusion_model.a", "COMPONENT")],
+)
+def test_the_remedy_asks_for_what_it_says(tmp_path: Path, name: str, component: str) -> None:
+    """Both its sentence and its option name a format that holds the value, and no tensor of the file."""
+    path = tmp_path / "file.safetensors"
+    save_file({name: torch.full((4, 4), 1e6)}, path)
+    (found,) = (x for x in inspect(path).findings if x.kind == "weight-out-of-range")
+    assert found.remedy.startswith(
+        f"Run the component in bf16 or fp32: --precision {component}=bf16."
+    )
+
+
+@pytest.mark.parametrize(
     ("check", "kinds"),
     [
         ("_check_values", ("weight-not-finite", "weight-out-of-range", "vanishes-in-fp16")),

@@ -37,11 +37,11 @@ from test_loras import call, list_steps
 
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
-from stopdown.checkpoints.lora_names import is_lora_file, split_name
 from stopdown.errors import OptionError
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
+from stopdown.pipelines.lora_names import is_lora_file, split_name
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
 from stopdown.plans.calibrated import describe_scaling, sample_weights

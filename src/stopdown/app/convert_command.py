@@ -124,7 +124,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
-    from stopdown.checkpoints.lora_names import is_lora_file
+    from stopdown.pipelines.lora_names import is_lora_file
     from stopdown.plans.plan_files import read_plan
 
     is_lora = is_lora_file(Path(options.source).expanduser())

@@ -25,12 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest, has_more_than_folds
-from stopdown.checkpoints.lora_names import (
-    Layer,
-    find_layer,
-    index_layers,
-    split_name,
-)
 from stopdown.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
 from stopdown.number_formats import list_some
@@ -41,6 +35,12 @@ from stopdown.pipelines.headers import (
     DamagedFileError,
     read_header,
     read_metadata,
+)
+from stopdown.pipelines.lora_names import (
+    Layer,
+    find_layer,
+    index_layers,
+    split_name,
 )
 from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
 from stopdown.pipelines.sources import list_weight_files, resolve_source

@@ -20,23 +20,18 @@ import torch
 from stopdown.device_profiles import Profile, find_target, read_profiles
 from stopdown.dtype_rules.findings import make_finding, sort_findings
 from stopdown.number_formats import FP16, format_bytes, list_some
+from stopdown.pipelines.component_prefixes import DENOISER, split_prefix
 from stopdown.pipelines.headers import RESCALED_ENTRY
+from stopdown.pipelines.lora_names import is_factor
+from stopdown.pipelines.lora_names import split_name as split_lora_name
 from stopdown.pipelines.weight_files import FileWeight, WeightFile
 from stopdown.records import FileCheck, FilePart, Finding
 
 ZERO_TAIL = 4096
 """So many zeros at the end of a file's last matrix are none that were trained."""
 
-_COMPONENTS = re.compile(
-    r"(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner\.embedders\.\d+"
-    r"|text_encoders\.\w+|text_encoder(?:_\d)?|transformer(?:_\d)?|unet|vae|image_encoder|controlnet)\."
-    r"|(lora_(?:unet|te\d?|transformer))_"
-)
-_ADAPTER = re.compile(
-    r"\.(?P<part>lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.\w+)?\.weight$"
-)
-_OTHER_ADAPTERS = re.compile(r"\.(lokr_w[12](_[ab])?|hada_w[12]_[ab]|oft_blocks|oft_diag)$")
-_DOWN = ("lora_A", "lora_down", "lora.down")
+
+_LOW_RANK = ("lora_A", "lora_B")
 
 
 @dataclass
@@ -133,6 +128,7 @@ def _count_after(flat: torch.Tensor, used: torch.Tensor) -> int:
 
 def _check_values(weight: FileWeight, found: _Values) -> Iterator[Finding]:
     place, count = weight.name, found.count
+    component = split_prefix(weight.name)[0].replace(DENOISER, "") or "COMPONENT"
     if found.bad:
         evidence = f"{found.bad} of {count} values are NaN or Inf, as stored in {weight.stored}."
         yield make_finding("weight-not-finite", place, evidence)
@@ -141,7 +137,7 @@ def _check_values(weight: FileWeight, found: _Values) -> Iterator[Finding]:
             f"{found.beyond} of {count} values are beyond {FP16.largest:g}, where fp16 ends; the largest "
             f"is {found.amax:.4g}."
         )
-        yield make_finding("weight-out-of-range", place, evidence, stored=weight.stored)
+        yield make_finding("weight-out-of-range", place, evidence, component=component)
     elif found.is_zero and len(weight.shape) > 1:
         yield make_finding("weights-all-zero", place, f"All {count} values are 0.")
     elif 0 < found.amax <= FP16.smallest / 2 and len(weight.shape) > 1:
@@ -155,7 +151,7 @@ def _check_values(weight: FileWeight, found: _Values) -> Iterator[Finding]:
             f"All {count} values are below {FP16.smallest_normal:.3g}, the smallest normal number of "
             "fp16."
         )
-        yield make_finding("weight-subnormal", place, evidence)
+        yield make_finding("weight-subnormal", place, evidence, component=component)
 
 
 def _check_scales(weight: FileWeight, found: _Values) -> Iterator[Finding]:
@@ -205,13 +201,13 @@ def _check_tail(file: WeightFile, values: Sequence[_Values]) -> Iterator[Finding
 
 
 def _check_pairs(file: WeightFile) -> Iterator[Finding]:
-    sides: dict[str, set[bool]] = {}
+    sides: dict[str, set[str]] = {}
     for weight in file.weights:
-        if found := _ADAPTER.search(weight.name):
-            sides.setdefault(weight.name[: found.start()], set()).add(found["part"] in _DOWN)
+        if (found := split_lora_name(weight.name)) and found[1] in _LOW_RANK:
+            sides.setdefault(found[0], set()).add(found[1])
     for layer, present in sides.items():
         if len(present) < 2:
-            what = "up (lora_B)" if True in present else "down (lora_A)"
+            what = "up (lora_B)" if "lora_A" in present else "down (lora_A)"
             yield make_finding("adapter-incomplete", layer, f"Its matrix {what} is missing.")
 
 
@@ -256,8 +252,7 @@ def _merge(findings: Sequence[Finding]) -> list[Finding]:
 
 def find_component(name: str) -> str:
     """How the name of a weight begins, where that names a component; "" otherwise."""
-    found = _COMPONENTS.match(name)
-    return (found[1] or found[2]) if found else ""
+    return split_prefix(name)[1].rstrip("._")
 
 
 def _describe_parts(file: WeightFile, values: Sequence[_Values]) -> Iterator[FilePart]:
@@ -284,9 +279,8 @@ def _describe_parts(file: WeightFile, values: Sequence[_Values]) -> Iterator[Fil
 
 def _list_adapters(file: WeightFile) -> list[str]:
     """Layers that a file has low-rank matrices for, instead of weights of a model."""
-    names = (weight.name for weight in file.weights)
-    found = [_ADAPTER.search(name) or _OTHER_ADAPTERS.search(name) for name in names]
-    return sorted({x.string[: x.start()] for x in found if x})
+    found = [split_lora_name(weight.name) for weight in file.weights]
+    return sorted({x[0] for x in found if x and (x[1] in _LOW_RANK or is_factor(x[1]))})
 
 
 def describe_contents(file: WeightFile) -> str:
@@ -296,7 +290,7 @@ def describe_contents(file: WeightFile) -> str:
         ranks = {
             weight.shape[0]
             for weight in file.weights
-            if (found := _ADAPTER.search(weight.name)) and found["part"] in _DOWN and weight.shape
+            if (found := split_lora_name(weight.name)) and found[1] == "lora_A" and weight.shape
         }
         of_rank = f" of rank {', '.join(map(str, sorted(ranks)))}" if ranks else ""
         kind = (

@@ -230,7 +230,7 @@ def check_tensor(module_path: str, tensor: torch.Tensor, target: str) -> Iterato
             f"{over} of {tensor.numel()} values are beyond {entry.largest:g}, where {target} ends; "
             f"the largest is {largest:.4g}."
         )
-        yield make_finding("weight-out-of-range", module_path, evidence, stored=stored)
+        yield make_finding("weight-out-of-range", module_path, evidence)
     elif target == "fp16" and largest > 0:
         yield from _check_small(module_path, tensor, target)
 

@@ -28,6 +28,7 @@ from stopdown.pipelines.component_classes import (
     find_class,
     limited_building,
 )
+from stopdown.pipelines.component_prefixes import split_prefix
 from stopdown.pipelines.components import build_module
 from stopdown.pipelines.single_file_names import measure, take_apart
 from stopdown.pipelines.skeleton_components import build_empty_component
@@ -41,10 +42,6 @@ _WHOLE = (
 )
 """A whole checkpoint has names of each of these kinds."""
 
-_PREFIX = re.compile(
-    r"(model\.diffusion_model|diffusion_model|first_stage_model|vae|net|cond_stage_model\.transformer"
-    r"|conditioner\.embedders\.\d\.transformer|text_encoders\.\w+(\.transformer)?)\."
-)
 _WANTED = ("model.diffusion_model.", "vae.")
 """Prefixes without which a converter of Diffusers finds nothing."""
 
@@ -101,8 +98,8 @@ def _find_part(
 
 def _list_parts(name: str, shapes: Mapping[str, Any]) -> Iterator[Part]:
     """As the names stand, without each prefix that they have, and with each that a converter wants."""
-    found = dict.fromkeys(found[0] for key in shapes if (found := _PREFIX.match(key)))
-    for prefix in (*found, ""):
+    found = {key.removesuffix(split_prefix(key)[2]): None for key in shapes}
+    for prefix in {**found, "": None}:
         for wanted in ("", *_WANTED):
             yield Part(name, prefix, wanted)
 
