@@ -253,8 +253,9 @@ class Draw:
         return tensor * 2.0 ** round(ENTRY + GROWTH * depth)
 
 
-_T5_SIZES = {"q": 0.125, "layer_norm": 4.0, "wi_0": 8.0, "wi_1": 32.0, "wo": 1.0, "o": 32.0}
-"""Of layers of T5's encoder, so that its gated products and what `wo` gives leave fp16."""
+_T5_SIZES = {"q": 0.125, "layer_norm": 4.0, "wi_0": 8.0, "wi_1": 16.0, "wo": 8.0, "o": 32.0}
+"""Of layers of T5's encoder: gated products of 1e5 (`wo` itself is kept in fp32 by Transformers), outputs
+of `wo` of 3e5 and a stream that grows to 1e6."""
 
 
 def _number(name: str) -> int:

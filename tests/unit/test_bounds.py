@@ -19,6 +19,7 @@ from stopdown.bounds import intervals, product_rules, singular_values
 from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
 from stopdown.bounds.intervals import Interval, evaluate, make_interval
+from stopdown.bounds.row_sums import WEIGHT_FLOOR
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import (
     Bound,
@@ -412,9 +413,9 @@ def test_a_wrong_gain_or_shift_is_caught(
     """A modulated row of which half the gain or half the shift is forgotten exceeds its bound."""
     right = product_rules.bound_image
 
-    def wrong(weight: torch.Tensor, rows: list[AffineRow]) -> Any:
+    def wrong(weight: torch.Tensor, rows: list[AffineRow], floor: float) -> Any:
         halved = [replace(x, **{part: getattr(x, part) / 2}) for x in rows]
-        return right(weight, halved)
+        return right(weight, halved, floor)
 
     monkeypatch.setattr(product_rules, "bound_image", wrong)
     bound, found = search_modulated(shifted)
@@ -546,7 +547,9 @@ def apply_linear(weight: torch.Tensor, value: Interval) -> Interval:
     x, w = graph.placeholder("x"), graph.placeholder("w")
     node = graph.call_function(torch.ops.aten.linear.default, (x, w))
     node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0])
-    made = evaluate(node, {x: value}.get, lambda n: weight if n is w else None)
+    made = evaluate(
+        node, {x: value}.get, lambda n: weight if n is w else None, lambda n: WEIGHT_FLOOR
+    )
     assert isinstance(made, Interval)
     return made
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stopdown.bounds import singular_values
-from stopdown.bounds.row_sums import multiply_rows, sum_rows
+from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR, multiply_rows, sum_rows
 from stopdown.bounds.singular_values import bound_top
 
 SIZES = (1e-30, 1e-3, 1.0, 1e30)
@@ -48,12 +48,13 @@ def test_products_have_room_for_their_sums(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sums_hold_for_weights_as_fp16_stores_them(size: float) -> None:
-    """A weight whose largest value is stored at 2^-15 or more: its rounded rows stay below the sums."""
+@pytest.mark.parametrize(("floor", "least"), [(WEIGHT_FLOOR, -11), (LOOSE_WEIGHT_FLOOR, -15)])
+def test_sums_hold_for_weights_as_fp16_stores_them(size: float, floor: float, least: int) -> None:
+    """A weight whose largest value is stored at 2^-11 (2^-15) or more: no rounded row exceeds the sums."""
     weight = draw_weight(0, torch.float32, size)
     peak = torch.rand(300, generator=torch.Generator().manual_seed(1)).double()
-    found = sum_rows(weight, peak)
-    for stored in (2.0**-15, 1.0, 2.0**15):
+    found = sum_rows(weight, peak, floor)
+    for stored in (2.0**least, 1.0, 2.0**15):
         scale = 2.0 ** round(math.log2(stored / float(weight.abs().max())) + 0.5)
         rounded = (weight.double() * scale).half().double() / scale
         assert bool((rounded.abs() @ peak <= found.absolute).all())

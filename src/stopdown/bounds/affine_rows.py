@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from stopdown.bounds.intervals import Interval
 from stopdown.bounds.norm_rules import bound_written_norm
-from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, Products, multiply_rows
+from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.values import AffineRow, AffineRows, Bound, largest_over
 from stopdown.graph.nodes import is_kind, shape_of
@@ -87,11 +87,10 @@ def _begin(op: Operands) -> AffineRows:
     if weight is None or bias is None:
         return ()
     given = isinstance(op.given.get("weight"), Node)
-    gain, table = weight.abs() if given else torch.ones(count).double(), bias.reshape(1, -1)
-    return (AffineRow(
-        math.sqrt(count) * (1 + NORM_ROUNDING), gain + (_error_of(gain) if given else 0), table,
-        _error_of(bias),
-    ),)  # fmt: skip
+    gain = weight.abs() if given else torch.ones(count).double()
+    radius = math.sqrt(count) * (1 + NORM_ROUNDING)
+    wide = gain + _error_of(op, "weight", weight)
+    return (AffineRow(radius, wide, bias.reshape(1, -1), _error_of(op, "bias", bias)),)
 
 
 def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
@@ -103,9 +102,10 @@ def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
     return None if found is None or found.numel() != count else found.double().reshape(-1)
 
 
-def _error_of(values: torch.Tensor) -> torch.Tensor:
-    size = values.abs()
-    return size * WEIGHT_ROUNDING + WEIGHT_FLOOR * size.max()
+def _error_of(op: Operands, name: str, values: torch.Tensor) -> torch.Tensor:
+    given, size = op.given.get(name), values.abs()
+    floor = op.known.floor(given) if isinstance(given, Node) else 0.0
+    return size * WEIGHT_ROUNDING + floor * size.max()
 
 
 def _begin_written(op: Operands) -> AffineRows:
@@ -197,7 +197,7 @@ def _join(op: Operands, known: Mapping[Node, AffineRows]) -> AffineRows:
 
 
 def bound_image(
-    weight: torch.Tensor, affine_rows: Sequence[AffineRow]
+    weight: torch.Tensor, affine_rows: Sequence[AffineRow], floor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """No element of `weight @ row` is larger, for any of the rows; nor a part of its sum, `[out]` each.
 
@@ -205,6 +205,7 @@ def bound_image(
 
     Args:
         weight: `[out, d]`, as it is before it is rounded.
+        floor: room for what is subnormal of it.
 
     Cost: one pass over the weight, a product with `BASIS` columns for each affine_row.
     """
@@ -216,6 +217,7 @@ def bound_image(
         plain=torch.cat([x.basis[1] for x in affine_rows]).T,
         magnitudes=torch.stack([*rests, *(x.largest for x in affine_rows)], 1),
         squares=torch.cat([gains, torch.ones_like(gains[:, :1])], 1),
+        floor=floor,
     )
     error, sizes = (products.magnitudes * rounding).chunk(2, dim=1)
     radius = torch.tensor([x.radius for x in affine_rows]).double()

@@ -145,12 +145,18 @@ Held = Callable[[Node], Any]
 """Gives what is held for a node."""
 
 
-def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]) -> Any:
+def evaluate(
+    node: Node,
+    held: Held,
+    load: Callable[[Node], torch.Tensor | None],
+    floor: Callable[[Node], float],
+) -> Any:
     """What a node gives when all its inputs are exact; None when it does not stay so.
 
     Args:
         held: node to its interval, or a list of them, or something else.
         load: node to a parameter's values as they are stored, None when it is no parameter.
+        floor: node to the room for what is subnormal of a parameter.
     """
     sources = [x for x in node.all_input_nodes if isinstance(held(x), (Interval, list))]
     values = [held(x) for x in sources]
@@ -160,7 +166,8 @@ def evaluate(node: Node, held: Held, load: Callable[[Node], torch.Tensor | None]
     if any(isinstance(x, list) for x in values) or writes_in_place(node):
         return None
     if len(sources) < len(node.all_input_nodes):
-        return _apply_linear(node, values[0], load) if is_kind(node, "linear") and values else None
+        is_linear = is_kind(node, "linear") and bool(values)
+        return _apply_linear(node, values[0], load, floor) if is_linear else None
     rule = _choose_rule(node, values)
     return None if rule is None else rule(node, dict(zip(sources, values, strict=True)))
 
@@ -337,7 +344,12 @@ _RULES: dict[str, Rule] = {
 _CONSTANTS = ("constant", "counting", "filled")
 
 
-def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | None]) -> Any:
+def _apply_linear(
+    node: Node,
+    value: Any,
+    load: Callable[[Node], torch.Tensor | None],
+    floor: Callable[[Node], float],
+) -> Any:
     given = arguments(node)
     weight = load(given["weight"]) if isinstance(given["weight"], Node) else None
     if not isinstance(value, Interval) or weight is None or not isinstance(given["input"], Node):
@@ -350,13 +362,17 @@ def _apply_linear(node: Node, value: Any, load: Callable[[Node], torch.Tensor | 
     if not math.isfinite(float(center.sum())):
         return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias)).reshape(*few.shape[:-1], -1)
-    made = _bound_errors(node, value, weight, bias)
+    made = _bound_errors(node, value, weight, bias, floor(given["weight"]))
     center = center.expand(*value.center.shape[:-1], -1)
     return _round(node, replace(made, center=center))
 
 
 def _bound_errors(
-    node: Node, value: Interval, weight: torch.Tensor, bias: torch.Tensor | None
+    node: Node,
+    value: Interval,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    floor: float,
 ) -> Interval:
     """What is known of a linear's result beside its values: errors that it is given, and its own.
 
@@ -366,7 +382,8 @@ def _bound_errors(
     rounding = ROUNDING.get(node.meta["val"].dtype, 0.0)
     largest = (value.largest + value.radius).reshape(-1, weight.shape[1])
     columns = torch.cat([largest, value.radius.reshape(-1, weight.shape[1])]).T
-    found = multiply_rows(weight, magnitudes=columns, squares=torch.ones_like(columns[:, :1]))
+    ones = torch.ones_like(columns[:, :1])
+    found = multiply_rows(weight, magnitudes=columns, squares=ones, floor=floor)
     sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
     own = (rounding + 2 * found.plain_error) * sums
     own = own + found.slack * largest.sum(1).reshape(*before, 1)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING
+from stopdown.bounds.row_sums import WEIGHT_ROUNDING
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.values import Bound, largest_over
 from stopdown.graph.nodes import arguments, is_kind, shape_of, strip_casts
@@ -62,7 +62,7 @@ def _magnitudes(op: Operands, name: str) -> torch.Tensor:
         bound = op.bound(given)
         return torch.full((1,), math.inf if bound is None else bound.largest).double()
     size = found.double().abs().reshape(-1)
-    return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
+    return size * (1 + WEIGHT_ROUNDING) + op.known.floor(given) * float(size.max())
 
 
 def bound_written_norm(op: Operands) -> Bound | None:

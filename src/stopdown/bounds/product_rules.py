@@ -53,7 +53,8 @@ def linear(op: Operands) -> Bound | None:
         return None
     last = len(op.shape) - 1
     peak = largest_over(bound.peak, range(last)).reshape(-1)
-    rows = sum_rows(values, peak)
+    floor = op.known.floor(weight)
+    rows = sum_rows(values, peak, floor)
     norm = norm_over(bound, shape_of(source), (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
@@ -63,7 +64,7 @@ def linear(op: Operands) -> Bound | None:
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
     if found := op.known.affine_rows(source):
-        image, image_parts = bound_image(values, found)
+        image, image_parts = bound_image(values, found, floor)
         size = torch.minimum(size, image.reshape(spread))
         parts = torch.minimum(parts, image_parts.reshape(spread))
     typical = bound.typical * float(rows.euclidean.square().mean().sqrt())
@@ -88,7 +89,8 @@ def _bound_length(
     op: Operands, weight: torch.Tensor, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
-    sigma, rounded = measure_sigma(weight), _bound_rounding(weight)
+    sigma = measure_sigma(weight)
+    rounded = _bound_rounding(weight, op.known.floor(op.given["weight"]))
     longest = (sigma + rounded) * norm
     found = op.known.affine_rows(op.given["input"])
     if found and count_work(weight) <= DECOMPOSED:
@@ -101,9 +103,9 @@ def _bound_length(
     return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * error
 
 
-def _bound_rounding(weight: torch.Tensor) -> float:
+def _bound_rounding(weight: torch.Tensor, floor: float) -> float:
     """How much rounding a weight to fp16 adds to any of its singular values."""
-    slack = WEIGHT_FLOOR * float(weight.abs().max()) * math.sqrt(weight.numel())
+    slack = floor * float(weight.abs().max()) * math.sqrt(weight.numel())
     return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) + slack
 
 
@@ -141,7 +143,8 @@ def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
     norm = float(norm_over(bound, before, (len(before) - 1,)).max())
     peak = largest_over(value.peak, (0, 2)).expand(1, heads, 1, width).reshape(-1)
     bias = op.known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
-    return _sum_heads(outer, values, bias, norm, peak, heads)
+    floor = max(op.known.floor(x) for x in (op.given["weight"], given["weight"]))
+    return _sum_heads(outer, values, bias, norm, peak, heads, floor)
 
 
 def _sum_heads(
@@ -151,6 +154,7 @@ def _sum_heads(
     norm: float,
     peak: torch.Tensor,
     heads: int,
+    floor: float,
 ) -> torch.Tensor:
     width = outer.shape[1] // heads
     # of both weights, the values, their mean, and the sums that gave the values
@@ -164,8 +168,8 @@ def _sum_heads(
         total += ((out @ gram) * out).sum(1).clamp(min=0).sqrt() * norm
         sizes = out.abs()
         error += sizes @ (peak[columns] * roundings)
-        error += WEIGHT_FLOOR * float(sizes.max()) * float(peak[columns].sum()) * 2
-        error += float(value.abs().max()) * WEIGHT_FLOOR * norm * sizes.sum(1) * math.sqrt(
+        error += floor * float(sizes.max()) * float(peak[columns].sum()) * 2
+        error += float(value.abs().max()) * floor * norm * sizes.sum(1) * math.sqrt(
             inner.shape[1])  # fmt: skip
     if bias is not None:
         total += (outer.double() @ bias.double()).abs()
@@ -225,7 +229,11 @@ def convolve(op: Operands) -> Bound | None:
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
     rows = [
-        sum_rows(part, _spread_channels(peak, group, groups, values.shape[1], places))
+        sum_rows(
+            part,
+            _spread_channels(peak, group, groups, values.shape[1], places),
+            op.known.floor(weight),
+        )
         for group, part in enumerate(flat.chunk(groups))
     ]
     absolute = torch.cat([x.absolute for x in rows])
@@ -264,7 +272,7 @@ def transposed(op: Operands) -> Bound | None:
         return None
     channel = len(shape_of(source)) - (values.dim() - 1)
     flat = values.transpose(0, 1).reshape(values.shape[1], -1)
-    rows = sum_rows(flat, torch.tensor([bound.largest]).double())
+    rows = sum_rows(flat, torch.tensor([bound.largest]).double(), op.known.floor(weight))
     size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
     ones = [1] * len(op.shape)
     ones[channel] = -1

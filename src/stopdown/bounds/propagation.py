@@ -15,7 +15,7 @@ captured call has, sums that a backend rounds to fp16 on the way, operations wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from stopdown.bounds.intervals import (
     writes_in_place,
 )
 from stopdown.bounds.product_rules import bound_scores
-from stopdown.bounds.row_sums import WEIGHT_FLOOR
+from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.rule_table import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
@@ -57,8 +57,8 @@ LEAST_STORED = 2.0**-12
 """A value's bound has to be at least this as it is stored, so that its room for what is subnormal is
 enough: 2**-25 for its own rounding and as much for that of a bias."""
 
-LEAST_STORED_WEIGHT = 2.0**-25 / WEIGHT_FLOOR
-"""The same of a weight's largest magnitude."""
+LEAST_STORED_WEIGHT, LEAST_STORED_LOOSE = 2.0**-25 / WEIGHT_FLOOR, 2.0**-25 / LOOSE_WEIGHT_FLOOR
+"""The same of a weight's largest magnitude, with the room that it has and with the loose one."""
 
 SMALL = 1 << 16
 """A parameter of at most this many values is looked at element by element wherever it is used."""
@@ -114,7 +114,11 @@ class Bounds:
 
 
 def bound_call(
-    capture: Capture, load: Load, limits: InputLimits, blocks: Mapping[Node, Blocks]
+    capture: Capture,
+    load: Load,
+    limits: InputLimits,
+    blocks: Mapping[Node, Blocks],
+    loose: Collection[str] = (),
 ) -> Bounds:
     """A bound of every float value of a captured call, from the weights alone.
 
@@ -123,10 +127,11 @@ def bound_call(
         load: gives a parameter by name; a checkpoint or a module.
         limits: what the inputs can be.
         blocks: values that carry several exponents.
+        loose: parameters that have the loose room for what is subnormal of them.
 
     Cost: each weight is asked for about once, in the order of the graph, and read a few times.
     """
-    walk = _Propagation(capture, load, limits, blocks)
+    walk = _Propagation(capture, load, limits, blocks, frozenset(loose))
     for node in capture.graph.graph.nodes:
         walk.visit(node)
     walk.load_rest()
@@ -137,10 +142,15 @@ class _Propagation:
     """Visits the nodes of a graph in order; answers what rules ask."""
 
     def __init__(
-        self, capture: Capture, load: Load, limits: InputLimits, blocks: Mapping[Node, Blocks]
+        self,
+        capture: Capture,
+        load: Load,
+        limits: InputLimits,
+        blocks: Mapping[Node, Blocks],
+        loose: frozenset[str],
     ) -> None:
         self.capture, self.limits, self.blocks = capture, limits, blocks
-        self._load = load
+        self._load, self._loose = load, loose
         self._last: tuple[str, torch.Tensor] | None = None
         self.held: dict[Node, Any] = {}
         self.rows: dict[Node, AffineRows] = {}
@@ -194,6 +204,10 @@ class _Propagation:
         if node.name not in self.found.ranges:
             self._measure_parameter(node, self._last[1])
         return self._last[1]
+
+    def floor(self, node: Node) -> float:
+        is_loose = self.capture.parameters.get(node.name) in self._loose
+        return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
 
     def affine_rows(self, node: Node) -> AffineRows:
         return self.rows.get(node, ())
@@ -262,7 +276,7 @@ class _Propagation:
             norm = tensor.float().square().sum(-1, keepdim=True).sqrt().double() * (1 + 2.0**-12)
             norm = norm.amax(tuple(range(norm.dim() - 1)), keepdim=True)
             bound = make_bound(sizes, shape, typical=rms, norm=norm, rows=(len(shape) - 1,))
-        return inflate(bound, 2.0**-10, WEIGHT_FLOOR, shape)
+        return inflate(bound, 2.0**-10, self.floor(node), shape)
 
     def _measure_parameter(self, node: Node, tensor: torch.Tensor) -> None:
         split = self.blocks.get(node)
@@ -270,12 +284,12 @@ class _Propagation:
         if split is not None:
             sizes = [b - a for a, b in zip(split.bounds, split.bounds[1:], strict=False)]
             parts = list(tensor.split(sizes, dim=split.dim))
-        ranges = []
+        ranges, least_stored = [], 2.0**-25 / self.floor(node)
         for part in parts:
             if not part.is_floating_point():
                 return
             amax, rms, least, _ = summarise_magnitudes(part)
-            ranges.append(Range(amax, rms, least, certain=True))
+            ranges.append(Range(amax, rms, least, certain=True, least_stored=least_stored))
         self.found.ranges[node.name] = tuple(ranges)
 
     def load_rest(self) -> None:
@@ -309,7 +323,7 @@ class _Propagation:
         if not sources and node.all_input_nodes:
             return None
         try:
-            return evaluate(node, self.held.get, self.load)
+            return evaluate(node, self.held.get, self.load, self.floor)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None  # bounded like any other value then
 
@@ -414,7 +428,7 @@ class _Propagation:
 
 
 def _as_range(amax: float, typical: float) -> Range:
-    return Range(amax, min(typical, amax), 0.0, certain=True)
+    return Range(amax, min(typical, amax), 0.0, certain=True, least_stored=LEAST_STORED)
 
 
 def _reduce_table(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,13 @@ import torch
 WEIGHT_ROUNDING = 2.0**-11
 """A weight's relative error in fp16."""
 
-WEIGHT_FLOOR = 2.0**-10
-"""Room for what is subnormal of a weight, relative to its largest magnitude."""
+WEIGHT_FLOOR = 2.0**-14
+"""Room for what is subnormal of a weight, relative to its largest magnitude: enough where that is stored
+at 2**-11 or more."""
+
+LOOSE_WEIGHT_FLOOR = 2.0**-10
+"""The same of a weight that is stored lower, down to 2**-15. With rows of unequal size it is far more than
+all other roundings of a small row."""
 
 ENTRIES = 1 << 18
 """Weights are widened in parts of at most this many values."""
@@ -47,11 +52,13 @@ def multiply_rows(
     plain: torch.Tensor | None = None,
     magnitudes: torch.Tensor | None = None,
     squares: torch.Tensor | None = None,
+    floor: float = WEIGHT_FLOOR,
 ) -> Products:
     """Products of a weight `[out, in]` with float64 columns `[in, k]`; those not given are empty.
 
     Args:
         magnitudes, squares: columns without negative values.
+        floor: room for what is subnormal of the weight.
 
     Cost: one pass; at most `ENTRIES` values are widened at a time.
     """
@@ -75,7 +82,7 @@ def multiply_rows(
         made[1] / scale * (1 + losses),
         made[2] / scale**2 * (1 + losses),
         losses,
-        WEIGHT_FLOOR * largest * (1 + losses),
+        floor * largest * (1 + losses),
     )
 
 
@@ -92,17 +99,18 @@ class RowSums:
     euclidean: torch.Tensor
 
 
-def sum_rows(weight: torch.Tensor, peak: torch.Tensor) -> RowSums:
+def sum_rows(weight: torch.Tensor, peak: torch.Tensor, floor: float = WEIGHT_FLOOR) -> RowSums:
     """Sums over the rows of a matrix `[out, in]`.
 
     Args:
         peak: `[in]` or `[1]` float64.
+        floor: room for what is subnormal of the weight.
 
     Cost: one pass.
     """
     width = weight.shape[1]
     peaks = peak.expand(width)[:, None]
-    found = multiply_rows(weight, magnitudes=peaks, squares=torch.ones_like(peaks))
+    found = multiply_rows(weight, magnitudes=peaks, squares=torch.ones_like(peaks), floor=floor)
     spread, rounding = float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,

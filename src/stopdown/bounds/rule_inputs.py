@@ -23,6 +23,9 @@ class Known(Protocol):
     def load(self, node: Node) -> torch.Tensor | None:
         """A parameter's values as they are stored; None when the node is no parameter."""
 
+    def floor(self, node: Node) -> float:
+        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude."""
+
     def affine_rows(self, node: Node) -> Sequence[AffineRow]:
         """What is known of the rows of a value behind a norm; empty for nothing."""
 

@@ -47,19 +47,22 @@ class Range:
         rms: root of the mean square.
         least: smallest positive magnitude.
         certain: True when no input makes it larger; False when it was measured.
+        least_stored: that holds where the largest is stored no smaller than this.
     """
 
     amax: float
     rms: float
     least: float
     certain: bool = False
+    least_stored: float = 0.0
 
     def merged(self, other: Range) -> Range:
         """A range that holds for both; of two typical sizes the smaller one that is not 0."""
         sizes = [x for x in (self.rms, other.rms) if x > 0]
         least = min((x for x in (self.least, other.least) if x > 0), default=0.0)
         certain = self.certain and other.certain
-        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least, certain)
+        stored = max(self.least_stored, other.least_stored)
+        return Range(max(self.amax, other.amax), min(sizes, default=0.0), least, certain, stored)
 
 
 Ranges = Mapping[str, tuple[Range, ...]]

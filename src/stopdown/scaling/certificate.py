@@ -13,7 +13,7 @@ rounding is enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,13 +21,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.input_limits import Stated, list_limits, note_limits, state_calls
-from stopdown.bounds.propagation import (
-    LEAST_STORED,
-    LEAST_STORED_WEIGHT,
-    Bounds,
-    Load,
-    bound_call,
-)
+from stopdown.bounds.propagation import Bounds, Load, bound_call
 from stopdown.errors import OptionError
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, name_parameters
@@ -92,15 +86,22 @@ class BoundedCalls:
         return replace(scaling, range_note=" ".join(said), limits=list_limits(self.stated))
 
 
-def bound_kinds(module: torch.nn.Module, kinds: Sequence[Kind]) -> BoundedCalls:
+def bound_kinds(
+    module: torch.nn.Module, kinds: Sequence[Kind], loose: Collection[str] = ()
+) -> BoundedCalls:
     """Bounds of calls that were measured.
+
+    Args:
+        loose: parameters with the loose room for what is subnormal of them.
 
     Cost: one pass over the weights for each kind.
     """
     named = name_parameters(module)
     stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
     bounds = [
-        bound_call(kind.measured.capture, named.__getitem__, one.limits, kind.measured.blocks)
+        bound_call(
+            kind.measured.capture, named.__getitem__, one.limits, kind.measured.blocks, loose
+        )
         for kind, one in zip(kinds, stated, strict=True)
     ]
     return BoundedCalls(kinds, stated, bounds)
@@ -110,6 +111,7 @@ def bound_unmeasured(
     module: torch.nn.Module,
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
+    loose: Collection[str] = (),
 ) -> BoundedCalls:
     """Bounds from the weights alone, and guesses where there are none.
 
@@ -117,13 +119,14 @@ def bound_unmeasured(
         module: fake; only its modules and their attributes are looked at.
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
+        loose: parameters with the loose room for what is subnormal of them.
 
     Cost: one pass over the weights for each call.
     """
     stated, kinds, bounds = state_calls(module, calls), [], []
     for (capture, args, kwargs), one in zip(calls, stated, strict=True):
         blocks = split_values(capture)
-        bounds.append(bound_call(capture, load, one.limits, blocks))
+        bounds.append(bound_call(capture, load, one.limits, blocks, loose))
         ranges = _guess_ranges(capture, bounds[-1], blocks)
         kinds.append(Kind(Measured(capture, blocks, ranges), args, kwargs))
     return BoundedCalls(kinds, stated, bounds, guessed=True)
@@ -167,7 +170,7 @@ def mix_ranges(
 def _choose(seen: Range, bound: Range, loosest_bits: float) -> Range:
     if seen.amax > bound.amax or log2_of(bound.amax) - log2_of(seen.amax) > loosest_bits:
         return _widen(seen)
-    return replace(seen, amax=bound.amax, certain=True)
+    return replace(seen, amax=bound.amax, certain=True, least_stored=bound.least_stored)
 
 
 def _widen(seen: Range) -> Range:
@@ -189,7 +192,7 @@ def find_uncertain(
         stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
         is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
         keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
-        least = LEAST_STORED_WEIGHT if limit.weight else LEAST_STORED
+        least = limit.range.least_stored
         count += 1
         if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):
             uncertain.append(limit.place)

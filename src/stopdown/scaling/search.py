@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from stopdown.bounds.propagation import Load
+from stopdown.bounds.propagation import LEAST_STORED_LOOSE, Load
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import Capture, capture_call
 from stopdown.graph.ranges import log2_of
@@ -256,13 +256,16 @@ def scale_by_bounds(
     Raises:
         ScalingError: there are none.
 
-    Cost: one pass over the weights for each kind, and up to a dozen solutions.
+    Cost: one or two passes over the weights for each kind, and up to a dozen solutions after each.
     """
-    bounded, plain = bound_kinds(module, kinds), [kind.measured for kind in kinds]
+    plain = [kind.measured for kind in kinds]
     best = find_visible(find, module, plain)
     judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
     measured = Strategy(lambda: best, lambda found: False)
-    found = take_first(itertools.chain([measured], _list_bounds(module, bounded, find, judge)))
+    bounded, found = _give_room(
+        partial(bound_kinds, module, kinds),
+        lambda x: take_first(itertools.chain([measured], _list_bounds(module, x, find, judge))),
+    )
     if found is best:
         return replace(best, values=0, bounded=0, uncertain=(), range_note=_NONE_TAKEN)
     return bounded.describe(found)
@@ -286,12 +289,43 @@ def scale_unmeasured(
     Raises:
         ScalingError: there are none.
 
-    Cost: one pass over the weights for each call, and up to a dozen solutions.
+    Cost: one or two passes over the weights for each call, and up to a dozen solutions after each.
     """
-    bounded = bound_unmeasured(module, calls, load)
-    strategies = _list_bounds(module, bounded, find, lambda found: not found.fp32_modules)
-    found = take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+
+    def search(bounded: BoundedCalls) -> Scaling:
+        strategies = _list_bounds(module, bounded, find, lambda found: not found.fp32_modules)
+        return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
+
+    bounded, found = _give_room(partial(bound_unmeasured, module, calls, load), search)
     return bounded.describe(found)
+
+
+def _give_room(
+    bind: Callable[[Collection[str]], BoundedCalls], search: Callable[[BoundedCalls], Scaling]
+) -> tuple[BoundedCalls, Scaling]:
+    """Bounds and what is found; with more room for weights that are stored low, if that certifies more.
+
+    How low a weight is stored is known when its exponent is, and that rests on the bounds.
+
+    Args:
+        bind: makes bounds, with the loose room for parameters of these names.
+    """
+    bounded = bind(())
+    found = search(bounded)
+    low = [
+        name
+        for name, bits, _ in _list_stored(found, [kind.measured for kind in bounded.kinds])
+        if name in found.uncertain and bits >= math.log2(LEAST_STORED_LOOSE)
+    ]
+    if not low:
+        return bounded, found
+    try:
+        roomier = bind(low)
+        other = search(roomier)
+    except ScalingError:
+        return bounded, found
+    is_better = other.bounded > found.bounded and _is_as_narrow(other, found)
+    return (roomier, other) if is_better else (bounded, found)
 
 
 def _list_bounds(
@@ -313,16 +347,23 @@ def find_visible(find: Find, module: torch.nn.Module, calls: Sequence[Measured])
         ScalingError: there are no exponents, or they would round a whole parameter away.
     """
     scaling = find(module, calls)
+    for name, bits, fold in _list_stored(scaling, calls):
+        if fold and bits < VANISHING_BITS:
+            raise ScalingError(
+                f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
+                f"{2.0 ** (bits - fold):.3g}, and would be stored times 2**{fold}."
+            )
+    return scaling
+
+
+def _list_stored(scaling: Scaling, calls: Sequence[Measured]) -> Iterator[tuple[str, float, int]]:
+    """Each parameter with the log2 of its largest value as it is stored, and its lowest exponent."""
     for call in calls:
         for node, name in call.capture.parameters.items():
             largest = max((part.amax for part in call.ranges.get(node, ())), default=0.0)
-            folds = _list_folds(scaling, name)
-            if largest > 0 and folds and log2_of(largest) + min(folds) < VANISHING_BITS:
-                raise ScalingError(
-                    f"Its bounds are so loose that {name} would vanish in fp16: it is at most "
-                    f"{largest:.3g}, and would be stored times 2**{min(folds)}."
-                )
-    return scaling
+            fold = min(_list_folds(scaling, name), default=0)
+            if largest > 0:
+                yield name, log2_of(largest) + fold, fold
 
 
 def _list_folds(scaling: Scaling, name: str) -> list[int]:
