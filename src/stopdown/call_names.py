@@ -8,6 +8,8 @@ name; where another program's has, its calls know their names, and these functio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def name_call(component: str, method: str = "") -> str:
     """`vae.decode`; the component alone for its `forward`, or for no method."""
@@ -34,3 +36,14 @@ def split_module_path(text: str) -> tuple[str, str]:
     """Call and path inside of a module path; the path is "" for the component itself."""
     call, _, path = text.partition(":")
     return call, path
+
+
+def is_inside(path: str, *ancestors: str) -> bool:
+    """Whether a dotted path is that of one of these modules, or of something inside one."""
+    return any(not x or path == x or path.startswith(f"{x}.") for x in ancestors)
+
+
+def list_outermost(paths: Iterable[str]) -> list[str]:
+    """The paths that do not lie inside another one of them."""
+    known = list(paths)
+    return [path for path in known if not is_inside(path, *(x for x in known if x != path))]

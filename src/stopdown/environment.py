@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import math
 import os
 import platform
@@ -199,6 +200,25 @@ def read_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def require_package(package: str, extra: str, what: str, *, otherwise: str = "") -> None:
+    """Refuse what needs a package that is not here.
+
+    Args:
+        package: as it is imported.
+        extra: of Stopdown, that brings it.
+        what: needs it: `A LoRA`.
+        otherwise: what the remedy ends with: ` or leave it away`.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise OptionError(
+            f"{what} needs the package {package}, which is not installed.",
+            remedy=f"Install it: pip install 'stopdown[{extra}]'{otherwise}",
+        )
 
 
 @functools.cache

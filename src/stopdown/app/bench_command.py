@@ -178,13 +178,12 @@ def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     from stopdown.benchmark.subjects import make_generated, make_real
     from stopdown.number_formats import parse_bytes
     from stopdown.pipelines.loader import complete_source
-    from stopdown.pipelines.requests import Request
+    from stopdown.pipelines.requests import PROMPTS, Request
     from stopdown.pipelines.sources import resolve_source, verify_source
 
     source = resolve_source(options.source, variant=options.variant)
     verify_source(source)
-    prompt = "a red circle moving left on a grey background"
-    request = Request(prompt=prompt, steps=options.steps)
+    request = Request(prompt=PROMPTS[0], steps=options.steps)
     subjects = [make_real(complete_source(source), device, request)]
     if options.size != "none":
         size = find_size(device) if options.size == "auto" else parse_bytes(options.size)

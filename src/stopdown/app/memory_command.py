@@ -37,8 +37,6 @@ ROUNDED = {
 
 _MARGIN = "; what changes the picture has to save a fifth of it, and no component may fit as it is"
 
-_PROMPT = "a red circle moving left on a grey background"
-
 
 def plan_memory(options: RequestOptions, request: Request, display: Display) -> MemoryPlan:
     """Predict what every strategy takes on a device in every precision, and choose; no weights are
@@ -48,11 +46,12 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
         StopdownError: anything that went wrong, with what to type.
     """
     from stopdown.device_profiles import find_target
+    from stopdown.pipelines.requests import PROMPTS
     from stopdown.plans.plan_files import read_plan
     from stopdown.plans.precision import parse_request
 
     begun = time.perf_counter()
-    request = dataclasses.replace(request, prompt=request.prompt or _PROMPT, steps=options.steps)
+    request = dataclasses.replace(request, prompt=request.prompt or PROMPTS[0], steps=options.steps)
     allowed = read_allowed(options.allow, options.memory)
     path = parse_request(options.precision).plan
     plan = read_plan(path) if path is not None else None

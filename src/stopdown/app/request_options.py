@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stopdown.app.flags import SourceOptions
+from stopdown.environment import require_package
 from stopdown.errors import OptionError
 
 if TYPE_CHECKING:
@@ -174,13 +175,8 @@ def check_quantiser(allow: Sequence[str]) -> None:
     Raises:
         OptionError: it is not.
     """
-    from importlib.util import find_spec
-
-    if "int8" in allow and find_spec("torchao") is None:
-        raise OptionError(
-            "--allow int8 needs torchao, which is not installed.",
-            remedy="Install it: pip install 'stopdown[int8]', or use --allow fp8.",
-        )
+    if "int8" in allow:
+        require_package("torchao", "int8", "--allow int8", otherwise=", or use --allow fp8")
 
 
 def read_limit(memory: str | None) -> int | None:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Way
 
-_PROMPT = "a red circle moving left on a grey background"
-
 DECODED_BYTES = 1024
 """128 channels in 16 bits, four values alive at a time: what Diffusers' autoencoders have at full size."""
 
@@ -107,7 +105,7 @@ def refuse_unmeasurable(
     """
     from stopdown.environment import choose_device
     from stopdown.pipelines.loader import complete_source, find_class
-    from stopdown.pipelines.requests import choose_class, list_needed_fields
+    from stopdown.pipelines.requests import PROMPTS, choose_class, list_needed_fields
 
     if request.height is None and request.width is None:
         return
@@ -117,7 +115,7 @@ def refuse_unmeasurable(
     found = dataclasses.replace(found, pipeline_class=choose_class(found.pipeline_class, request))
     needed = list_needed_fields(find_class("diffusers", found.pipeline_class))
     if "prompt" in needed:
-        request = dataclasses.replace(request, prompt=request.prompt or _PROMPT)
+        request = dataclasses.replace(request, prompt=request.prompt or PROMPTS[0])
     if all(getattr(request, name) is not None for name in needed):
         where = choose_device(device or "cpu")
         refuse_too_large(found, request, where, display, precision=precision, offloads=False)

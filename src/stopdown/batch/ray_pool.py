@@ -25,8 +25,8 @@ from stopdown.batch.jobs import Job, Prepared, Task, prepare
 from stopdown.batch.pools import Died, Event, refuse_deaths
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
-from stopdown.environment import list_devices, read_version
-from stopdown.errors import InputError, OptionError, StopdownError, take_first_line
+from stopdown.environment import list_devices, read_version, require_package
+from stopdown.errors import InputError, StopdownError, take_first_line
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import Plan
 
@@ -51,13 +51,9 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
         OptionError: Ray is not installed.
         InputError: there is no such cluster, a machine lacks Stopdown, or it is too small.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise OptionError(
-            "`ray` was given, and Ray is not installed.",
-            remedy="Install it: pip install 'stopdown[ray]', or leave `ray` away.",
-        ) from error
+    require_package("ray", "ray", "`ray`", otherwise=", or leave `ray` away")
+    import ray
+
     _knock(address)
     own: dict[str, Any] = {"object_store_memory": _STORE_BYTES, "include_dashboard": False}
     try:

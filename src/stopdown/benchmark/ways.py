@@ -29,7 +29,6 @@ class Way:
 
     Attributes:
         precision: format of the weights.
-        meaning: one sentence.
         residual: of the plan that brings it into the range of fp16; "" for no plan.
         placement: where weights wait.
         guarded: with the guard around it, which repairs nothing where there is nothing to repair.
@@ -38,7 +37,6 @@ class Way:
     """
 
     precision: str
-    meaning: str
     residual: str = ""
     placement: Placement = "resident"
     guarded: bool = False
@@ -47,21 +45,17 @@ class Way:
 
 
 WAYS: dict[str, Way] = {
-    "fp32": Way("fp32", "Weights and arithmetic in fp32."),
-    "bf16": Way("bf16", "Weights and arithmetic in bf16."),
-    "fp16": Way("fp16", "Weights and arithmetic in fp16; nothing is repaired."),
-    "rescaled": Way("fp16", "fp16, with a plan's exponents in the weights.", "native"),
-    "fp32 residual": Way("fp16", "As rescaled, with the residual stream in fp32.", "fp32"),
-    "guarded": Way("fp16", "As rescaled, under the guard.", "native", guarded=True),
-    "offloaded": Way("fp16", "As rescaled; one component at a time.", "native", "component"),
-    "offloaded by block": Way("fp16", "As rescaled; one block at a time.", "native", "block"),
-    "sums in fp32": Way(
-        "fp16", "As rescaled, allow_fp16_accumulation off.", "native", sums_in_fp16=False
-    ),
-    "sums in fp16": Way(
-        "fp16", "As rescaled, allow_fp16_accumulation on.", "native", sums_in_fp16=True
-    ),
-    "compiled": Way("fp16", "As rescaled, the denoiser by torch.compile.", "native", compiled=True),
+    "fp32": Way("fp32"),
+    "bf16": Way("bf16"),
+    "fp16": Way("fp16"),
+    "rescaled": Way("fp16", "native"),
+    "fp32 residual": Way("fp16", "fp32"),
+    "guarded": Way("fp16", "native", guarded=True),
+    "offloaded": Way("fp16", "native", "component"),
+    "offloaded by block": Way("fp16", "native", "block"),
+    "sums in fp32": Way("fp16", "native", sums_in_fp16=False),
+    "sums in fp16": Way("fp16", "native", sums_in_fp16=True),
+    "compiled": Way("fp16", "native", compiled=True),
 }
 """In the order in which they run: what others are compared with first, what may take minutes last."""
 

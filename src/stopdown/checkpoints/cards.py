@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stopdown.environment import read_version
+from stopdown.errors import OptionError
 from stopdown.pipelines.headers import EXPONENTS_ENTRY, RESCALED_ENTRY
 from stopdown.records import Conversion, ConvertedComponent
 
@@ -47,6 +48,24 @@ def word_rescaled(names: Iterable[str]) -> str:
         f"{', '.join(names)}: weights are times powers of two; an adapter (LoRA) for the original does "
         "not fit"
     )
+
+
+def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
+    """Refuse weights that were multiplied by powers of two before: nothing is done twice.
+
+    Args:
+        said: by their metadata; "" for weights as they were.
+        otherwise: what the remedy ends with.
+
+    Raises:
+        OptionError: they were.
+    """
+    if said:
+        raise OptionError(
+            f"{name} was rescaled already. {said[0].upper()}{said[1:]}.",
+            expected="Exponents are written into weights once; these are right in fp16 as they are.",
+            remedy=f"Use it as it is, or convert the original.{otherwise}",
+        )
 
 
 def word_card(record: Conversion, where: str) -> str:

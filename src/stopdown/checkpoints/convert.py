@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from stopdown.checkpoints.cards import list_entries, word_card, write_card_beside
+from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card, write_card_beside
 from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed, express_component
 from stopdown.checkpoints.places import (
     RECORD_NAME,
@@ -196,14 +196,9 @@ def convert(
 def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
     """Refuse weights that were multiplied by powers of two before: nothing is done twice."""
     for name, files in list_weight_files(source).items():
-        said = next(filter(None, map(read_rescaled, files)), "") if name not in leave else ""
-        if said:
-            raise OptionError(
-                f"{source.name} was rescaled already. {said[0].upper()}{said[1:]}.",
-                expected="Exponents are written into weights once; these are right in fp16 as they are.",
-                remedy="Use it as it is, or convert the original."
-                + (f' Or copy that component: leave="{name}".' if source.kind != "file" else ""),
-            )
+        said = read_rescaled(*files) if name not in leave else ""
+        leave = f' Or copy that component: leave="{name}".' if source.kind != "file" else ""
+        refuse_rescaled(source.name, said, otherwise=leave)
 
 
 def _open(

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.environment import require_package
 from stopdown.errors import OptionError, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.outputs import check_target, written_beside
@@ -217,17 +218,6 @@ def _quiet() -> Any:
         yield
 
 
-def _require(name: str, extra: str) -> None:
-    import importlib.util
-
-    if importlib.util.find_spec(name) is None:
-        raise OptionError(
-            f"The package {name} is not installed.",
-            expected="A component is exported by the runtime's own exporter.",
-            remedy=f"Install it: pip install 'stopdown[{extra}]'",
-        )
-
-
 def _write_onnx(
     traced: torch.nn.Module,
     given: tuple[torch.Tensor, ...],
@@ -236,7 +226,7 @@ def _write_onnx(
     precision: str,
 ) -> None:
     for name in ("onnx", "onnxscript"):
-        _require(name, "onnx")
+        require_package(name, "onnx", "A component as ONNX")
     torch.onnx.export(
         traced, given, target, input_names=names, dynamo=True, external_data=False, verbose=False
     )
@@ -249,7 +239,7 @@ def _write_openvino(
     names: list[str],
     precision: str,
 ) -> None:
-    _require("openvino", "openvino")
+    require_package("openvino", "openvino", "A component for OpenVINO")
     import openvino
 
     made = openvino.convert_model(traced, example_input=given)

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import safe_open
 
-from stopdown.errors import OptionError, ScalingError
+from stopdown.checkpoints.cards import refuse_rescaled
+from stopdown.errors import ScalingError
 from stopdown.pipelines import gguf_files
 from stopdown.pipelines.headers import RESCALED_ENTRY, encode_header, read_header, read_header_bytes
 from stopdown.pipelines.weight_files import FileWeight, open_weight_file
@@ -55,12 +56,7 @@ def fold_file(
         ScalingError: a weight cannot be folded so.
     """
     file = open_weight_file(source)
-    if said := file.metadata.get(RESCALED_ENTRY):
-        raise OptionError(
-            f"{source} is rescaled already. It says: {said}.",
-            expected="Exponents are found for the original, and folded in once.",
-            remedy="Give the original file, or use this one as it is.",
-        )
+    refuse_rescaled(str(source), file.metadata.get(RESCALED_ENTRY, ""))
     weights = {weight.name: weight for weight in file.weights}
     used = {name: folds[name] for name in folds if bool((folds[name] != 0).any())}
     if unknown := sorted(used.keys() - weights.keys()):

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from stopdown.checkpoints.cards import list_entries
+from stopdown.checkpoints.cards import list_entries, refuse_rescaled
 from stopdown.checkpoints.convert import demand_finite
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
@@ -186,12 +186,7 @@ def _open(folder: Path, config: dict[str, Any], name: str) -> Encoder:
                 f"The weights {path} are damaged or cut off: {error}.",
                 remedy="Download them again.",
             ) from error
-        if said := read_rescaled(path):
-            raise OptionError(
-                f"{path} was rescaled already. {said.capitalize()}.",
-                expected="Exponents are written into weights once; these are right in fp16 as they are.",
-                remedy="Use it as it is, or convert the original.",
-            )
+        refuse_rescaled(str(path), read_rescaled(path))
     return Encoder(folder, name, _ENCODERS.get(named, named), config)
 
 

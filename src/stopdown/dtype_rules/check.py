@@ -356,7 +356,7 @@ def _check_source(
             for finding in parameters.check_files(files, _add_whole(each))
         ]
         chosen = options.chosen
-    said = {name: next(filter(None, map(read_rescaled, x)), "") for name, x in files.items()}
+    said = {name: read_rescaled(*x) for name, x in files.items()}
     found += parameters.check_rescaled_files(said | hub.find_rescaled(headers))
     return _join(found, parts, profile, chosen, stored)
 

@@ -157,7 +157,7 @@ def _describe_rescaled(module: torch.nn.Module) -> str:
     if not folder or not Path(str(folder)).is_dir():
         return ""
     files = sorted(Path(str(folder)).glob("*.safetensors"))
-    said = next(filter(None, map(read_rescaled, files)), "")
+    said = read_rescaled(*files)
     return f"{folder} says: {said}." if said else ""
 
 

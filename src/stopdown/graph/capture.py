@@ -39,6 +39,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stopdown.call_names import is_inside
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
@@ -688,7 +689,7 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
 
     @functools.cache
     def complete(path: str) -> str:
-        if not path or path == _PREFIX or path.startswith(f"{_PREFIX}."):
+        if not path or is_inside(path, _PREFIX):
             return path
         found = [known for known in paths if f".{known}".endswith(f".{path}")]
         return f"{_PREFIX}.{found[0]}" if len(found) == 1 else path

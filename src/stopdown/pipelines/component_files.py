@@ -29,7 +29,7 @@ from stopdown.pipelines.component_classes import (
     limited_building,
 )
 from stopdown.pipelines.component_prefixes import split_prefix
-from stopdown.pipelines.components import build_module
+from stopdown.pipelines.components import build_module, is_of_transformers
 from stopdown.pipelines.single_file_names import measure, take_apart
 from stopdown.pipelines.skeleton_components import build_empty_component
 from stopdown.pipelines.sources import Part, Source, has_weights
@@ -116,17 +116,13 @@ def rename(part: Part, tensors: Mapping[str, Any]) -> dict[str, Any]:
 def _is_held(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether these names and shapes become every tensor of a component; of tied ones, one name."""
     wanted: Mapping[str, torch.Tensor] = module.state_dict(keep_vars=True)
-    if _is_foreign(module):
+    if is_of_transformers(type(module)):
         wanted = {_HEAD.sub("", name): x for name, x in wanted.items()}
         shapes = {_HEAD.sub("", name): shape for name, shape in shapes.items()}
     elif not wanted.keys() <= shapes.keys():
         shapes = _convert_shapes(module, shapes)
     found = {id(x) for name, x in wanted.items() if shapes.get(name) == tuple(x.shape)}
     return found >= {id(x) for x in wanted.values()}
-
-
-def _is_foreign(module: torch.nn.Module) -> bool:
-    return type(module).__module__.startswith("transformers")
 
 
 def _convert_shapes(

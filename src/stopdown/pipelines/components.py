@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from stopdown.call_names import name_call
+from stopdown.call_names import list_outermost, name_call
 from stopdown.errors import InputError
 from stopdown.mapped_weights import cast_tensor
 from stopdown.module_paths import list_parts
@@ -222,8 +222,13 @@ def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
 
 
 def _list_pipeline_calls(pipe: Any) -> tuple[Callee, ...]:
+    return list_component_calls(_find_parts(pipe))
+
+
+def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
+    """The calls of components by their names, of an autoencoder those of its methods."""
     callees: list[Callee] = []
-    for name, module in _find_parts(pipe).items():
+    for name, module in modules.items():
         if is_autoencoder(module):
             callees += list_methods(name, module)
         else:
@@ -342,9 +347,14 @@ def find_stage(component: str) -> str:
     return "decode" if component in _LAST else "denoise"
 
 
+def is_of_transformers(module_class: type) -> bool:
+    """Whether Transformers has a class, and not Diffusers."""
+    return module_class.__module__.startswith("transformers")
+
+
 def build_module(module_class: Any, folder: Path) -> torch.nn.Module:
     """A component from its configuration alone, under whatever mode the caller has set."""
-    if module_class.__module__.startswith("transformers"):
+    if is_of_transformers(module_class):
         config = module_class.config_class.from_pretrained(folder, local_files_only=True)
         # Not the class itself: its inner models would have the dtype that the config was stored with.
         built: torch.nn.Module = module_class._from_config(config, dtype=torch.get_default_dtype())
@@ -363,7 +373,7 @@ def find_kept_fp32(module_class: type, precision: str) -> tuple[str, ...]:
         return ()
     plain = getattr(module_class, "_keep_in_fp32_modules", None) or []
     strict = getattr(module_class, "_keep_in_fp32_modules_strict", None) or []
-    is_foreign = module_class.__module__.startswith("transformers")
+    is_foreign = is_of_transformers(module_class)
     return tuple(dict.fromkeys(strict if is_foreign and precision == "bf16" else [*plain, *strict]))
 
 
@@ -400,13 +410,8 @@ def find_blocks(
         kinds: what counts as a list.
     """
     lists = [path for path, part in module.named_modules() if isinstance(part, kinds)]
-    outer = [p for p in lists if not any(_is_below(p, other) for other in lists)]
     return tuple(
         f"{path}.{name}" if path else name
-        for path in outer
+        for path in list_outermost(lists)
         for name, _ in module.get_submodule(path).named_children()
     )
-
-
-def _is_below(path: str, other: str) -> bool:
-    return path.startswith(f"{other}.") if other else bool(path)

@@ -43,10 +43,9 @@ from stopdown.pipelines.call_interception import (
 from stopdown.pipelines.components import Callee, find_callees
 from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.requests import list_needed
+from stopdown.pipelines.requests import PROMPTS, list_needed
 from stopdown.pipelines.skeletons import copy_module
 
-_PROMPT = "a red circle on a grey background"
 _SIDE = 256
 
 
@@ -333,7 +332,7 @@ def make_arguments(pipe: Any) -> dict[str, Any]:
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = {}
     if "prompt" in taken:
-        arguments["prompt"] = _PROMPT
+        arguments["prompt"] = PROMPTS[0]
     height, width = find_own_sides(pipe) or (_SIDE, _SIDE)
     picture = Image.fromarray(np.zeros((height, width, 3), np.uint8))
     needed = list_needed(type(pipe))

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.errors import OptionError, ScalingError, take_one_line
+from stopdown.environment import require_package
+from stopdown.errors import ScalingError, take_one_line
 from stopdown.pipelines.headers import DamagedFileError
 
 SCALES: Mapping[str, tuple[int, ...]] = {
@@ -45,14 +46,9 @@ def require_gguf() -> Any:
     Raises:
         OptionError: it is not installed.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise OptionError(
-            "A GGUF file was given, and the package gguf is not installed.",
-            expected="It reads the header, and knows how each type is packed.",
-            remedy="Install it: pip install 'stopdown[gguf]'",
-        ) from error
+    require_package("gguf", "gguf", "A GGUF file")
+    import gguf
+
     return gguf
 
 

@@ -11,6 +11,7 @@ not fit the shapes, shards that are absent or that lack a tensor of the index.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -122,12 +123,13 @@ def read_metadata(path: Path) -> dict[str, str]:
     return metadata
 
 
-def read_rescaled(path: Path) -> str:
-    """What a file says of rescaled weights in it; "" when it says nothing, or is no such file."""
-    try:
-        return read_metadata(path).get(RESCALED_ENTRY, "")
-    except (DamagedFileError, OSError):
-        return ""
+def read_rescaled(*paths: Path) -> str:
+    """What the first of files that does says of rescaled weights in it; "" when none says anything."""
+    for path in paths:
+        with contextlib.suppress(DamagedFileError, OSError):
+            if said := read_metadata(path).get(RESCALED_ENTRY, ""):
+                return said
+    return ""
 
 
 def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> bytes:

@@ -35,7 +35,7 @@ from stopdown.pipelines.component_classes import (
     limited_building,
 )
 from stopdown.pipelines.component_files import find_parts, load_parts
-from stopdown.pipelines.components import cast_component_, find_components
+from stopdown.pipelines.components import cast_component_, find_components, is_of_transformers
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.headers import StoredTensor, find_weights, read_header
 from stopdown.pipelines.hub import Progress
@@ -246,7 +246,7 @@ def _find_unknown(model: torch.nn.Module, unexpected: set[str], stored: Iterable
     """
     # Buffers that are computed anew; older versions stored them.
     unexpected = unexpected - {name for name, _ in model.named_buffers()}
-    if type(model).__module__.startswith("transformers"):
+    if is_of_transformers(type(model)):
         parts = {name.partition(".")[0] for name in {*stored} - unexpected}
         unexpected = {name for name in unexpected if name.partition(".")[0] in parts}
     return sorted(unexpected)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from stopdown.environment import require_package
 from stopdown.errors import OptionError, SourceError, take_one_line
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.headers import DamagedFileError, read_header, read_rescaled
@@ -22,6 +21,7 @@ from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.sources import (
     Source,
     SourceName,
+    list_library_classes,
     list_weight_files,
     resolve_name,
     verify_descriptions,
@@ -105,11 +105,7 @@ def parse_lora(text: str) -> tuple[str, float]:
         raise OptionError(
             f"The LoRA {path} is damaged or cut off: {error}.", remedy="Download it again."
         ) from error
-    if importlib.util.find_spec("peft") is None:
-        raise OptionError(
-            "A LoRA needs peft, which is not installed.",
-            remedy="Install it: pip install 'stopdown[adapters]'",
-        )
+    require_package("peft", "adapters", "A LoRA")
     return path, float(weight)
 
 
@@ -119,7 +115,7 @@ def find_scheduler(name: str) -> str:
     Raises:
         OptionError: Diffusers has none of that name; the message lists the nearest.
     """
-    known = _list_schedulers()
+    known = list_library_classes("Scheduler")
     asked = name.strip().lower().removesuffix("scheduler")
     for found in known:
         if found.lower().removesuffix("scheduler") == asked:
@@ -133,16 +129,6 @@ def find_scheduler(name: str) -> str:
         expected=f"The nearest are {', '.join(near) or 'none'}.",
         remedy=f'Use scheduler="{near[0] if near else "EulerDiscrete"}".',
     )
-
-
-@functools.cache
-def _list_schedulers() -> tuple[str, ...]:
-    """Names of the schedulers of the installed Diffusers, read without importing it."""
-    found = importlib.util.find_spec("diffusers")
-    folders = found.submodule_search_locations if found is not None else None
-    text = (Path(next(iter(folders or ["."]))) / "__init__.py").read_text(encoding="utf-8")
-    names = set(re.findall(r'"([A-Z]\w*Scheduler)"', text))
-    return tuple(sorted(name for name in names if not name.startswith("Flax")))
 
 
 def put_extras(pipe: Any, source: Source) -> None:

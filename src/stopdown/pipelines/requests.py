@@ -18,6 +18,15 @@ from stopdown.errors import OptionError, take_first_line
 if TYPE_CHECKING:
     import numpy as np
 
+PROMPTS = (
+    "a red circle moving left on a grey background",
+    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
+    "behind him, warm golden light, 35mm film.",
+    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
+)
+"""What is measured when no prompt is given: short, long, still and moving."""
+
+
 VIDEO_TO_VIDEO = {
     "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
     "WanPipeline": "WanVideoToVideoPipeline",

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from stopdown.errors import OptionError, ScalingError
+from stopdown.pipelines.components import is_of_transformers
 from stopdown.toml_files import read_rows
 
 _SUM = re.compile(r"<([^<>]*)>")
@@ -125,7 +126,7 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
     """
     layouts, class_name = read_layouts(), table or type(module).__name__
     found = layouts.get(class_name)
-    if found is None and type(module).__module__.startswith("transformers"):
+    if found is None and is_of_transformers(type(module)):
         found = Layout(class_name, "as Transformers names them", ())
     if found is None:
         raise ScalingError(f"The names of a {class_name} in single files are not known.")

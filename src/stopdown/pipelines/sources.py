@@ -491,11 +491,16 @@ def _describe_unknown_class(index: Path, class_name: str) -> Problem:
     )
 
 
-@functools.cache
 def list_pipeline_classes() -> tuple[str, ...]:
     """Names of the pipeline classes of the installed Diffusers, read without importing it."""
+    return list_library_classes(r"Pipeline\w*")
+
+
+@functools.cache
+def list_library_classes(ending: str) -> tuple[str, ...]:
+    """Names of the classes of the installed Diffusers that end so, read without importing it."""
     text = (_find_diffusers() / "__init__.py").read_text(encoding="utf-8")
-    names = set(re.findall(r'"([A-Z]\w*Pipeline\w*)"', text))
+    names = set(re.findall(rf'"([A-Z]\w*{ending})"', text))
     return tuple(sorted(name for name in names if not name.startswith(("Flax", "Onnx"))))
 
 

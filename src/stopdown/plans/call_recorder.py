@@ -32,16 +32,8 @@ from stopdown.pipelines.call_interception import (
 )
 from stopdown.pipelines.components import Callee, find_adapter
 from stopdown.pipelines.library_messages import quiet_truncation
-from stopdown.pipelines.requests import Request, build_arguments, explain_refusal
+from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
 from stopdown.pipelines.step_counter import StepCounter
-
-PROMPTS = (
-    "a red circle moving left on a grey background",
-    "Close-up of an old fisherman's weathered face at sunrise, every wrinkle sharp, gulls and waves "
-    "behind him, warm golden light, 35mm film.",
-    "A train crosses a snowy mountain bridge, steam and pine forest, heavy snowfall, aerial shot.",
-)
-"""What is measured when no prompt is given: short, long, still and moving."""
 
 MOST_CALLS = 24
 """Calls of one component call that are kept, spread over the prompts."""

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stopdown.errors import OptionError, take_first_line
-from stopdown.pipelines.components import Callee, find_stage, is_autoencoder, list_methods
+from stopdown.pipelines.components import Callee, list_component_calls
 
 Arguments = Mapping[str, Any]
 """Of one call by their names."""
@@ -52,12 +52,7 @@ def _put(table: dict[str, Any], path: list[str], value: torch.Tensor) -> None:
 
 def list_part_calls(program: Any) -> dict[str, Callee]:
     """The calls of a program of parts by name: `transformer`, `vae.decode`."""
-    found = {}
-    for name, module in vars(program).items():
-        listed = [Callee(name, module, "forward", find_stage(name))]
-        for callee in list_methods(name, module) if is_autoencoder(module) else listed:
-            found[callee.name] = callee
-    return found
+    return {callee.name: callee for callee in list_component_calls(vars(program))}
 
 
 def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from stopdown.call_names import is_inside
 from stopdown.module_paths import list_parts
 from stopdown.numerics import has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches
@@ -75,10 +76,10 @@ def put_sensors(module: torch.nn.Module, notes: Notes, patches: Patches, *, maxi
     """
     compiled = find_compiled(module)
     for path in find_clamping(module):
-        if not _is_in(path, compiled):
+        if not is_inside(path, *compiled):
             _hook(module, path, functools.partial(_note_clamp, notes, path), patches)
     for path in find_blocks(module) if maxima else ():
-        if not _is_in(path, compiled):
+        if not is_inside(path, *compiled):
             _hook(module, path, functools.partial(_note_block, notes, path), patches)
 
 
@@ -120,7 +121,3 @@ def is_compiled(module: torch.nn.Module) -> bool:
         hasattr(own.get(name), "_torchdynamo_orig_callable")
         for name in ("forward", "encode", "decode")
     )
-
-
-def _is_in(path: str, parents: tuple[str, ...]) -> bool:
-    return any(not p or path == p or path.startswith(f"{p}.") for p in parents)

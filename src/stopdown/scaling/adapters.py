@@ -24,11 +24,11 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from stopdown.bounds.singular_values import estimate_sigma
+from stopdown.call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
-from stopdown.scaling.problem import is_inside
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""
@@ -223,7 +223,7 @@ class _FollowedLayer:
                 expected="What an adapter adds has to have the powers of two of what it adds to.",
                 remedy="Take it out, or load it first and find the exponents then: make_plan(pipe).",
             ) from error
-        if any(is_inside(path, root) for root in folds.scaling.fp32_modules):
+        if is_inside(path, *folds.scaling.fp32_modules):
             for part in parts.values():
                 _widen(part, patches)
         for role, exponents in made.items():

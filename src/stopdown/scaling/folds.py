@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
 from stopdown.autocast import leave_autocast
+from stopdown.call_names import is_inside
 from stopdown.errors import InputError, ScalingError
 from stopdown.graph.capture import (
     casts_weights,
@@ -167,7 +168,7 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
         if bare not in named or not _has_rows(named[bare], rows):
             yield f"it has no floating {name}"
         else:
-            is_wide = bare in kept or _is_in(bare, scaling.fp32_modules)
+            is_wide = bare in kept or is_inside(bare, *scaling.fp32_modules)
             yield from _list_misfit(
                 name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
             )
@@ -313,7 +314,7 @@ def _cast_parts(
     named_tensors = {} if casts_weights(module) else name_parameters(module)
     for name, tensor in named_tensors.items():
         if tensor.is_floating_point() and name not in kept:
-            wanted = torch.float32 if name in wide or _is_in(name, fp32_modules) else dtype
+            wanted = torch.float32 if name in wide or is_inside(name, *fp32_modules) else dtype
             _replace_data(tensor, cast_tensor(tensor.data, wanted), patches, keep=keep)
     if named_tensors:
         set_own_dtypes(module, before, dtype, patches)
@@ -325,7 +326,7 @@ def _cast_parts(
         wide_outputs = frozenset(given.outputs) if given is not None else frozenset()
         put_stream(module, _leave_out(stream, fp32_modules), dtype, patches, wide_outputs)
     for path in fp32_modules:
-        writes = stream is not None and any(_is_in(f"{x}.", (path,)) for x in stream.cast_output_up)
+        writes = stream is not None and any(is_inside(x, path) for x in stream.cast_output_up)
         _hook_fp32_module(_find_module(module, path), dtype, patches, returns=not writes)
 
 
@@ -384,7 +385,7 @@ def _leave_out(stream: ResidualStream, fp32_modules: tuple[str, ...]) -> Residua
 
 
 def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(path for path in paths if not _is_in(f"{path}.", fp32_modules))
+    return tuple(path for path in paths if not is_inside(path, *fp32_modules))
 
 
 def split_name(name: str) -> tuple[str, slice]:
@@ -503,7 +504,3 @@ def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:
             expected="Exponents belong to the module that they were found for.",
             remedy="Find them again with rescale_.",
         ) from error
-
-
-def _is_in(name: str, fp32_modules: tuple[str, ...]) -> bool:
-    return any(not path or name.startswith(f"{path}.") for path in fp32_modules)

@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown import numerics
+from stopdown.call_names import is_inside
 from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
@@ -489,11 +490,6 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
         if "eps" in name.lower() and type(held) is float and held == value and 0 < held < 0.1:
             return path, name
     return None
-
-
-def is_inside(path: str, ancestor: str) -> bool:
-    """True when a dotted path is that of a module or of something inside it."""
-    return not ancestor or path == ancestor or path.startswith(f"{ancestor}.")
 
 
 def _stack_paths(node: Node) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
+from stopdown.call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.graph.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of
@@ -32,7 +33,7 @@ from stopdown.graph.operations import CONVOLUTIONS, NORMS, find_operation
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream
 from stopdown.scaling.folds import put_stream
-from stopdown.scaling.problem import count_flops, is_inside
+from stopdown.scaling.problem import count_flops
 
 LARGEST_KEPT = 1 << 17
 """Parameters beside the matrices are kept in fp32 up to this many values: norms, gates, tables."""
@@ -103,7 +104,7 @@ def open_fp32_modules(
         captures: its calls, in the dtype that its matrices are to have.
     """
     matrices = {path for capture in captures for path in _Reader(capture).matrices}
-    inner = {p for p in matrices if any(p != x and is_inside(p, x) for x in fp32_modules)}
+    inner = {p for p in matrices if is_inside(p, *(x for x in fp32_modules if x != p))}
     opened = [x for x in fp32_modules if any(is_inside(p, x) for p in inner)]
     if not opened:
         return None
@@ -111,7 +112,7 @@ def open_fp32_modules(
         name
         for name, tensor in name_parameters(module).items()
         if tensor.is_floating_point()
-        and any(is_inside(name, x) for x in opened)
+        and is_inside(name, *opened)
         and name.rpartition(".")[0] not in inner
     }
     known = stream or ResidualStream((), (), returns=False)
@@ -258,7 +259,7 @@ def _find_embedding(module: torch.nn.Module, readers: Sequence[_Reader]) -> set[
         for node, shape in shapes.items():
             is_row = len(shape) == 2 and shape[0] <= pictures
             (single if is_row else many).add(module_path(node))
-    single = {x for x in single - many if x and not any(is_inside(x, y) for y in lists)}
+    single = {x for x in single - many if x and not is_inside(x, *lists)}
     first = {name.rpartition(".")[0] for name in _first(module)}
     return single - first - {path for reader in readers for path in reader.inner}
 

@@ -19,6 +19,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from stopdown.call_names import list_outermost
 from stopdown.errors import ScalingError
 from stopdown.graph.ranges import log2_of
 from stopdown.number_formats import find_format
@@ -102,7 +103,7 @@ def solve_problem(problem: Problem, *, hard_top_bits: float, fp32_modules: bool)
     values, cost = result
     exponents = {root: round(values[program.column(root)]) for root in representatives}
     chosen = tuple(path for path, column in lifts.items() if values[column] > 0.5)
-    return Solution(exponents, _outermost(chosen), cost)
+    return Solution(exponents, tuple(sorted(list_outermost(chosen))), cost)
 
 
 def explain_failure(problem: Problem) -> ScalingError:
@@ -329,15 +330,3 @@ def _is_half(dtype: torch.dtype) -> bool:
 def _largest(dtype: torch.dtype) -> float:
     found = find_format(dtype)
     return found.largest if found else math.inf
-
-
-def _outermost(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """The paths that do not lie inside another one of them."""
-    return tuple(
-        sorted(
-            path
-            for path in paths
-            if not any(path != other and (not other or path.startswith(f"{other}."))
-                       for other in paths)
-        )
-    )  # fmt: skip
