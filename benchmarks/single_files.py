@@ -1,11 +1,15 @@
 """Converted single files in the programs that read them: models × readers, errors against fp32.
 
-    STOPDOWN_COMFYUI=CHECKOUT:CHECKOUT PYTHONPATH=PACKAGES python benchmarks/single_files.py
+    export STOPDOWN_COMFYUI=CHECKOUT:CHECKOUT STOPDOWN_SGM=CHECKOUT PYTHONPATH=PACKAGES
+    python benchmarks/single_files.py
 
 Each model (`tests/single_file_models.py`) is a real class, tiny, with random weights in bf16 and made to
 overflow in fp16. Its file has the names of its authors. It is planned from one call and converted; then
-Diffusers' `from_single_file`, and the loader and model code of ComfyUI, read both files. An error is the
-relative L2 difference from the original in fp32 in the same reader; `nan` is an output that is not finite.
+Diffusers (`from_single_file`, or `from_pretrained` where the names are its own), the loader and model
+code of ComfyUI, and Stability-AI's sgm read both files. `svd: …` are the parts of one file that was
+written from a folder. An error is the relative L2 difference from the original in fp32 in the same reader;
+`nan` is an output that is not finite. ComfyUI's norms of `ltx-vae` square in fp16; by itself it runs it in
+bf16 and fp32 alone.
 The result goes to results/single_files.json, and as a table to results/single_files.md.
 """
 
@@ -25,10 +29,12 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from single_file_models import MODELS  # noqa: E402
 from single_file_readers import (  # noqa: E402
+    SGM,
     UNREAD_BY_DIFFUSERS,
     compare,
     convert_model,
     measure_errors,
+    measure_svd,
     place_runs,
     run_in_diffusers,
     run_many_in_comfyui,
@@ -52,12 +58,16 @@ def main() -> None:
             if name not in UNREAD_BY_DIFFUSERS:
                 errors = compare(name, run_in_diffusers, files[name], folders[name])
                 rows.append({"model": name, "reader": "Diffusers", **errors})
-        for root in filter(None, os.environ.get("STOPDOWN_COMFYUI", "").split(":")):
-            runs = {name: place_runs(files[name]) for name in options.models}
-            found = run_many_in_comfyui(root, runs, Path(place), may_fail=True)
-            reader = read_version(Path(root))
+        for program, root, names in list_programs(options.models):
+            runs = {name: place_runs(files[name]) for name in names}
+            found = run_many_in_comfyui(root, runs, Path(place), may_fail=True, program=program)
+            reader = read_version(Path(root)) if program == "comfyui" else "sgm"
             rows += [{"model": x, "reader": reader, **measure_errors(found[x])} for x in found]
-    rows.sort(key=lambda row: options.models.index(row["model"]))
+            if "svd-unet" in names:
+                parts = measure_svd(root, program, Path(tempfile.mkdtemp(dir=place)))
+                rows += [{"model": f"svd: {x}", "reader": reader, **y} for x, y in parts.items()]
+    order = [*options.models, *dict.fromkeys(row["model"] for row in rows if ":" in row["model"])]
+    rows.sort(key=lambda row: order.index(row["model"]))
     result = {
         "command": "python benchmarks/single_files.py",
         "machine": describe_machine(),
@@ -66,6 +76,16 @@ def main() -> None:
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     RESULT.with_suffix(".md").write_text(describe(rows), encoding="utf-8")
+
+
+def list_programs(models: list[str]) -> list[tuple[str, str, list[str]]]:
+    """Programs that variables name: which, the checkout, and those of the models that it has."""
+    comfyui = [name for name in models if MODELS[name].inputs]
+    roots = filter(None, os.environ.get("STOPDOWN_COMFYUI", "").split(":"))
+    found = [("comfyui", root, comfyui) for root in roots]
+    if sgm := os.environ.get("STOPDOWN_SGM"):
+        found.append(("sgm", sgm, [name for name in models if name in SGM]))
+    return found
 
 
 def read_version(root: Path) -> str:

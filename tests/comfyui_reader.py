@@ -1,8 +1,10 @@
 """Files read and run by ComfyUI's own loader and model code, in a process without Stopdown and Diffusers.
 
 Started with one argument: JSON of `root`, a checkout of ComfyUI, and `runs`: each has `path` of the file,
-`dtype`, `inputs` (a file of tensors), `plain` (other arguments), `output` (where to write) and
-`target` with `options` where a class of ComfyUI is built by itself. What it writes holds the tensor `y`.
+`dtype`, `inputs` (a file of tensors), `plain` (other arguments), `output` (where to write), `prefix` of
+its names, `method` of the model, and `target` with `options` where a class is built by itself. What it
+writes holds the tensor `y`. With `program` set to `sgm`, `root` is a checkout of Stability-AI's
+generative-models, every run has a target, and 16 bits are computed under autocast, as sgm's scripts do.
 
 ComfyUI imports torchvision and torchaudio for models that are not read here; empty modules take their place
 where they are not installed.
@@ -13,10 +15,11 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import json
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -61,22 +64,57 @@ def load(run: dict[str, Any], dtype: Any) -> Any:
     import comfy.sd
     import comfy.utils
 
-    tensors = comfy.utils.load_torch_file(run["path"])
+    tensors, metadata = comfy.utils.load_torch_file(run["path"], return_metadata=True)
+    if run["prefix"]:
+        kept = {run["prefix"]: ""}
+        tensors = comfy.utils.state_dict_prefix_replace(tensors, kept, filter_keys=True)
+    if run["target"] == "image encoder":
+        import comfy.clip_vision
+
+        encoder = comfy.clip_vision.ClipVisionModel(run["options"])
+        lacking, _ = encoder.load_sd(comfy.clip_vision.convert_to_transformers(tensors, ""))
+        assert not lacking, lacking
+        return encoder.model.to(dtype)
     if run["target"] == "vae":
-        return comfy.sd.VAE(sd=tensors, dtype=dtype).first_stage_model.to(dtype)
+        return comfy.sd.VAE(sd=tensors, dtype=dtype, metadata=metadata).first_stage_model.to(dtype)
     if not run["target"]:
         found = comfy.sd.load_diffusion_model_state_dict(tensors, model_options={"dtype": dtype})
         return found.model.diffusion_model.to(dtype)
     module, _, name = run["target"].partition(":")
     kind = getattr(importlib.import_module(module), name)
-    model = kind(
-        **run["options"], dtype=dtype, device="cpu", operations=comfy.ops.disable_weight_init
-    )
+    options = {"dtype": dtype, "device": "cpu", "operations": comfy.ops.disable_weight_init}
+    takes = "operations" in inspect.signature(kind).parameters
+    model = kind(**run["options"], **(options if takes else {}))
     lacking, others = model.load_state_dict(rename(tensors, model), strict=False)
     # No reader of these has `norm_final`, or uses it.
     assert not [x for x in lacking if not x.startswith("norm_final")], lacking
     assert not others, others
     return model.to(dtype)
+
+
+def prepare_sgm(root: str) -> None:
+    """Make sgm importable without what its packages import of training."""
+    for part in ("sgm", "sgm.modules", "sgm.models"):
+        package = types.ModuleType(part)
+        package.__path__ = [f"{root}/{part.replace('.', '/')}"]
+        sys.modules[part] = package
+
+
+def load_in_sgm(run: dict[str, Any], dtype: Any) -> Any:
+    """A class of sgm, built and filled with all that its part of a file has."""
+    import torch
+    from safetensors.torch import load_file
+
+    module, _, name = run["target"].partition(":")
+    model = getattr(importlib.import_module(module), name)(**run["options"])
+    tensors, prefix = load_file(run["path"]), run["prefix"]
+    mine = {key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)}
+    model.load_state_dict(mine)
+    model = model.to(dtype)
+    for norm in model.modules():  # autocast computes these in fp32 on a GPU, and not on a CPU
+        if isinstance(norm, torch.nn.GroupNorm):
+            norm.float()
+    return model
 
 
 def run_checkpoint(run: dict[str, Any], inputs: dict[str, Any], dtype: Any) -> Any:
@@ -105,14 +143,15 @@ def rename(tensors: dict[str, Any], model: Any) -> dict[str, Any]:
 
 def main(request: dict[str, Any]) -> None:
     """Run every file on its inputs; those that this version cannot read are named on stdout at the end."""
-    prepare(request["root"])
+    is_sgm = request.get("program") == "sgm"
+    (prepare_sgm if is_sgm else prepare)(request["root"])
     import torch
 
     torch.set_num_threads(1)
     unread = {}
     for run in request["runs"]:
         try:
-            read_one(run)
+            read_one(run, load_in_sgm if is_sgm else load)
         except Exception as error:  # a version of ComfyUI that does not know the model or its size
             if not request.get("may_fail"):
                 raise
@@ -120,7 +159,7 @@ def main(request: dict[str, Any]) -> None:
     sys.stdout.write(f"\n{json.dumps(unread)}\n")
 
 
-def read_one(run: dict[str, Any]) -> None:
+def read_one(run: dict[str, Any], load: Callable[[dict[str, Any], Any], Any]) -> None:
     """Read a file, run it, and write what it gives."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -135,9 +174,12 @@ def read_one(run: dict[str, Any]) -> None:
             y = run_checkpoint(run, inputs, dtype)
         else:
             model = load(run, dtype).eval()
-            is_vae = run["target"] == "vae"
-            y = model.decode(*inputs.values()) if is_vae else model(**inputs, **run["plain"])
-    y = y[0] if isinstance(y, (list, tuple)) else y
+            with torch.autocast("cpu", dtype, enabled=load is load_in_sgm and dtype.itemsize == 2):
+                positional = inputs.values() if run["method"] != "forward" else ()
+                y = getattr(model, run["method"])(
+                    *positional, **({} if positional else inputs), **run["plain"]
+                )
+    y = y[run.get("output_number", 0)] if isinstance(y, (list, tuple)) else y
     save_file({"y": y.float().contiguous()}, run["output"])
 
 

@@ -6,6 +6,7 @@ the latter. Each overflows in fp16 and nowhere else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,10 @@ class FileModel:
         inputs: of the model in ComfyUI.
         target: class in ComfyUI, where its loader takes sizes from its code that no tiny model has.
         options: of that class.
+        prefix: before the names in its file, as a whole checkpoint has them and Diffusers wants them.
+        metadata: of its file.
+        sgm: class in Stability-AI's sgm that reads it, too.
+        sgm_options: of that class.
     """
 
     build: Callable[[], torch.nn.Module]
@@ -38,6 +43,10 @@ class FileModel:
     inputs: Shapes
     target: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    sgm: str = ""
+    sgm_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def draw(shapes: Shapes) -> dict[str, Any]:
@@ -205,6 +214,34 @@ def build_pipeline() -> Any:
     return made
 
 
+def build_svd() -> Any:
+    """A Stable Video Diffusion with the sizes of `SVD_PARTS`, in bf16; UNet and autoencoder overflow."""
+    import diffusers
+    import transformers
+
+    from stopdown.pipelines.components import find_components
+
+    torch.manual_seed(0)
+    made = diffusers.StableVideoDiffusionPipeline(
+        vae=build_svd_vae(), unet=build_svd_unet(),
+        image_encoder=transformers.CLIPVisionModelWithProjection(
+            transformers.CLIPVisionConfig(**_VISION)
+        ),
+        scheduler=diffusers.EulerDiscreteScheduler(
+            prediction_type="v_prediction", timestep_type="continuous", sigma_min=0.002, sigma_max=700.0,
+            use_karras_sigmas=True,
+        ),
+        feature_extractor=transformers.CLIPImageProcessor(),
+    )  # fmt: skip
+    for module in find_components(made).values():
+        module.eval().requires_grad_(False)
+        if module is not made.image_encoder:  # whose output would be beyond fp16
+            overflow_(module)
+        round_(module)
+        module.to(torch.bfloat16)
+    return made
+
+
 def round_(module: torch.nn.Module) -> None:
     """Bring weights to bf16, without the smallest."""
     for tensor in module.state_dict().values():
@@ -232,6 +269,61 @@ def build_wan_vae() -> torch.nn.Module:
     )  # fmt: skip
 
 
+def build_hunyuan_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    return AutoencoderKLHunyuanVideo(block_out_channels=(32, 32, 32, 32), layers_per_block=2)
+
+
+def build_cogvideox_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(32, 32, 32, 32), layers_per_block=1, latent_channels=4,
+    )  # fmt: skip
+
+
+def build_ltx_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLLTXVideo
+
+    widths, layers = (16, 32, 64, 64), (1, 1, 1, 1, 1)
+    return AutoencoderKLLTXVideo(
+        latent_channels=128, block_out_channels=widths, decoder_block_out_channels=widths,
+        layers_per_block=layers, decoder_layers_per_block=layers,
+    )  # fmt: skip
+
+
+def build_cogview4() -> torch.nn.Module:
+    from diffusers import CogView4Transformer2DModel
+
+    return CogView4Transformer2DModel(
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        text_embed_dim=32, time_embed_dim=32, condition_dim=8, pos_embed_max_size=8, sample_size=8,
+        rope_axes_dim=(8, 8),
+    )  # fmt: skip
+
+
+def build_svd_unet() -> torch.nn.Module:
+    from diffusers import UNetSpatioTemporalConditionModel
+
+    return UNetSpatioTemporalConditionModel(
+        sample_size=8, block_out_channels=(32, 64), layers_per_block=1, num_attention_heads=(2, 4),
+        down_block_types=("CrossAttnDownBlockSpatioTemporal", "DownBlockSpatioTemporal"),
+        up_block_types=("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
+        cross_attention_dim=32, addition_time_embed_dim=4, projection_class_embeddings_input_dim=12,
+    )  # fmt: skip
+
+
+def build_svd_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKLTemporalDecoder
+
+    return AutoencoderKLTemporalDecoder(
+        down_block_types=("DownEncoderBlock2D",) * 3, block_out_channels=(32, 32, 64),
+        layers_per_block=2, sample_size=32,
+    )  # fmt: skip
+
+
 def build_clip() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -250,6 +342,35 @@ def build_t5() -> torch.nn.Module:
     ))  # fmt: skip
 
 
+_SVD_UNET = {
+    "in_channels": 8, "model_channels": 32, "out_channels": 4, "channel_mult": (1, 2),
+    "num_head_channels": 16, "use_linear_in_transformer": True, "context_dim": 32,
+    "adm_in_channels": 12, "num_classes": "sequential", "extra_ff_mix_layer": True,
+    "use_spatial_context": True, "merge_strategy": "learned_with_images", "video_kernel_size": [3, 1, 1],
+}  # fmt: skip
+_LTX_VAE = {
+    "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3,
+    "latent_channels": 128, "encoder_base_channels": 16, "decoder_base_channels": 16,
+    "blocks": [
+        ["res_x", 1], ["compress_all", 1], ["res_x_y", 1], ["res_x", 1], ["compress_all", 1],
+        ["res_x_y", 1], ["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 1],
+    ],
+    "scaling_factor": 1.0, "norm_layer": "pixel_norm", "patch_size": 4, "latent_log_var": "uniform",
+    "use_quant_conv": False, "causal_decoder": False,
+}  # fmt: skip
+_HUNYUAN_VAE = {
+    "double_z": True, "z_channels": 16, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 32,
+    "ch_mult": [1, 1, 1, 1], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+    "conv3d": True, "time_compress": 4,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 224, "patch_size": 56, "projection_dim": 32, "hidden_act": "gelu",
+}  # fmt: skip
+_SVD_VAE = {
+    "double_z": True, "z_channels": 4, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32,
+    "ch_mult": [1, 1, 2], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
 STEP = torch.tensor([500.0])
 _ROPE = (16, 56, 56)
 
@@ -366,6 +487,52 @@ MODELS = {
         build_unet,
         {"sample": (1, 4, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 8, 768)},
         {"x": (1, 4, 8, 8), "timesteps": STEP, "context": (1, 8, 768)},
+        prefix="model.diffusion_model.",
+    ),
+    "svd-unet": FileModel(
+        build_svd_unet,
+        {
+            "sample": (1, 3, 8, 8, 8), "timestep": STEP / 1000, "encoder_hidden_states": (1, 1, 32),
+            "added_time_ids": torch.tensor([[6.0, 127.0, 0.02]]),
+        },
+        {
+            "x": (3, 8, 8, 8), "timesteps": STEP.expand(3) / 1000, "context": (3, 1, 32), "y": (3, 12),
+            "num_video_frames": 3, "image_only_indicator": torch.zeros(1, 3),
+        },
+        "comfy.ldm.modules.diffusionmodules.openaimodel:UNetModel",
+        {
+            **_SVD_UNET, "image_size": 8, "num_res_blocks": [1, 1], "use_spatial_transformer": True,
+            "transformer_depth": [1, 0], "transformer_depth_output": [1, 1, 0, 0],
+            "transformer_depth_middle": 1, "use_temporal_resblock": True, "use_temporal_attention": True,
+        },
+        prefix="model.diffusion_model.",
+        sgm="sgm.modules.diffusionmodules.video_model:VideoUNet",
+        sgm_options={
+            **_SVD_UNET, "num_res_blocks": 1, "attention_resolutions": [1], "transformer_depth": 1,
+            "spatial_transformer_attn_type": "softmax",
+        },
+    ),
+    "cogview4": FileModel(
+        build_cogview4,
+        {
+            "hidden_states": (1, 4, 8, 8), "encoder_hidden_states": (1, 16, 32), "timestep": STEP,
+            "original_size": torch.tensor([[64.0, 64.0]]), "target_size": torch.tensor([[64.0, 64.0]]),
+            "crop_coords": torch.zeros(1, 2),
+        },
+        {},
+    ),
+    "ltx-vae": FileModel(
+        build_ltx_vae, {"z": (1, 128, 2, 4, 4)}, {"z": (1, 128, 2, 4, 4)}, "vae", prefix="vae.",
+        metadata={"config": json.dumps({"vae": _LTX_VAE})},
+    ),
+    "hunyuan-video-vae": FileModel(
+        build_hunyuan_vae, {"z": (1, 16, 2, 4, 4)}, {"z": (1, 16, 2, 4, 4)},
+        "comfy.ldm.models.autoencoder:AutoencoderKL", {"ddconfig": _HUNYUAN_VAE, "embed_dim": 16},
+    ),
+    "cogvideox-vae": FileModel(
+        build_cogvideox_vae, {"z": (1, 4, 2, 4, 4)}, {"z": (1, 4, 2, 4, 4)},
+        "comfy.ldm.cogvideo.vae:AutoencoderKLCogVideoX",
+        {"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1, "latent_channels": 4},
     ),
     "wan-vae": FileModel(build_wan_vae, {"z": (1, 16, 2, 4, 4)}, {"z": (1, 16, 2, 4, 4)}, "vae"),
 }  # fmt: skip
@@ -373,3 +540,67 @@ MODELS = {
 
 OTHERS = {"sdxl-unet": build_unet_xl, "vae": build_vae, "clip": build_clip, "t5": build_t5}
 """Further ones, of which no tiny model has the sizes that ComfyUI expects."""
+
+
+def _make_engine(modules: str, autoencoder: str, decoder: str) -> tuple[str, dict[str, Any]]:
+    """The autoencoder of SVD in a program's own classes, and its options."""
+    timed = {**_SVD_VAE, "video_kernel_size": [3, 1, 1], "alpha": 0.0, "time_mode": "conv-only"}
+    regularizers = {
+        "comfy.ldm.modules": "comfy.ldm.models.autoencoder",
+        "sgm.modules": "sgm.modules.autoencoding.regularizers",
+    }
+    return f"{autoencoder}:AutoencodingEngine", {
+        "encoder_config": {
+            "target": f"{modules}.diffusionmodules.model.Encoder",
+            "params": _SVD_VAE,
+        },
+        "decoder_config": {"target": decoder, "params": timed},
+        "regularizer_config": {"target": f"{regularizers[modules]}.DiagonalGaussianRegularizer"},
+        **({"loss_config": {"target": "torch.nn.Identity"}} if modules[0] == "s" else {}),
+    }
+
+
+_COMFYUI_VAE = _make_engine(
+    "comfy.ldm.modules",
+    "comfy.ldm.models.autoencoder",
+    "comfy.ldm.modules.temporal_ae.VideoDecoder",
+)
+_SGM_VAE = _make_engine(
+    "sgm.modules", "sgm.models.autoencoder", "sgm.modules.autoencoding.temporal_ae.VideoDecoder"
+)
+_SVD = MODELS["svd-unet"]
+SVD_PARTS: dict[str, dict[str, tuple[str, Mapping[str, Any], str, dict[str, Any]]]] = {
+    "unet": {
+        "comfyui": (_SVD.target, _SVD.options, "forward", {}),
+        "sgm": (_SVD.sgm, _SVD.sgm_options, "forward", {}),
+    },
+    "vae": {
+        "comfyui": (*_COMFYUI_VAE, "decode", {}),
+        "sgm": (*_SGM_VAE, "decode", {"timesteps": 3}),
+    },
+    "vae encoder": {
+        "comfyui": (*_COMFYUI_VAE, "encode", {"unregularized": True}),
+        "sgm": (*_SGM_VAE, "encode", {"unregularized": True}),
+    },
+    "image_encoder": {
+        "comfyui": (
+            "image encoder",
+            {
+                **_VISION,
+                "num_channels": 3,
+                "layer_norm_eps": 1e-5,
+                "model_type": "clip_vision_model",
+            },
+            "forward",
+            {},
+        )
+    },
+}
+"""Part of an SVD to the class, its options, the method and further arguments of it in each program."""
+
+SVD_INPUTS: dict[str, Shapes] = {
+    "unet": _SVD.inputs,
+    "vae": {"z": (3, 4, 8, 8)},
+    "vae encoder": {"x": (1, 3, 32, 32)},
+    "image_encoder": {"pixel_values": (1, 3, 224, 224)},
+}

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from single_file_models import MODELS, STEP, build, build_pipeline, draw
+from single_file_models import (
+    MODELS,
+    STEP,
+    SVD_INPUTS,
+    SVD_PARTS,
+    build,
+    build_pipeline,
+    build_svd,
+    draw,
+)
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
@@ -33,8 +42,17 @@ RUNS = {
 PUBLISHED_ONLY = ("flux", "chroma", "hunyuan-video", "lumina2")
 """Models of which Diffusers' converter has the published width in its code."""
 
-UNREAD_BY_DIFFUSERS = (*PUBLISHED_ONLY, "cogvideox")
+OWN_NAMES = ("cogview4", "cogvideox-vae")
+"""Diffusers reads these under the name of its own weight files."""
+
+UNREAD_BY_DIFFUSERS = (*PUBLISHED_ONLY, "cogvideox", "hunyuan-video-vae", "svd-unet")
 """No tiny file of these is read by Diffusers."""
+
+SQUARED = ("ltx-vae",)
+"""ComfyUI squares values of these in the format that it computes in, and by itself never in fp16."""
+
+SGM = tuple(name for name, model in MODELS.items() if model.sgm)
+"""Models that Stability-AI's sgm has."""
 
 Files = Mapping[str, tuple[Path, str]]
 """Name of a run to the file and the dtype."""
@@ -50,8 +68,8 @@ def save_model(name: str, folder: Path) -> Source:
     folder.mkdir(exist_ok=True)
     module.save_config(folder / part)
     path = folder / f"{name}.safetensors"
-    prefix = "model.diffusion_model." if part == "unet" else ""  # Diffusers wants it there alone
-    save_file({prefix + key: x.bfloat16() for key, x in arrange(module).items()}, path)
+    tensors = {MODELS[name].prefix + key: x.bfloat16() for key, x in arrange(module).items()}
+    save_file(tensors, path, dict(MODELS[name].metadata) or None)
     return resolve_source(path, config=folder / part)
 
 
@@ -71,15 +89,21 @@ def run_in_comfyui(root: str, name: str, files: Files, folder: Path) -> dict[str
 
 
 def run_many_in_comfyui(
-    root: str, files: Mapping[str, Files], folder: Path, *, may_fail: bool = False
+    root: str,
+    files: Mapping[str, Files],
+    folder: Path,
+    *,
+    may_fail: bool = False,
+    program: str = "comfyui",
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The same for several models in one process, whose start takes longer than its runs.
 
     Args:
         may_fail: leave out models that this version does not read.
+        program: `comfyui` or `sgm`.
     """
-    runs = [run for name in files for run in _list_runs(name, files[name], folder)]
-    unread = read_in_comfyui(root, runs, may_fail=may_fail)
+    runs = [run for name in files for run in _list_runs(name, files[name], folder, program)]
+    unread = read_in_comfyui(root, runs, may_fail=may_fail, program=program)
     lost = {name for name in files for path, _ in files[name].values() if str(path) in unread}
     return {
         name: {key: load_file(folder / f"{name}-{key}.out")["y"].double() for key in files[name]}
@@ -89,7 +113,11 @@ def run_many_in_comfyui(
 
 
 def read_in_comfyui(
-    root: str, runs: Sequence[Mapping[str, Any]], *, may_fail: bool = False
+    root: str,
+    runs: Sequence[Mapping[str, Any]],
+    *,
+    may_fail: bool = False,
+    program: str = "comfyui",
 ) -> dict[str, str]:
     """Start the process that reads and runs files; file to why it could not be read."""
     reader = Path(__file__).parent / "comfyui_reader.py"
@@ -97,7 +125,7 @@ def read_in_comfyui(
         [
             sys.executable,
             str(reader),
-            json.dumps({"root": root, "runs": runs, "may_fail": may_fail}),
+            json.dumps({"root": root, "runs": runs, "may_fail": may_fail, "program": program}),
         ],
         capture_output=True,
         text=True,
@@ -129,6 +157,7 @@ def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
         "plain": {"prompt": "a ball"},
         "target": "checkpoint",
         "options": {},
+        "prefix": "",
     }
     files = place_runs((before, after))
     read_in_comfyui(
@@ -141,7 +170,67 @@ def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
     return measure_errors({key: load_file(folder / f"{key}.out")["y"].double() for key in files})
 
 
-def _list_runs(name: str, files: Files, folder: Path) -> list[dict[str, Any]]:
+def run_in_sgm(root: str, name: str, files: Files, folder: Path) -> dict[str, torch.Tensor]:
+    """What Stability-AI's sgm makes of each file in a dtype."""
+    return run_many_in_comfyui(root, {name: files}, folder, program="sgm")[name]
+
+
+def measure_svd(root: str, program: str, folder: Path) -> dict[str, dict[str, float]]:
+    """Errors of a whole Stable Video Diffusion, from a Diffusers folder to one file, by its parts."""
+    before, after = convert_svd(folder)
+    parts = {part: targets for part, targets in SVD_PARTS.items() if program in targets}
+    runs = []
+    for part, targets in parts.items():
+        target, options, method, plain = targets[program]
+        inputs = draw(SVD_INPUTS[part])
+        tensors = {name: x for name, x in inputs.items() if isinstance(x, torch.Tensor)}
+        save_file(tensors, folder / f"{part}.inputs")
+        runs += [
+            {
+                "inputs": str(folder / f"{part}.inputs"),
+                "plain": {
+                    **{name: x for name, x in inputs.items() if name not in tensors},
+                    **plain,
+                },
+                "target": target,
+                "options": options,
+                "prefix": find_whole("StableVideoDiffusionPipeline").prefixes[part.split()[0]],
+                "method": method,
+                "output_number": 2 if part == "image_encoder" else 0,
+                "path": str(path),
+                "dtype": dtype,
+                "output": str(folder / f"{part}-{key}.out"),
+            }
+            for key, (path, dtype) in place_runs((before, after)).items()
+        ]
+    read_in_comfyui(root, runs, program=program)
+    return {
+        part: measure_errors(
+            {key: load_file(folder / f"{part}-{key}.out")["y"].double() for key in RUNS}
+        )
+        for part in parts
+    }
+
+
+def convert_svd(folder: Path) -> tuple[Path, Path]:
+    """One file as it is in bf16, and one that was converted, of a folder with both."""
+    build_svd().save_pretrained(folder / "model")
+    request = Request(height=32, width=32, frames=3, steps=2)
+    plan = make_plan(str(folder / "model"), prompts=[""], request=request)
+    before, after = folder / "before.safetensors", folder / "after.safetensors"
+    convert(folder / "model", after, plan, request=request)
+    pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.float32)
+    table = find_whole("StableVideoDiffusionPipeline")
+    whole = {
+        prefix + key: x
+        for name, prefix in table.prefixes.items()
+        for key, x in arrange(getattr(pipe, name), table.layouts.get(name, "")).items()
+    }
+    save_file(whole, before)
+    return before, after
+
+
+def _list_runs(name: str, files: Files, folder: Path, program: str) -> list[dict[str, Any]]:
     model, inputs = MODELS[name], draw(MODELS[name].inputs)
     tensors = {key: x for key, x in inputs.items() if isinstance(x, torch.Tensor)}
     place = folder / f"{name}-inputs.safetensors"
@@ -149,8 +238,10 @@ def _list_runs(name: str, files: Files, folder: Path) -> list[dict[str, Any]]:
     shared = {
         "inputs": str(place),
         "plain": {key: x for key, x in inputs.items() if key not in tensors},
-        "target": model.target,
-        "options": dict(model.options),
+        "target": model.sgm if program == "sgm" else model.target,
+        "options": dict(model.sgm_options if program == "sgm" else model.options),
+        "prefix": model.prefix if model.target else "",  # ComfyUI's own loader takes it away
+        "method": "decode" if find_part(name) == "vae" else "forward",
     }
     return [
         {**shared, "path": str(path), "dtype": dtype, "output": str(folder / f"{name}-{key}.out")}
@@ -164,15 +255,23 @@ def run_in_diffusers(name: str, files: Files, folder: Path) -> dict[str, torch.T
     call, part, found = draw(MODELS[name].call), find_part(name), {}
     for key, (path, dtype_name) in files.items():
         dtype = getattr(torch, dtype_name)
-        module: Any = type(made).from_single_file(
-            str(path), config=str(folder), subfolder=part, dtype=dtype
-        )
+        module = _load_in_diffusers(name, type(made), path, folder, dtype)
         arguments = {name: cast(value, dtype) for name, value in call.items()}
         with torch.no_grad():
             run = module.decode if part == "vae" else module
             y = run(**arguments, return_dict=False)[0]
         found[key] = (y[0] if isinstance(y, list) else y).double()
     return found
+
+
+def _load_in_diffusers(name: str, kind: Any, path: Path, folder: Path, dtype: torch.dtype) -> Any:
+    part = find_part(name)
+    if name not in OWN_NAMES:
+        return kind.from_single_file(str(path), config=str(folder), subfolder=part, dtype=dtype)
+    place = folder / part / "diffusion_pytorch_model.safetensors"
+    place.unlink(missing_ok=True)
+    place.symlink_to(path.resolve())
+    return kind.from_pretrained(folder, subfolder=part, dtype=dtype)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

@@ -153,12 +153,13 @@ def test_models_without_names_are_refused(
         "text_encoder and transformer and vae beside the rest. Files for ComfyUI hold one component "
         'each. Give a folder as OUT, and use to="comfyui".'
     )
-    plan = make_plan(str(folder), **measured("cogvideox"))
+    folder = save_tiny("cogview3plus")
+    plan = make_plan(str(folder), **measured("cogview3plus"))
     with pytest.raises(OptionError) as caught:
-        convert_made("cogvideox", folder, Target(tmp_path / "out", "comfyui"), plan)
+        convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
     assert str(caught.value).startswith(
-        "The model cannot be written as single files. vae: The names of a AutoencoderKLCogVideoX in "
-        "single files are not known."
+        "The model cannot be written as single files. transformer: The names of a "
+        "CogView3PlusTransformer2DModel in single files are not known."
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -15,7 +15,7 @@ from stopdown.pipelines.single_file_names import arrange, lay_out, read_layouts,
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from single_file_models import MODELS, OTHERS
-from single_file_readers import PUBLISHED_ONLY, UNREAD_BY_DIFFUSERS
+from single_file_readers import OWN_NAMES, PUBLISHED_ONLY, UNREAD_BY_DIFFUSERS
 
 SMALL = {name: model.build for name, model in MODELS.items()} | OTHERS
 
@@ -26,8 +26,8 @@ def convert(module: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
     kind = single_file_model._get_single_file_loadable_mapping_class(type(module))
     mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES[kind]["checkpoint_mapping_fn"]
-    if kind == "UNet2DConditionModel":
-        tensors = {f"model.diffusion_model.{name}": x for name, x in tensors.items()}
+    prefix = {"UNet2DConditionModel": "model.diffusion_model.", "AutoencoderKLLTXVideo": "vae."}
+    tensors = {prefix.get(kind, "") + name: x for name, x in tensors.items()}
     found: dict[str, torch.Tensor] = mapping(checkpoint=tensors, config=dict(module.config))
     return found
 
@@ -47,7 +47,9 @@ def test_what_is_put_together_comes_apart(name: str) -> None:
     assert all(torch.equal(back[key], x) for key, x in state.items())
 
 
-@pytest.mark.parametrize("name", sorted(SMALL.keys() - {*UNREAD_BY_DIFFUSERS, "clip", "t5"}))
+@pytest.mark.parametrize(
+    "name", sorted(SMALL.keys() - {*UNREAD_BY_DIFFUSERS, *OWN_NAMES, "clip", "t5"})
+)
 def test_diffusers_reads_what_is_written(name: str) -> None:
     """Its converter finds every tensor, with every value in its place."""
     module = SMALL[name]()
@@ -74,6 +76,15 @@ def test_diffusers_reads_an_open_clip() -> None:
         assert torch.equal(x, state[name.removeprefix("text_model.")]), name
 
 
+LATER_LTX = {
+    "decoder_block_out_channels": (256, 512, 1024),
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "upsample_residual": (True,) * 3,
+    "upsample_factor": (2,) * 3,
+    "timestep_conditioning": True,
+}
+
+
 def build_wide(name: str) -> Any:
     """A model of the published width, without memory."""
     import diffusers
@@ -86,20 +97,43 @@ def build_wide(name: str) -> Any:
             {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1},
         ),
         "lumina2": ("Lumina2Transformer2DModel", {"num_layers": 1}),
+        "ltx-vae-0.9.1": (
+            "AutoencoderKLLTXVideo",
+            {
+                **LATER_LTX,
+                "decoder_layers_per_block": (5, 6, 7, 8),
+                "decoder_inject_noise": (True, True, True, False),
+            },
+        ),
+        "ltx-vae-0.9.5": (
+            "AutoencoderKLLTXVideo",
+            {
+                **LATER_LTX,
+                "block_out_channels": (128, 256, 512, 1024, 2048),
+                "down_block_types": ("LTXVideo095DownBlock3D",) * 4,
+                "layers_per_block": (4, 6, 6, 2, 2),
+                "decoder_layers_per_block": (5, 5, 5, 5),
+                "spatio_temporal_scaling": (True,) * 4,
+                "decoder_inject_noise": (False,) * 4,
+                "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+            },
+        ),
     }
     class_name, arguments = options[name]
     with init_empty_weights():
         return getattr(diffusers, class_name)(**arguments)
 
 
-@pytest.mark.parametrize("name", PUBLISHED_ONLY)
+@pytest.mark.parametrize("name", [*PUBLISHED_ONLY, "ltx-vae-0.9.1", "ltx-vae-0.9.5"])
 def test_diffusers_reads_published_widths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same with the number of its row in place of each value, one column wide."""
     module, last, state = build_wide(name), 0, {}
     for key, x in module.state_dict().items():
-        rows = torch.arange(last, last + len(x), dtype=torch.float64)
-        state[key] = rows.view(-1, *(1 for _ in x.shape[1:]))
-        last += len(x)
+        rows = torch.arange(last, last + (len(x) if x.dim() else 1), dtype=torch.float64)
+        state[key] = rows.view(-1, *(1 for _ in x.shape[1:])) if x.dim() else rows[0]
+        if key == "encoder.conv_out.conv.weight":  # its columns tell Diffusers the version
+            state[key] = state[key].expand(-1, x.shape[1], 1, 1, 1)
+        last += len(x) if x.dim() else 1
     monkeypatch.setattr(module, "state_dict", lambda: state)
     found = convert(module, arrange(module))
     for key, x in state.items():

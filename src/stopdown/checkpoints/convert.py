@@ -65,6 +65,7 @@ from stopdown.pipelines.single_file_names import (
     find_folder,
     find_whole,
     lay_out,
+    list_merged,
 )
 from stopdown.pipelines.single_files import (
     Rows,
@@ -417,13 +418,17 @@ def _place_exponents(
     module: torch.nn.Module, exponents: Mapping[str, int], table: str
 ) -> dict[str, int]:
     """The exponents of a component's tensors by the names of its file, `name[0:64]` for rows."""
-    rows = list_rows(exponents)
+    rows, merged = list_rows(exponents), list_merged(module, table)
     spread = {}
     for target, pieces in lay_out(module, table).items():
         parts = []
         for piece in pieces:
             shape = module.state_dict()[piece.name].shape
             found = spread_rows(rows.get(piece.name, ()), shape[0] if shape else 1)
+            if after := merged.get(piece.name):
+                found = spread_rows(rows.get(after, ()), shape[0])
+                if piece.name.endswith(".weight"):  # a bias is that of the later one
+                    found = found + spread_rows(rows.get(piece.name, ()), shape[0])[:1]
             if piece.change == "T":  # its columns are rows of the file: one exponent for all
                 found = found[:1].expand(shape[1])
             parts.append(change_tensor(found, "swap") if piece.change == "swap" else found)

@@ -34,12 +34,14 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
         source: where that is known from.
         rules: patterns over a name and what takes their place, one after the other.
         like: class whose rules come after these.
+        merged: 1 x 1 convolution that readers do not have, to the one before it, which takes it up.
     """
 
     class_name: str
     source: str
     rules: tuple[tuple[str, str], ...]
     like: str = ""
+    merged: dict[str, str] = {}
 
 
 class Whole(msgspec.Struct, frozen=True):
@@ -64,7 +66,7 @@ class Piece(msgspec.Struct, frozen=True, order=True):
     Attributes:
         order: its place among the parts of a fused tensor.
         name: in the component.
-        change: `swap`, `1x1`, `T`, or nothing.
+        change: `swap`, `1x1`, `1x1x1`, `T`, or nothing.
     """
 
     order: int
@@ -124,14 +126,9 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
     Raises:
         ScalingError: there is no table for its class.
     """
-    layouts, class_name = read_layouts(), table or type(module).__name__
-    found = layouts.get(class_name)
-    if found is None and is_of_transformers(type(module)):
-        found = Layout(class_name, "as Transformers names them", ())
-    if found is None:
-        raise ScalingError(f"The names of a {class_name} in single files are not known.")
-    rules = (*found.rules, *(layouts[found.like].rules if found.like else ()))
-    names = module.state_dict().keys()
+    found = _find_layout(module, table)
+    rules = (*found.rules, *(read_layouts()[found.like].rules if found.like else ()))
+    names = [name for name in module.state_dict() if name.rpartition(".")[0] not in found.merged]
     numbers = _count(module, names)
     made: dict[str, list[Piece]] = {}
     for name in names:
@@ -139,6 +136,16 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
         order = int(mark) if mark.isdigit() else 0
         made.setdefault(target, []).append(Piece(order, name, "" if mark.isdigit() else mark))
     return {target: tuple(sorted(pieces)) for target, pieces in made.items()}
+
+
+def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
+    class_name = table or type(module).__name__
+    found = read_layouts().get(class_name)
+    if found is None and is_of_transformers(type(module)):
+        found = Layout(class_name, "as Transformers names them", ())
+    if found is None:
+        raise ScalingError(f"The names of a {class_name} in single files are not known.")
+    return found
 
 
 def _rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
@@ -166,6 +173,12 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
 
     layers, widths = read("layers_per_block", "num_res_blocks"), read("block_out_channels")
     layers = layers if isinstance(layers, int) else 0
+    places = re.findall(
+        r"^((?:en|de)coder)(\.(?:(?:down|up)_blocks\.\d+|mid_block)\.(?!time_embedder)\w+)",
+        "\n".join(names),
+        re.MULTILINE,
+    )
+    coders = {coder: list(dict.fromkeys(x for y, x in places if y == coder)) for coder, _ in places}
     ups = {name.split(".")[1] for name in names if name.startswith("up_blocks.")}
     attentive = {
         name.split(".")[1] for name in names if re.match(r"up_blocks\.\d+\.attentions", name)
@@ -176,6 +189,7 @@ def _count(module: torch.nn.Module, names: Iterable[str]) -> dict[str, int]:
         "n2": layers + 2,
         "last": (len(widths) if widths else read("num_layers")) - 1,
         **{f"a{block}": 2 if block in attentive else 1 for block in ups},
+        **{coder + x: place for coder, found in coders.items() for place, x in enumerate(found)},
     }
 
 
@@ -187,7 +201,7 @@ def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]
 
     Cost: the memory of fused tensors.
     """
-    state, seen = module.state_dict(), set[int]()
+    state, seen = _merge(module, table), set[int]()
     made = {}
     for target, pieces in lay_out(module, table).items():
         parts = [change_tensor(state[piece.name], piece.change) for piece in pieces]
@@ -196,6 +210,24 @@ def arrange(module: torch.nn.Module, table: str = "") -> dict[str, torch.Tensor]
         seen |= {state[piece.name].data_ptr() for piece in pieces}
         made[target] = (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
     return made
+
+
+def _merge(module: torch.nn.Module, table: str) -> dict[str, torch.Tensor]:
+    """The state of a component, its merged convolutions multiplied in fp32 into those before them."""
+    state = module.state_dict()
+    for name, before in _find_layout(module, table).merged.items():
+        weight, bias = state.pop(f"{name}.weight"), state.pop(f"{name}.bias")
+        matrix = weight.flatten(1).float()
+        inner, added = state[f"{before}.weight"].float(), state[f"{before}.bias"].float()
+        state[f"{before}.weight"] = torch.tensordot(matrix, inner, 1).to(weight.dtype)
+        state[f"{before}.bias"] = (matrix @ added + bias.float()).to(bias.dtype)
+    return state
+
+
+def list_merged(module: torch.nn.Module, table: str = "") -> dict[str, str]:
+    """Tensors that take up those of a convolution that readers do not have: name to that one's name."""
+    merged = _find_layout(module, table).merged.items()
+    return {f"{x}.{end}": f"{name}.{end}" for name, x in merged for end in ("weight", "bias")}
 
 
 def measure(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -215,20 +247,23 @@ def take_apart(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """What `arrange` put together: the tensors of a component from those of its file."""
-    state, made = module.state_dict(), {}
+    state, made = module.state_dict(), dict[str, torch.Tensor]()
+    for name in _find_layout(module).merged:
+        weight, bias = state[f"{name}.weight"], state[f"{name}.bias"]
+        made[f"{name}.weight"] = torch.eye(len(weight)).view(weight.shape)
+        made[f"{name}.bias"] = torch.zeros(bias.shape)
     for target, pieces in lay_out(module).items():
         sizes = [len(state[piece.name]) if state[piece.name].dim() else 1 for piece in pieces]
         parts = [tensors[target]] if len(pieces) == 1 else tensors[target].split(sizes)
         for piece, part in zip(pieces, parts, strict=True):
-            made[piece.name] = (
-                part[..., 0, 0] if piece.change == "1x1" else change_tensor(part, piece.change)
-            )
+            is_matrix = piece.change in ("1x1", "1x1x1")
+            made[piece.name] = part.flatten(1) if is_matrix else change_tensor(part, piece.change)
     return made
 
 
 def change_tensor(tensor: torch.Tensor, change: str) -> torch.Tensor:
     if change == "swap":
         return torch.cat(tensor.chunk(2)[::-1])
-    if change == "1x1":
-        return tensor[..., None, None]
+    if change in ("1x1", "1x1x1"):
+        return tensor.reshape(*tensor.shape, *map(int, change.split("x")))
     return tensor.T if change == "T" else tensor

@@ -426,7 +426,7 @@ _CONVOLUTIONAL = Stream(
     writers=r"(.*\.)?(conv_in(\.conv)?|conv2(\.conv)?|proj_in|to_out\.0|ff(_in)?\.net\.2"
     r"|time_pos_embed\.linear_2)",
     carriers=r"(.*\.)?(conv_shortcut(\.conv)?|(down|up)samplers\.\d+\.conv"
-    r"|attentions\.\d+\.proj_out)",
+    r"(\.conv)?|attentions\.\d+\.proj_out)",
 )
 _GATED_PRODUCT = Stream(spikes=((r".*\.layer\.1\.layer_norm", 4), (r".*\.wi_1", 12)))
 _DOUBLE_STREAM = Stream(
@@ -450,6 +450,9 @@ STREAMS: dict[str, Stream] = {
         writers=r"patch_embed\.(text_)?proj|.*\.(attn1\.to_v|ff\.net\.2)",
         carriers=r".*\.attn1\.to_out\.0",
         buffers=r"patch_embed\.pos_embed",
+    ),
+    "CogView4Transformer2DModel": Stream(
+        writers=r"patch_embed\.(text_)?proj|.*\.(attn1\.to_out\.0|ff\.net\.2)"
     ),
     "FluxTransformer2DModel": _DOUBLE_STREAM,
     "WanTransformer3DModel": Stream(writers=r"patch_embedding|.*\.(to_out\.0|ffn\.net\.2)"),
@@ -478,6 +481,11 @@ STREAMS: dict[str, Stream] = {
     "UMT5EncoderModel": _GATED_PRODUCT,
     "AutoencoderKL": _CONVOLUTIONAL,
     "AutoencoderKLCogVideoX": _CONVOLUTIONAL,
+    "AutoencoderKLHunyuanVideo": _CONVOLUTIONAL,
+    "AutoencoderKLLTXVideo": Stream(
+        writers=r"(.*\.)?(conv_in\.conv|conv2\.conv|conv_shortcut\.conv)",
+        carriers=r".*\.(down|up)samplers\.\d+\.conv(\.conv)?",
+    ),
     "AutoencoderKLTemporalDecoder": _CONVOLUTIONAL,
     "UNet2DConditionModel": _CONVOLUTIONAL,
     "UNetSpatioTemporalConditionModel": _CONVOLUTIONAL,
