@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from stopdown.app.display import Display
     from stopdown.device_profiles import Profile
     from stopdown.memory.forecast import Fit
-    from stopdown.memory.smaller_requests import Size
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.dry_run import Answers
@@ -248,30 +247,26 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.memory.smaller_requests import find_largest, list_smaller
-    from stopdown.pipelines.default_sizes import find_grid, read_configs
+    from stopdown.pipelines.default_sizes import read_configs
     from stopdown.plans.precision_and_memory import build_way
-    from stopdown.runtime.memory_limits import describe_reduction, find_size, shrink_request
+    from stopdown.runtime.memory_limits import find_size, find_smaller
 
     size = find_size(build_way(source, first.way), request, first.fit)
     if size is None:
         return None
     tried: dict[int, Budgeted] = {}
 
-    def predict(one: Size) -> Fit:
-        smaller = shrink_request(request, one)
+    def predict(smaller: Request) -> Fit:
         made = _try_way(source, first.way, profile, options, smaller, display, {})
         tried[id(made.fit)] = made
         return made.fit
 
-    sizes = list_smaller(
-        size, find_grid(read_configs(source.described)), keeps_frames=request.video is not None
-    )
-    found = find_largest(sizes, predict, limit, options.allow)
+    configs = read_configs(source.described)
+    found = find_smaller(request, size, configs, predict, limit, options.allow)
     if found is None:
         return None
-    reduced = describe_reduction(size, found[0], limit)
-    return reduced, shrink_request(request, found[0]), tried[id(found[1])]
+    smaller, fit, reduced, _ = found
+    return reduced, smaller, tried[id(fit)]
 
 
 def _describe(request: Request) -> dict[str, Any]:

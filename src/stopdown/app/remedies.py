@@ -7,6 +7,7 @@ not know the model's name. On the command line the one is a flag, and the other 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shlex
 from typing import Any, get_args, get_type_hints
@@ -39,21 +40,31 @@ def reword_text(text: str, options: Any) -> str:
     """A text in which `frames` and frames=9 are flags, or PROMPT where the command takes an argument."""
     for said, flag in _FLAGS.items():
         text = text.replace(said, flag)
-    names = [entry.name for entry in dataclasses.fields(options)]
-    names += [alias for name in names for alias in _ALIASES.get(name, ())]
-    either = "|".join(names)
-    pattern = re.compile(rf"(?<![\w.(])(?:(?<!field )`({either})`|({either})={_VALUE})")
-    hints = get_type_hints(type(options), include_extras=True)
+    pattern, arguments = _read_options(options.__class__)
 
     def write(found: re.Match[str]) -> str:
         name = found[1] or found[2]
-        if any(isinstance(x, ArgumentInfo) for x in get_args(hints.get(name, ""))):
+        if name in arguments:
             return name.upper()
         value = "True" if found[1] else found[3].strip('"')
         flag = f"--{name.replace('_', '-')}"
         return flag if value == "True" else f"{flag} {shlex.quote(value)}"
 
     return pattern.sub(write, text)
+
+
+@functools.cache
+def _read_options(command: type) -> tuple[re.Pattern[str], frozenset[str]]:
+    """How messages name the options of a command, and those of them that are arguments."""
+    names = [entry.name for entry in dataclasses.fields(command)]
+    names += [alias for name in names for alias in _ALIASES.get(name, ())]
+    either = "|".join(names)
+    hints = get_type_hints(command, include_extras=True)
+    return re.compile(rf"(?<![\w.(])(?:(?<!field )`({either})`|({either})={_VALUE})"), frozenset(
+        name
+        for name, hint in hints.items()
+        if any(isinstance(x, ArgumentInfo) for x in get_args(hint))
+    )
 
 
 def name_source(text: str, source: str) -> str:

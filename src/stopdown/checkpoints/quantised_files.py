@@ -37,8 +37,8 @@ def fold_file(
     folds: Folds,
     inputs: Mapping[str, int],
     metadata: Mapping[str, str],
-) -> dict[str, float]:
-    """Write a file again with powers of two in its scales; what was lost by rounding comes back.
+) -> None:
+    """Write a file again with powers of two in its scales.
 
     Args:
         source: safetensors or GGUF; left as it is.
@@ -47,9 +47,6 @@ def fold_file(
         inputs: weight to the exponent of the values that it multiplies, for layers that divide them by a
             scale before they quantise them.
         metadata: entries beside those that the source has.
-
-    Returns:
-        Weight to the relative L2 change of its scales; only those that are not exact.
 
     Raises:
         OptionError: the file is rescaled already.
@@ -62,8 +59,9 @@ def fold_file(
     if unknown := sorted(used.keys() - weights.keys()):
         raise ScalingError(f"{source} has no weight {unknown[0]}.")
     if source.suffix.lower() == ".gguf":
-        return _fold_gguf(source, target, used, metadata)
-    return _fold_safetensors(source, target, weights, used, inputs, metadata)
+        _fold_gguf(source, target, used, metadata)
+    else:
+        _fold_safetensors(source, target, weights, used, inputs, metadata)
 
 
 def _fold_safetensors(
@@ -73,21 +71,18 @@ def _fold_safetensors(
     folds: Folds,
     inputs: Mapping[str, int],
     metadata: Mapping[str, str],
-) -> dict[str, float]:
+) -> None:
     header = json.loads(read_header_bytes(source)[8:])
     header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
-    places, lost = read_header(source), dict[str, float]()
+    places = read_header(source)
     with source.open("rb") as old, target.open("wb") as new:
         new.write(encode_header(header))
         begin = new.tell()
         old.seek(len(read_header_bytes(source)))
         shutil.copyfileobj(old, new, 2**22)
         with safe_open(str(source), framework="pt") as tensors:
-            for name, before, after in _list_changes(tensors, weights, folds, inputs):
-                if loss := _measure_change(before, after, folds.get(name)):
-                    lost[name] = loss
-                _overwrite(new, begin + places[name].start, after)
-    return lost
+            for name, folded in _fold_tensors(tensors, weights, folds, inputs):
+                _overwrite(new, begin + places[name].start, folded)
 
 
 def _overwrite(file: BinaryIO, place: int, tensor: torch.Tensor) -> None:
@@ -95,10 +90,10 @@ def _overwrite(file: BinaryIO, place: int, tensor: torch.Tensor) -> None:
     file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def _list_changes(
+def _fold_tensors(
     tensors: Any, weights: Mapping[str, FileWeight], folds: Folds, inputs: Mapping[str, int]
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Tensor, its values, and the values that it gets."""
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors that change, with the values that they get."""
     for name, rows in folds.items():
         weight = weights[name]
         stored = weight.quantised.scale if weight.quantised is not None else name
@@ -106,13 +101,12 @@ def _list_changes(
             raise ScalingError(
                 f"{name} is stored as {weight.stored}, which has no scale to fold into."
             )
-        value = tensors.get_tensor(stored)
-        yield stored, value, _fold_rows(weight, value, rows)
+        yield stored, _fold_rows(weight, tensors.get_tensor(stored), rows)
     for name, exponent in inputs.items():
         found = weights[name].quantised
         if exponent and found is not None and found.input_scale:
             value = tensors.get_tensor(found.input_scale)
-            yield found.input_scale, value, torch.ldexp(value, torch.tensor(exponent))
+            yield found.input_scale, torch.ldexp(value, torch.tensor(exponent))
 
 
 def _fold_rows(weight: FileWeight, value: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -139,26 +133,9 @@ def _fold_rows(weight: FileWeight, value: torch.Tensor, rows: torch.Tensor) -> t
     return folded
 
 
-def _measure_change(before: torch.Tensor, after: torch.Tensor, rows: torch.Tensor | None) -> float:
-    """Relative L2 error of values that were folded and rounded."""
-    if rows is None or is_power(before):
-        return 0.0
-    exponents = rows.reshape(-1, *(1 for _ in before.shape[1:])) if before.dim() else rows[0]
-    if before.dim() and len(before) != len(rows):
-        exponents = rows[0]
-    exact = torch.ldexp(before.double(), exponents)
-    size = float(exact.norm())
-    return float((after.double() - exact).norm()) / size if size else 0.0
-
-
-def _fold_gguf(
-    source: Path, target: Path, folds: Folds, metadata: Mapping[str, str]
-) -> dict[str, float]:
+def _fold_gguf(source: Path, target: Path, folds: Folds, metadata: Mapping[str, str]) -> None:
     gguf_files.copy_with_texts(source, target, metadata)
-    lost = {}
     for tensor in gguf_files.open_gguf(target, "r+").tensors:
         if tensor.name in folds:
-            if loss := gguf_files.fold_tensor(tensor, folds[tensor.name]):
-                lost[str(tensor.name)] = loss
+            gguf_files.fold_tensor(tensor, folds[tensor.name])
             tensor.data.flush()
-    return lost

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stopdown.device_profiles import Profile
-from stopdown.environment import Device, synchronise
+from stopdown.environment import Device, is_out_of_memory, synchronise
 from stopdown.memory.eight_bits import pack
 from stopdown.number_formats import FORMATS
 
@@ -74,7 +74,9 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
         slowest = min(rates, key=lambda name: rates[name])
         link = _time_copy(device)
         widening = _time_widening(device, slowest)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         return Speed(ROUGH_FLOPS_PER_S, LINK_BYTES_PER_S, "The device has no room to be timed.")
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."

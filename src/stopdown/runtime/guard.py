@@ -530,8 +530,7 @@ class Guard:
                     call,
                     check,
                     guarded.precision,
-                    self._find_step(guarded),
-                    self._name_place(guarded),
+                    *self._locate(guarded),
                     self._name_reason(guarded),
                     not self.adapter.is_pipeline
                     and any(t.requires_grad for t in iterate_tensors(output)),
@@ -560,20 +559,16 @@ class Guard:
             self._announce(sentence)
         return check
 
-    def _find_step(self, guarded: GuardedCall) -> int | None:
-        """The step that the latest call belongs to, from 0; None outside of denoising."""
-        if self.adapter.is_pipeline:
-            return self.steps.find_step(guarded.callee)
-        found = self.adapter.read_step(guarded.latest.kwargs)
-        return None if found is None else found[0]
+    def _locate(self, guarded: GuardedCall) -> tuple[int | None, str]:
+        """The step of the latest call from 0, None outside of denoising; and ` at step 2 of 28`.
 
-    def _name_place(self, guarded: GuardedCall) -> str:
-        """` at step 2 of 28`, or ` at its call 3` where no scheduler counts steps."""
+        Where nothing counts steps, ` at its call 3`.
+        """
         if self.adapter.is_pipeline:
-            return self.steps.name_step(guarded.callee)
+            return self.steps.find_step(guarded.callee), self.steps.name_step(guarded.callee)
         if (found := self.adapter.read_step(guarded.latest.kwargs)) is not None:
-            return f" at step {found[0] + 1} of {found[1]}"
-        return f" at its call {guarded.count + self.options.calls_before}"
+            return found[0], f" at step {found[0] + 1} of {found[1]}"
+        return None, f" at its call {guarded.count + self.options.calls_before}"
 
     def _name_reason(self, guarded: GuardedCall) -> str:
         for decision in self.options.decisions:

@@ -106,7 +106,7 @@ class GuardedCall:
     elapsed_s: float = 0.0
     non_finite: int = 0
     unseen: int = 0
-    precisions: tuple[str, ...] = ()
+    precisions: tuple[str, ...] | None = None
     headroom_bits: float | None = None
     patches: Patches = field(default_factory=Patches)
 
@@ -171,7 +171,7 @@ class GuardedCall:
 
     def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
-        if not self.precisions:
+        if self.precisions is None:
             self._note_precisions(args, kwargs)
         restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
         self.latest = LatestCall(args, kwargs, restores)
@@ -219,7 +219,7 @@ class GuardedCall:
             self.callee.stage,
             self.count,
             self.elapsed_s,
-            self.precisions,
+            self.precisions or (),
             self.non_finite,
             self.headroom_bits,
         )

@@ -108,8 +108,16 @@ def fit_run(
     fit = _predict(loaded, request, device)
     size = find_size(loaded.pipe, request, fit)
     reduced = None
-    if "smaller" in limit.allow and size is not None:
-        found = _shrink(loaded, request, device, limit, configs, fit, size)
+    is_too_large = choose(fit, limit_bytes, limit.allow) is None
+    if is_too_large and size is not None and "smaller" in limit.allow:
+        found = find_smaller(
+            request,
+            size,
+            configs,
+            lambda one: _predict(loaded, one, device),
+            limit_bytes,
+            limit.allow,
+        )
         if found is not None:
             request, fit, reduced, size = found
             announce(reduced.reason)
@@ -145,40 +153,36 @@ def shrink_request(request: Request, size: Size) -> Request:
     return dataclasses.replace(request, frames=frames, height=size.height, width=size.width)
 
 
-def describe_reduction(asked: Size, made: Size, limit_bytes: int) -> Reduction:
-    """What is said of a smaller size, everywhere."""
-    return Reduction(
-        str(asked),
-        str(made),
-        f"Nothing stays within {format_bytes(limit_bytes)} at {asked}; {made} is made instead, as was "
-        "allowed.",
-    )
-
-
-def _shrink(
-    loaded: Loaded,
+def find_smaller(
     request: Request,
-    device: Device,
-    limit: Limit,
-    configs: Mapping[str, dict[str, Any]],
-    fit: Fit,
     size: Size,
+    configs: Mapping[str, dict[str, Any]],
+    predict: Callable[[Request], Fit],
+    limit_bytes: int,
+    allow: Collection[str],
 ) -> tuple[Request, Fit, Reduction, Size] | None:
-    """The largest smaller size that fits; None when the one asked for does, or none."""
-    limit_bytes = limit.count_bytes(device)
-    if choose(fit, limit_bytes, limit.allow) is not None:
-        return None
+    """The largest smaller size that fits, with what is said of it; None when none does.
+
+    Args:
+        size: that `request` makes.
+        configs: of the model, which say what sizes it can make.
+        predict: what a request takes.
+        allow: as for `Limit`.
+    """
     found = find_largest(
         list_smaller(size, find_grid(dict(configs)), keeps_frames=request.video is not None),
-        lambda one: _predict(loaded, shrink_request(request, one), device),
+        lambda one: predict(shrink_request(request, one)),
         limit_bytes,
-        limit.allow,
+        allow,
     )
     if found is None:
         return None
     made, fit = found
-    reduced = describe_reduction(size, made, limit_bytes)
-    return shrink_request(request, made), fit, reduced, made
+    reason = (
+        f"Nothing stays within {format_bytes(limit_bytes)} at {size}; {made} is made instead, as was "
+        "allowed."
+    )
+    return shrink_request(request, made), fit, Reduction(str(size), str(made), reason), made
 
 
 def _predict(loaded: Loaded, request: Request, device: Device) -> Fit:
