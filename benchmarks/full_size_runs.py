@@ -8,6 +8,7 @@ over small latents, from disk, within a limit of memory. Each stage runs in a pr
 first call of the component gets fp32's arguments in every format, so its error is that of one call.
 
 Linears and convolutions of fp16 are summed in fp32 and rounded once, as devices do; attention is torch's.
+The copies in fp32 that this takes are in what is predicted and what is measured.
 
     python benchmarks/full_size_runs.py CogVideoX-2B
     python benchmarks/full_size_runs.py CogVideoX-2B --stages bf16 fp16
@@ -363,7 +364,8 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     load_s, load_peak = time.perf_counter() - begun, watch.restart()
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)
     pipe.set_progress_bar_config(disable=True)
-    fit = predict_run(pipe, arguments, steps=STEPS, fused=True)
+    with wide(stage):  # its copies in fp32 count
+        fit = predict_run(pipe, arguments, steps=STEPS, fused=True)
     offloader = make_offloader(pipe, fit, LIMIT_BYTES, store=folder)
     calls, reference = Calls(), folder / "fp32.pt"
     stored = torch.load(reference, weights_only=False) if stage != "fp32" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stopdown.app.generate_command import GenerateOptions, generate
@@ -25,7 +27,7 @@ from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
 from stopdown.memory.gradient_checkpointing import IDLE
-from stopdown.memory.offloader import Offloader
+from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.placement import put_variant
 from stopdown.memory.run_memory import RunMemory, listen_to_run
 from stopdown.memory.speed import Speed, find_speed, measure_speed
@@ -46,7 +48,9 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.tiny_pipelines import build_wide
 from stopdown.records import MemoryRow, RunRecord
+from stopdown.scaling.trial import WideProducts
 from stopdown.testing import assert_untouched, make_pipeline, save_pipeline
 
 pytestmark = pytest.mark.usefixtures("known_speed")
@@ -343,6 +347,48 @@ def test_a_placement_changes_nothing_but_memory(
     assert np.array_equal(found[-1], expected)
     assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
     assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, WideProducts])
+def test_fp16_on_a_processor_takes_what_is_predicted(mode: Any, tmp_path: Path) -> None:
+    """A transformer 512 wide, block by block: torch's own products take nothing beside their output; those
+    that are summed in fp32 take copies in fp32, which a dry run beneath them counts."""
+    pipe = build_wide(8, 2, 256, "cpu").to(torch.float16)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = {"prompt": "a", "height": 64, "width": 64, "num_frames": 9, "guidance_scale": 1.0,
+                 "num_inference_steps": 1, "max_sequence_length": 16, "output_type": "latent"}  # fmt: skip
+    with mode():
+        fit = predict_run(pipe, arguments, steps=1, fused=True)
+    taken = next(x for x in fit.predictions if x.strategy == Strategy("block"))
+    with Offloader(pipe, taken, (), fit.strays, store=tmp_path), torch.no_grad(), mode():
+        start = count_parameters(pipe)
+        peak = measure_allocator(lambda: pipe(**arguments)) + start
+    assert taken.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+def run_svd(pipe: Any) -> Any:
+    arguments = {"num_frames": 2, "num_inference_steps": 1, "height": 64, "width": 64}
+    picture, generator = np.zeros((64, 64, 3), np.uint8), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return pipe(Image.fromarray(picture), **arguments, generator=generator, output_type="np")[0]
+
+
+@pytest.mark.parametrize("placement", ["component", "leaf"])
+def test_a_pipeline_casts_a_component_whose_weights_wait(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """Stable Video Diffusion in fp16 encodes in fp32 and casts back: the same frames, every bit back."""
+    pipe = make_pipeline("svd").to(torch.float16)
+    expected = run_svd(pipe)
+    before = {name: x.clone() for name, x in pipe.vae.state_dict().items()}
+    nothing = RunMemory((), {}, {}, {}, {}, 0, 1)
+    taken = predict(nothing, Strategy(placement), steps=1)
+    with assert_untouched(pipe), Offloader(pipe, taken, (), {}, store=tmp_path):
+        found = run_svd(pipe)
+        assert pipe.vae.dtype == torch.float16
+    assert np.array_equal(found, expected)
+    assert all(torch.equal(x, before[name]) for name, x in pipe.vae.state_dict().items())
     assert not list(tmp_path.iterdir())
 
 

@@ -66,6 +66,7 @@ def put_placement(
     for name, module in find_components(pipe).items():
         own = strays.get(name, {})
         packed = _pack_layers(module, strategy.storage, own, store, patches)
+        _follow_casts(module, store, patches)
         if strategy.placement == "resident":
             store.bring(module)
             continue
@@ -93,6 +94,20 @@ def _pack_layers(
             made |= {id(tensor): tensor for tensor in store.pack(weight, storage)}
         _hook_group(WeightGroup(path, parts[path], list(weights.values()), store), patches)
     return list(made.values())
+
+
+def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches) -> None:
+    """Let a pipeline cast a component whose weights wait: `.to` has no values to cast."""
+    plain = module.to
+
+    @functools.wraps(plain)
+    def to(*args: Any, **kwargs: Any) -> Any:
+        dtype = torch._C._nn._parse_to(*args, **kwargs)[1]
+        if dtype is not None:
+            store.cast(module, dtype)
+        return plain(*args, **kwargs)
+
+    patches.set_attribute(module, "to", to)
 
 
 def _hook_group(group: WeightGroup, patches: Patches) -> None:

@@ -126,6 +126,18 @@ class WeightStore:
             else:
                 tensor.data.copy_(self._kept[key])
 
+    def cast(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Have a module's weights wait in another dtype: pipelines cast an autoencoder before a call."""
+        for tensor in module.parameters():
+            if id(tensor) not in self._kept or tensor.dtype == dtype:
+                continue
+            is_here = tensor.untyped_storage().nbytes() > 0
+            self._kept[id(tensor)] = self._write(self._kept[id(tensor)].to(dtype))
+            self._own(tensor, dtype)
+            self.drop(tensor)
+            if is_here:
+                self.load(tensor)
+
     def drop(self, tensor: torch.Tensor) -> None:
         """Give a tensor's memory back."""
         tensor.untyped_storage().resize_(0)
@@ -205,12 +217,12 @@ class WeightStore:
             self._owners.setdefault(id(tensor), (tensor, tensor.device))
             tensor.data = tensor.data.to(self._device)
 
-    def _own(self, tensor: torch.Tensor) -> None:
+    def _own(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Give a tensor a storage on the device that is its alone: a mapped file's cannot be resized.
 
         What it has is given back first: a device that is full has no room for both.
         """
-        like = torch.empty_like(tensor.data, device="meta")
+        like = torch.empty_like(tensor.data, device="meta", dtype=dtype)
         tensor.data = tensor.data.new_empty(0)
         tensor.data = torch.empty_like(like, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
