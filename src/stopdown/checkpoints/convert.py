@@ -88,7 +88,7 @@ from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import read_plan
-from stopdown.plans.quantised_bounds import is_quantised_file, put_file_bounds
+from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import (
     ComponentPlan,
     Conversion,
@@ -112,7 +112,7 @@ class _Work:
         plan: what belongs to it.
         leave: components that are written as they are stored.
         form: what it becomes: `diffusers`, `single` or `comfyui`.
-        is_quantised: a single file of codes and scales, which stay so.
+        quantised_rows: of a single file of codes and scales.
         expressed: component to its exponents as files hold them.
         problems: component to why it cannot be written.
     """
@@ -122,9 +122,14 @@ class _Work:
     plan: Plan
     leave: tuple[str, ...]
     form: Form
-    is_quantised: bool = False
+    quantised_rows: Rows | None = None
     expressed: dict[str, Expressed] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether codes and scales stay so."""
+        return self.form == "single" and self.quantised_rows is not None
 
     @property
     def has_config(self) -> bool:
@@ -197,9 +202,9 @@ def convert(
 def _refuse_rescaled(source: Source, leave: Sequence[str]) -> None:
     """Refuse weights that were multiplied by powers of two before: nothing is done twice."""
     for name, files in list_weight_files(source).items():
-        said = read_rescaled(*files) if name not in leave else ""
-        leave = f' Or copy that component: leave="{name}".' if source.kind != "file" else ""
-        refuse_rescaled(source.name, said, otherwise=leave)
+        if name not in leave:
+            copied = f' Or copy that component: leave="{name}".' if source.kind != "file" else ""
+            refuse_rescaled(source.name, read_rescaled(*files), otherwise=copied)
 
 
 def _open(
@@ -230,14 +235,13 @@ def _open(
 
     where = choose_device(device)
     pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
-    put_file_bounds(source, pipe)
+    rows = put_file_bounds(source, pipe)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)
     move_program(pipe, where)
     if not source.parts:
         pipe.set_progress_bar_config(disable=True)
-    is_quantised = target.form == "single" and is_quantised_file(source)
-    return _Work(source, pipe, plan, tuple(leave), target.form, is_quantised)
+    return _Work(source, pipe, plan, tuple(leave), target.form, rows)
 
 
 def _tell(progress: Progress | None, stage: str, what: str, done: int, total: int) -> None:
@@ -488,7 +492,7 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
     folds = {name: found.scaling.exponents for name, found in work.expressed.items()}
     _tell(progress, "write", "names", 0, 2)
     try:
-        rows = trace_rows(work.source)
+        rows = work.quantised_rows or trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
         _tell(progress, "write", part.suffix, 1, 2)
         entries = _list_entries(work, list(folds), name_exponents(spread))

@@ -21,18 +21,14 @@ from stopdown.pipelines.weight_files import FileWeight, WeightFile, open_weight_
 from stopdown.scaling.fold_bounds import FoldBound, bound_scales, find_normal, put_bounds
 
 
-def is_quantised_file(source: Source) -> bool:
-    """Whether a source is a single file with weights that are codes and scales."""
-    return source.kind == "file" and open_weight_file(source.path).is_quantised
-
-
-def put_file_bounds(source: Source, program: Any) -> None:
+def put_file_bounds(source: Source, program: Any) -> Rows | None:
     """Let the components of a program carry what the file that they come from holds of a fold.
-
-    Nothing is done for a file without quantised weights.
 
     Args:
         source: completed; the program was loaded from it.
+
+    Returns:
+        The rows of the file; None, and nothing is done, for what is no file or has no quantised weights.
 
     Raises:
         ScalingError: the file has too many rows.
@@ -40,11 +36,12 @@ def put_file_bounds(source: Source, program: Any) -> None:
     Cost: two loads without values, and a pass over the scales.
     """
     if source.kind != "file" or not (file := open_weight_file(source.path)).is_quantised:
-        return
+        return None
     bounds, rows = bound_weights(file), trace_rows(source)
     for name, module in find_components(program).items():
         if name in rows.numbers:
             put_bounds(module, _name_bounds(rows, name, bounds), Patches())
+    return rows
 
 
 def _name_bounds(rows: Rows, component: str, bounds: dict[str, FoldBound]) -> dict[str, FoldBound]:
