@@ -233,12 +233,28 @@ def test_bad_input_is_refused() -> None:
         check(program.given, run=lambda: 1 / 0)
     with pytest.raises(InputError, match="Arguments of a call were given for a DiffusionEngine"):
         check(program.given, arguments={"x": 1})
-    with pytest.raises(InputError, match="run was given for a CogVideoXPipeline, which is a pip"):
+    with pytest.raises(InputError, match="runs it was given for pipeline CogVideoXPipeline"):
         check(make_pipeline("cogvideox"), run=lambda: None)
     with pytest.raises(InputError, match="There is no module in what was given, a object"):
         check(object(), run=lambda: None)
-    with pytest.raises(InputError, match="run was given for the source shapes"):
+    with pytest.raises(InputError, match="runs it was given for the source shapes"):
         check("shapes", run=lambda: None)
+
+
+def test_an_outer_product_by_einsum_takes_two_dtypes() -> None:
+    """PyTorch brings its operands to one; where a letter is summed over, it refuses them."""
+
+    class Table(torch.nn.Module):
+        def forward(self, x: torch.Tensor, equation: str) -> torch.Tensor:
+            return torch.einsum(equation, x, torch.ones(4, 4, dtype=torch.float64))
+
+    table, x = Table(), torch.ones(4)
+    assert table(x, "a,bc->abc").dtype == torch.float64
+    assert check(table, device="cpu", run=lambda: table(x, "a,bc->abc")) == []
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        table(x, "a,ac->c")
+    (found,) = check(table, device="cpu", run=lambda: table(x, "a,ac->c"))
+    assert (found.kind, found.severity) == ("boundary", "error")
 
 
 @pytest.mark.usefixtures("simulated")

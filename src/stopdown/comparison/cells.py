@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 import warnings
@@ -15,10 +16,10 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file
 
-from stopdown.comparison.measures import Frames, clean_frames, find_headroom
+from stopdown.comparison.measures import Frames, clean_frames, find_headroom, read_values
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell
-from stopdown.comparison.subjects import Opened
+from stopdown.comparison.subjects import Opened, Run
 from stopdown.environment import Device, peak_memory
 from stopdown.errors import InputError, take_first_line, take_one_line
 from stopdown.frame_faults import find_frame_findings
@@ -37,7 +38,8 @@ class Outcome:
 
     Attributes:
         cell: what is known without a reference.
-        frames: `[T, H, W, 3]` fp32 in [0, 1]; None when it failed.
+        frames: `[T, H, W, 3]` fp32 in [0, 1]; of a program that gives no pictures its values, `[N]` fp32;
+            None when it failed.
         trace: what the probes read.
         peak_source: how memory was read.
     """
@@ -56,12 +58,14 @@ def run_cell(
     observer: Observer | None = None,
     *,
     names_culprit: bool = True,
+    run: Run | None = None,
 ) -> Outcome:
     """Run one prompt in one precision; an error of the run becomes part of the cell.
 
     Nothing is repaired: what is not finite is said, and the run goes on with the bad value.
 
     Args:
+        run: what runs a program that is no pipeline.
         names_culprit: run a call that gives NaN or Inf once more to find where they begin.
     """
     begun = time.perf_counter()
@@ -75,7 +79,7 @@ def run_cell(
     )
     guarding = Guard(opened.pipe, options).put_on()
     try:
-        outcome = _run(opened, name, request, device, guarding)
+        outcome = _run(opened, name, request, device, guarding, run)
         cell = dataclasses.replace(outcome.cell, faults=guarding.repairs)
         return dataclasses.replace(outcome, cell=cell)
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
@@ -90,9 +94,15 @@ def describe_error(error: Exception) -> str:
     return text if is_own else f"{type(error).__name__}: {text}"
 
 
-def _run(opened: Opened, name: str, request: Request, device: Device, guarding: Guard) -> Outcome:
-    arguments = build_arguments(opened.pipe, request)
-    opened.pipe.set_progress_bar_config(disable=True)
+def _run(
+    opened: Opened,
+    name: str,
+    request: Request,
+    device: Device,
+    guarding: Guard,
+    run: Run | None,
+) -> Outcome:
+    start = _prepare(opened, request, run)
     begun = time.perf_counter()
     with (
         guarding,
@@ -104,9 +114,9 @@ def _run(opened: Opened, name: str, request: Request, device: Device, guarding: 
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore", RuntimeWarning)  # NaN cast to a pixel: counted below
-        result = opened.pipe(**arguments)
+        result = start()
     elapsed_s = time.perf_counter() - begun
-    frames, broken = clean_frames(read_frames(result))
+    frames, broken = read_values(result) if run else clean_frames(read_frames(result))
     trace = probe.trace
     headroom, tightest = find_headroom(trace)
     cell = Cell(
@@ -119,9 +129,23 @@ def _run(opened: Opened, name: str, request: Request, device: Device, guarding: 
         clamped=trace.clamped,
         headroom_bits=headroom,
         tightest=tightest,
-        findings=find_frame_findings(to_uint8(frames), "frames"),
+        findings=find_frame_findings(to_uint8(frames), "frames") if frames.ndim > 1 else (),
     )
     return Outcome(cell, frames, trace, memory.method)
+
+
+def _prepare(opened: Opened, request: Request, run: Run | None) -> Run:
+    """What runs it: its call with the request's arguments, or a function with the request's seed."""
+    if run is None:
+        opened.pipe.set_progress_bar_config(disable=True)
+        return functools.partial(opened.pipe, **build_arguments(opened.pipe, request))
+
+    def start() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(request.seed)
+            return run()
+
+    return start
 
 
 def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:

@@ -39,6 +39,7 @@ from stopdown.comparison.measures import (
     measure_calls,
     measure_frames,
     measure_latents,
+    measure_values,
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
@@ -52,6 +53,7 @@ from stopdown.comparison.records import (
 )
 from stopdown.comparison.subjects import (
     Progress,
+    Run,
     Subject,
     describe_subject,
     explain_meaning,
@@ -70,6 +72,7 @@ from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
 from stopdown.model_needs import keeps_clamps
 from stopdown.outputs import written_beside
+from stopdown.pipelines.components import explain_run
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.plan_files import read_class_versions
@@ -101,6 +104,7 @@ class _Matrix:
     folder: Path
     progress: Progress
     ranked: Sequence[str] = ()
+    runs: Sequence[Run] = ()
     variants: dict[str, Variant] = field(default_factory=dict)
     looked: set[str] = field(default_factory=set)
 
@@ -134,7 +138,7 @@ class _Matrix:
             path = folder / f"{_hash(name, 0)}.safetensors"
             self._tell(index * len(order) + place, name, index)
             if not path.exists():
-                write_outcome(self._run_cell(name, request), path)
+                write_outcome(self._run_cell(name, request, index), path)
         outcomes = {name: read_outcome(folder / f"{_hash(name, 0)}.safetensors") for name in order}
         return self._measure_row(outcomes, line, text, request.seed)
 
@@ -143,7 +147,7 @@ class _Matrix:
         what = f"{name}, prompt {index + 1} of {len(self.prompts)}, cell {done + 1} of {total}"
         self.progress("compare", what, done, total)
 
-    def _run_cell(self, name: str, request: Request) -> Outcome:
+    def _run_cell(self, name: str, request: Request, index: int) -> Outcome:
         variant = self.variants.get(name, Variant(name, explain_meaning(name)))
         if variant.error:
             return fail_cell(name, variant.error)
@@ -170,7 +174,8 @@ class _Matrix:
         is_new = name not in self.looked  # where NaN begins is looked for once
         self.looked.add(name)
         device = self.subject.device
-        return run_cell(opened, name, request, device, observe, names_culprit=is_new)
+        run = self.runs[index] if self.runs else None
+        return run_cell(opened, name, request, device, observe, names_culprit=is_new, run=run)
 
     def _keep_variant(self, variant: Variant) -> None:
         if self.variants.get(variant.name) != variant:
@@ -201,11 +206,15 @@ class _Matrix:
         cell, frames = outcome.cell, outcome.frames
         if frames is None:
             return judge_cell(cell, reference.cell, self.thresholds)
-        cell = dataclasses.replace(cell, sheet=make_sheet(to_uint8(frames), most_bytes))
+        is_picture = frames.ndim > 1
+        if is_picture:
+            cell = dataclasses.replace(cell, sheet=make_sheet(to_uint8(frames), most_bytes))
         other = reference.frames
         if outcome is reference or other is None or other.shape != frames.shape:
             return judge_cell(cell, reference.cell, self.thresholds)
-        measures, maps = measure_frames(frames, other)
+        measures, maps = measure_values(frames, other), None
+        if is_picture:
+            measures, maps = measure_frames(frames, other)
         shown = None
         if maps is not None:
             shown = make_sheet((maps * 255).round().astype("uint8"), most_bytes // 3)
@@ -224,7 +233,7 @@ class _Matrix:
 
 def compare(
     pipe_or_source: Any,
-    prompts: str | Sequence[str | Prompt],
+    prompts: str | Run | Sequence[str | Prompt | Run],
     precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
     *,
     request: Request | None = None,
@@ -237,9 +246,11 @@ def compare(
 
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
-            Diffusers folder, single safetensors file, bundled model, or `Source`.
+            Diffusers folder, single safetensors file, bundled model, or `Source`; or another program
+            as `guard` takes it, which is cast where it is for each run, and is as before at the end.
         prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
-            that takes none.
+            that takes none. For a program that is no pipeline what runs it once and returns pictures,
+            arrays or tensors: a function without arguments, or several. PyTorch's seed is set before.
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
             `plan`, a plan's file, `auto`, or by component: `transformer=bf16,vae=fp32`, in a text with
@@ -253,6 +264,7 @@ def compare(
         progress: told of stage, what, done and total.
 
     Raises:
+        InputError: the program is no pipeline, and texts were given; or it is one, and a function was.
         OptionError: a precision is unknown, or the pipeline does not take the request.
         SourceError: the model is missing, damaged or refused.
 
@@ -261,27 +273,30 @@ def compare(
     names = parse_precisions(precisions)
     asked = request or Request()
     limits = thresholds or Thresholds()
-    numbered = _number_prompts(prompts)
+    listed = [prompts] if isinstance(prompts, str) or callable(prompts) else prompts
+    runs = [one for one in listed if callable(one)]
+    if 0 < len(runs) < len(listed):
+        raise explain_run("Texts and functions were given together.", "compare")
+    numbered = _number_prompts(["" if callable(one) else one for one in listed])
     told = progress or (lambda stage, what, done, total: None)
     first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)
     with ExitStack() as stack:
         if folder is None:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="stopdown-compare-"))
             folder = Path(made)
-        subject = describe_subject(pipe_or_source, first, device=device, progress=told)
+        subject = describe_subject(pipe_or_source, first, device=device, progress=told, runs=runs)
         stack.callback(subject.close)
         needs_clamp = any(map(keeps_clamps, subject.classes))
         place = folder / _sign_request(subject, asked, limits, names, len(numbered))
         place.mkdir(parents=True, exist_ok=True)
         ranked = rank_precisions(names, needs_clamp=needs_clamp)
-        matrix = _Matrix(subject, asked, numbered, names, limits, place, told, ranked)
+        matrix = _Matrix(subject, asked, numbered, names, limits, place, told, ranked, runs)
         matrix.read_variants()
         kept = matrix.run()
         return _conclude(matrix, kept, needs_clamp)
 
 
-def _number_prompts(prompts: str | Sequence[str | Prompt]) -> list[Prompt]:
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
     return [(i, x) if isinstance(x, str) else x for i, x in enumerate(prompts, 1)]
 
 

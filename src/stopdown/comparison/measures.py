@@ -17,7 +17,9 @@ import torch
 from stopdown.call_names import name_module_path
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import SPOILT, CallError, Heat, Measures, Parting, count_bits
-from stopdown.numerics import relative_l2
+from stopdown.errors import OptionError
+from stopdown.numerics import iterate_leaves, relative_l2
+from stopdown.runtime.results import collect_videos
 
 Frames = np.ndarray[Any, Any]
 
@@ -32,6 +34,39 @@ def clean_frames(frames: Frames) -> tuple[Frames, int]:
     broken = int((~np.isfinite(frames)).sum())
     cleaned = np.nan_to_num(frames.astype(np.float32), nan=0.0, posinf=1.0, neginf=0.0)
     return np.clip(cleaned, 0.0, 1.0), broken
+
+
+def read_values(result: Any) -> tuple[Frames, int]:
+    """What a program gave: its floating values `[N]` fp32, or pictures of bytes as frames.
+
+    Returns:
+        The values with NaN and Inf as 0, and how many of them there were.
+
+    Raises:
+        OptionError: it gave neither.
+    """
+    leaves = iterate_leaves(result, (torch.Tensor, np.ndarray))
+    floats = [x for x in map(torch.as_tensor, leaves) if x.is_floating_point()]
+    if floats:
+        values = torch.cat([x.detach().float().flatten().cpu() for x in floats]).numpy()
+        broken = int((~np.isfinite(values)).sum())
+        return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), broken
+    pictures = next(filter(None, map(collect_videos, (result, (result,), ([result],)))), None)
+    if pictures is None:
+        raise OptionError(
+            f"The function that runs the program gave a {type(result).__name__} without values.",
+            expected="Runs are compared by what they give: pictures, arrays or tensors.",
+            remedy="Return them from that function.",
+        )
+    return clean_frames(np.concatenate(pictures) / 255)
+
+
+def measure_values(values: Frames, reference: Frames) -> Measures:
+    """The distance between values that are no pictures, over the range of the reference's."""
+    span = float(reference.max() - reference.min()) or 1.0
+    rmse = float(np.sqrt(np.mean((values.astype(np.float64) - reference) ** 2))) / span
+    psnr_db = -20 * math.log10(rmse) if rmse else None
+    return Measures(rmse == 0.0, rmse, psnr_db, None, None, None)
 
 
 def measure_frames(frames: Frames, reference: Frames) -> tuple[Measures, Frames | None]:

@@ -23,8 +23,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stopdown.number_formats import FP16
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
-from stopdown.pipelines.components import Callee, find_callees, find_components
+from stopdown.pipelines.call_interception import (
+    Call,
+    Rank,
+    find_module,
+    intercept,
+    intercept_components,
+)
+from stopdown.pipelines.components import Callee
 from stopdown.pipelines.step_counter import StepCounter
 
 SAMPLES = 64
@@ -71,10 +77,10 @@ class _Pending:
 
 
 class Probe:
-    """A context manager around one run of a pipeline.
+    """A context manager around one run of a pipeline or another program.
 
     Args:
-        pipe: a Diffusers pipeline.
+        pipe: a Diffusers pipeline, or another program as `guard` takes it.
         clamps: bring the floating output of every layer back to +-65504 and NaN to 0, as users do.
 
     Cost: at each block three reductions; at each call one host read and a copy of its output.
@@ -88,17 +94,7 @@ class Probe:
 
     def __enter__(self) -> Probe:
         try:
-            for module in find_components(self.pipe).values():
-                self._pending[id(module)] = _Pending()
-                self._hook(module)
-            for callee in find_callees(self.pipe):
-                module = find_module(callee)
-                if id(module) not in self._pending:  # a direction with a copy of its own
-                    self._pending[id(module)] = _Pending()
-                    self._hook(module)
-                intercept(
-                    callee, functools.partial(self._around, callee), self._patches, Rank.RECORD
-                )
+            intercept_components(self.pipe, self._put_layer, self._patches)
             self._steps.follow()
             self._patches.defer(self._steps.stop)
         except BaseException:
@@ -109,8 +105,14 @@ class Probe:
     def __exit__(self, *_: object) -> None:
         self._patches.undo()
 
+    def _put_layer(self, callee: Callee, patches: Patches) -> None:
+        module = find_module(callee)  # a direction may have a copy of its own
+        if id(module) not in self._pending:
+            self._hook(module)
+        intercept(callee, functools.partial(self._around, callee), patches, Rank.RECORD)
+
     def _hook(self, owner: torch.nn.Module) -> None:
-        pending = self._pending[id(owner)]
+        pending = self._pending[id(owner)] = _Pending()
         if self._clamps:
             for module in owner.modules():
                 if next(module.children(), None) is None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,18 @@ import torch
 from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import intercept_components, put_cast
 from stopdown.pipelines.class_selection import select_pipeline
-from stopdown.pipelines.components import cast_component_, find_callees, find_components
+from stopdown.pipelines.components import (
+    cast_component_,
+    check_run,
+    find_callees,
+    find_components,
+    find_device,
+    put_precision,
+    refuse_run,
+)
 from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
@@ -33,6 +44,8 @@ from stopdown.plans.precision import ComponentFacts
 from stopdown.records import Decision, Plan
 
 Progress = Callable[[str, str, int, int], None]
+Run = Callable[[], Any]
+"""Runs a program once: pictures, arrays or tensors."""
 
 MEANINGS = {
     "fp32": "Weights and arithmetic in fp32.",
@@ -63,11 +76,13 @@ class Opened:
         load_s: seconds that it took.
         weights_bytes: of its parameters and buffers.
         uses_autocast, clamps: how it is to be run.
+        patches: what was put on a program that is itself in this precision.
     """
 
     pipe: Any
     decisions: tuple[Decision, ...]
-    plan: Plan | None
+    plan: Plan | None = None
+    patches: Patches = field(default_factory=Patches)
     load_s: float = 0.0
     weights_bytes: int = 0
     uses_autocast: bool = False
@@ -95,6 +110,7 @@ class Subject:
         device: where it runs.
         classes: class names of its components.
         scheduler: class in the place of the model's own; "" for that.
+        keeps_one: it is in one precision at a time, being in memory and not copied.
     """
 
     name: str
@@ -102,11 +118,12 @@ class Subject:
     pipeline: str
     device: Device
     classes: tuple[str, ...]
-    _open: Callable[[str], tuple[Any, tuple[Decision, ...]]]
+    _open: Callable[[str], Opened]
     _plan: Callable[[], Plan]
-    _open_planned: Callable[[Plan, str], tuple[Any, tuple[Decision, ...]]]
+    _open_planned: Callable[[Plan, str], Opened]
     _opened: dict[str, Opened] = field(default_factory=dict)
     scheduler: str = ""
+    keeps_one: bool = False
 
     def open(self, name: str, folder: Path) -> Opened:
         """The pipeline in one precision; an open one is given again.
@@ -129,19 +146,16 @@ class Subject:
 
     def close(self) -> None:
         """Let every pipeline go."""
-        self._opened.clear()
+        while self._opened:
+            self._opened.popitem()[1].patches.undo()
         free_memory()
 
     def _load(self, name: str, folder: Path) -> Opened:
         if name == "plan" or name.endswith(".json"):
-            plan = self._find_plan(name, folder)
-            pipe, decisions = self._open_planned(plan, name)
-            return Opened(pipe, decisions, plan)
-        plain = {"autocast": "fp32", "clamp": "fp16"}.get(name, name)
-        pipe, decisions = self._open(plain)
-        return Opened(
-            pipe, decisions, None, uses_autocast=name == "autocast", clamps=name == "clamp"
-        )
+            return self._open_planned(self._find_plan(name, folder), name)
+        opened = self._open({"autocast": "fp32", "clamp": "fp16"}.get(name, name))
+        opened.uses_autocast, opened.clamps = name == "autocast", name == "clamp"
+        return opened
 
     def _find_plan(self, name: str, folder: Path) -> Plan:
         if name != "plan":
@@ -155,9 +169,10 @@ class Subject:
         """Close what was used longest ago until another one and its run have room."""
         while self._opened:
             sizes = [opened.weights_bytes for opened in self._opened.values()]
-            if sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes:
+            has_room = sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes
+            if has_room and not self.keeps_one:
                 return
-            self._opened.pop(next(iter(self._opened)))
+            self._opened.pop(next(iter(self._opened))).patches.undo()
             free_memory()
 
 
@@ -167,6 +182,7 @@ def describe_subject(
     *,
     device: str = "auto",
     progress: Progress | None = None,
+    runs: Sequence[Run] = (),
 ) -> Subject:
     """What is to be compared, before anything is loaded.
 
@@ -174,13 +190,19 @@ def describe_subject(
         given: a Diffusers pipeline, which is copied and left as it is; or a Hub id, Diffusers
             folder, single safetensors file, bundled model, or `Source`.
         request: of the runs.
+        runs: what runs a program that is no pipeline, one function a row.
 
     Raises:
+        InputError: it is no pipeline and nothing runs it, or the other way round.
         SourceError: the model is missing, damaged or refused.
         OptionError: the pipeline does not take the request.
     """
     if not isinstance(given, (str, Path, Source)):
+        if check_run(given, runs or None, None, "compare"):
+            _refuse_options(request)
+            return _describe_program(given, runs)
         return _describe_pipe(given, request, progress)
+    refuse_run(runs or None, f"the source {getattr(given, 'name', given)}")
     target = choose_device(device)
     source = given if isinstance(given, Source) else resolve_source(given)
     verify_source(source)
@@ -213,9 +235,9 @@ def _open_source(
     device: Device,
     request: Request,
     precision: str,
-) -> tuple[Any, tuple[Decision, ...]]:
+) -> Opened:
     loaded = choose_loader(source, precision, facts, supports, device, request=request)()
-    return loaded.pipe, loaded.decisions
+    return Opened(loaded.pipe, loaded.decisions)
 
 
 def _open_planned_source(
@@ -224,9 +246,9 @@ def _open_planned_source(
     device: Device,
     plan: Plan,
     name: str,
-) -> tuple[Any, tuple[Decision, ...]]:
+) -> Opened:
     loaded = load_planned(source, plan, Path(name).name, facts, device)
-    return loaded.pipe, loaded.decisions
+    return Opened(loaded.pipe, loaded.decisions, plan)
 
 
 def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:
@@ -244,36 +266,102 @@ def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Su
     )
 
 
-def _copy_pipe(pipe: Any, precision: str) -> tuple[Any, tuple[Decision, ...]]:
+def _copy_pipe(pipe: Any, precision: str) -> Opened:
     """A copy of a pipeline with every component in one precision.
 
     Raises:
         OptionError: the precision is not the same for all components.
     """
+    dtype = _find_dtype(precision, "Save it with save_pretrained and compare the folder.")
+    copied = copy.deepcopy(pipe)
+    for module in find_components(copied).values():
+        cast_component_(module, dtype)
+    reason = "copied from a pipeline in memory"
+    calls = tuple(Decision(callee.name, precision, reason) for callee in find_callees(copied))
+    return Opened(copied, calls)
+
+
+def _find_dtype(precision: str, remedy: str) -> torch.dtype:
     if precision not in FORMATS:
         raise OptionError(
             f"A pipeline in memory cannot be compared in {precision}.",
             expected="Known for it are fp32, bf16, fp16, autocast, clamp, plan, and a plan's file.",
-            remedy="Save it with save_pretrained and compare the folder.",
+            remedy=remedy,
         )
-    copied, dtype = copy.deepcopy(pipe), FORMATS[precision].torch_dtype
-    for module in find_components(copied).values():
-        cast_component_(module, dtype)
-    reason = "copied from a pipeline in memory"
-    return copied, tuple(
-        Decision(callee.name, precision, reason) for callee in find_callees(copied)
-    )
+    return FORMATS[precision].torch_dtype
 
 
-def _copy_planned(pipe: Any, plan: Plan, name: str) -> tuple[Any, tuple[Decision, ...]]:
+def _copy_planned(pipe: Any, plan: Plan, name: str) -> Opened:
     copied = copy.deepcopy(pipe)
     for module in find_components(copied).values():
         cast_component_(module, torch.float32)
     apply_plan(copied, plan)
+    return Opened(copied, _decide_by(plan, name), plan)
+
+
+def _decide_by(plan: Plan, name: str) -> tuple[Decision, ...]:
     reason = f"rescaled by {Path(name).name}"
-    return copied, tuple(
-        Decision(entry.component, entry.precision, reason) for entry in plan.components
+    return tuple(Decision(entry.component, entry.precision, reason) for entry in plan.components)
+
+
+def _refuse_options(request: Request) -> None:
+    """Refuse options of a pipeline's call, which nobody would get."""
+    options = dataclasses.replace(request, prompt=None, seed=Request.seed)
+    if options != Request():
+        raise OptionError(
+            "A request with more than a seed was given for a program that is no pipeline.",
+            expected="Such a program is run by a function, which knows sizes and steps.",
+            remedy="Set them in that function.",
+        )
+
+
+def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
+    """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
+    kind = type(program).__name__
+    classes = tuple(type(module).__name__ for module in find_components(program).values())
+    return Subject(
+        kind,
+        "",
+        kind,
+        choose_device(find_device(program)),
+        classes,
+        partial(_put_program, program),
+        partial(make_plan, program, run=lambda: [run() for run in runs]),
+        partial(_put_planned, program),
+        keeps_one=True,
     )
+
+
+def _put_program(program: Any, precision: str) -> Opened:
+    """A program with its modules in one precision, and the arguments of their calls with them."""
+    dtype = _find_dtype(precision, "Compare it in one precision for all of its modules.")
+    opened = Opened(program, _decide(program, precision))
+    _cast_program(program, dtype, opened.patches)
+    intercept_components(
+        program, lambda callee, layers: put_cast(callee, dtype, layers), opened.patches
+    )
+    return opened
+
+
+def _put_planned(program: Any, plan: Plan, name: str) -> Opened:
+    opened = Opened(program, _decide_by(plan, name), plan)
+    _cast_program(program, torch.float32, opened.patches)
+    try:
+        opened.patches.defer(apply_plan(program, plan).undo)
+    except BaseException:
+        opened.patches.undo()
+        raise
+    return opened
+
+
+def _cast_program(program: Any, dtype: torch.dtype, patches: Patches) -> None:
+    for module in find_components(program).values():
+        put_precision(module, dtype, patches)
+
+
+def _decide(program: Any, precision: str) -> tuple[Decision, ...]:
+    reason = "cast where it is in memory"
+    return tuple(Decision(name, precision, reason) for name in find_components(program))
 
 
 def _count_bytes(pipe: Any) -> int:

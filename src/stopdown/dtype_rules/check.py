@@ -29,7 +29,7 @@ from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_
 from stopdown.dtype_rules.inspection import Examination, examine, examine_program
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.environment import read_version
-from stopdown.errors import InputError, OptionError
+from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
 from stopdown.pipelines.component_classes import find_class
@@ -43,6 +43,7 @@ from stopdown.pipelines.components import (
     find_device,
     find_named_callees,
     list_calls,
+    refuse_run,
 )
 from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
@@ -149,12 +150,7 @@ def inspect_pipeline(
         )
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
-        if run is not None:
-            raise InputError(
-                f"run was given for the source {getattr(found, 'name', found)}.",
-                expected="A source is run as its own pipeline.",
-                remedy="Leave run away, or give the program that it runs.",
-            )
+        refuse_run(run, f"the source {getattr(found, 'name', found)}")
         if not isinstance(found, Source):
             found = sources.resolve_source(found, config=config, with_weights=False)
             found = find_source(found)

@@ -135,6 +135,8 @@ class Judge:
         if len(step.dtypes) < 2 or is_autocast:
             return False
         operation = look_up(step.name)
+        if step.name == "einsum" and not _contracts(step):
+            return False  # a product of values, which are brought to one dtype
         reason, source, refused = _rule(operation, step, self.case.place)
         if refused:
             odd = self._find_odd(step)
@@ -202,6 +204,13 @@ class Judge:
                 facts = {"operand": operand.name, "wide": said}
                 self._observe("autocast-overrides", step, device=", ".join(step.autocast), **facts)
                 return
+
+
+def _contracts(step: Step) -> bool:
+    """Whether an einsum sums over a letter of its operands, as a product of matrices does."""
+    equation = str(step.arguments.get("equation", ""))
+    given, arrow, made = equation.partition("->")
+    return not arrow or not set(given) - set(", .") <= set(made)
 
 
 def _widens_itself(step: Step) -> bool:

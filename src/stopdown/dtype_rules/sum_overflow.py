@@ -37,11 +37,11 @@ from stopdown.pipelines.call_interception import (
 )
 from stopdown.pipelines.components import (
     Callee,
-    cast_component_,
     find_adapter,
     find_components,
     find_device,
     find_kept_fp32,
+    put_precision,
 )
 from stopdown.pipelines.dry_run import make_arguments
 from stopdown.pipelines.library_messages import quiet_libraries
@@ -118,20 +118,12 @@ def _collect(pipe: Any, narrow: set[str], run: Callable[[], Any]) -> list[tuple[
     with Patches() as patches, quiet_libraries(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the picture, which nobody gets
         for module in find_components(pipe).values():
-            _widen(module, patches)
+            put_precision(module, torch.float32, patches)
         intercept_components(pipe, put, patches)
         run()
     found = [(component, entry) for (_, component, *_), entry in largest.items()]
     found.sort(key=lambda pair: -pair[1].largest)
     return [(c, x) for c, x in found if not _is_kept(x.path, kept.get(c, ()))]
-
-
-def _widen(module: torch.nn.Module, patches: Patches) -> None:
-    """Weights in fp32 until `patches` is undone."""
-    for tensor in module.state_dict(keep_vars=True).values():
-        if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    cast_component_(module, torch.float32)
 
 
 def _is_kept(path: str, kept: tuple[str, ...]) -> bool:

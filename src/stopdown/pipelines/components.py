@@ -24,6 +24,7 @@ from stopdown.errors import InputError
 from stopdown.mapped_weights import cast_tensor
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import name_dtype
+from stopdown.patches import Patches
 from stopdown.pipelines.attribute_walk import find_parts
 
 ENTRY_POINTS = "stopdown.adapters"
@@ -161,12 +162,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
     """
     kind = type(program).__name__
     if find_adapter(program).is_pipeline:
-        if run is not None:
-            raise InputError(
-                f"run was given for a {kind}, which is a pipeline.",
-                expected="A pipeline is run by its own call.",
-                remedy="Leave run away, and give the arguments of its call.",
-            )
+        refuse_run(run, f"pipeline {kind}")
         return False
     if arguments is not None:
         raise InputError(
@@ -180,16 +176,31 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
     return True
 
 
+def refuse_run(run: Any, what: object) -> None:
+    """Refuse what would run something that is run by its own call.
+
+    Raises:
+        InputError: `run` is there.
+    """
+    if run is not None:
+        raise InputError(
+            f"A function that runs it was given for {what}.",
+            expected="A pipeline, and what one is loaded from, is run by its own call.",
+            remedy="Leave it away, and give the arguments of that call.",
+        )
+
+
 def explain_run(what: str, name: str) -> InputError:
     """For a program whose calls are not known.
 
     Args:
         name: of the function that was called.
     """
+    given = "lambda: ..." if name == "compare" else "run=lambda: ..."
     return InputError(
         what,
         expected=f"{name} needs the calls that a run makes.",
-        remedy=f"Give a function that runs it: {name}(program, run=lambda: ...).",
+        remedy=f"Give a function that runs it: {name}(program, {given}).",
     )
 
 
@@ -399,6 +410,14 @@ def cast_component_(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Mod
             is_kept = any(part in kept for part in name.split("."))
             tensor.data = cast_tensor(tensor.data, torch.float32 if is_kept else dtype)
     return module
+
+
+def put_precision(module: torch.nn.Module, dtype: torch.dtype, patches: Patches) -> None:
+    """As `cast_component_`, until `patches` is undone; the old weights are held until then."""
+    for tensor in module.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point():
+            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
+    cast_component_(module, dtype)
 
 
 def find_blocks(

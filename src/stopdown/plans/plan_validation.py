@@ -25,7 +25,9 @@ MOST_OUTPUTS = 10**4
 ATTENTION = ("math", "flash", "efficient", "cudnn")
 """Kernels of attention that a plan can ask for."""
 
-_COMPONENT = re.compile(r"\w{1,100}", re.ASCII)
+_COMPONENT = re.compile(
+    r"(?!__)[\w -]{1,100}(\.(?!__)[\w -]{1,100}){0,15}", re.ASCII
+)  # a path in a program
 _PATH = re.compile(r"[^\x00-\x1f\x7f./\\\[\]]{1,200}(\.[^\x00-\x1f\x7f./\\\[\]]{1,200}){0,63}")
 _ROWS = re.compile(r"(?P<name>[^\[]+)(\[(?P<start>\d{1,9}):(?P<stop>\d{1,9})\])?", re.ASCII)
 
