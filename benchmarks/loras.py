@@ -40,6 +40,14 @@ from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.scaling import cast_, fold_scaling, folds, rescale_  # noqa: E402
 
+INTRO = """# LoRAs on scaled weights
+
+Tiny pipelines with scaled weights, and a random LoRA in each style of names. *Exact* counts the
+operations on LoRAs (loaded, fused, two at once, removed…) whose result in fp32 has the bits of the
+original. The other columns are errors relative to fp32. *As it comes* is the LoRA without exponents on
+these weights.
+"""
+
 
 def measure(family: str, style: str, root: Path) -> dict[str, Any]:
     """One family in one style of names, loaded onto folded exponents."""
@@ -95,7 +103,7 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
         cells += ["NaN" if row[name] is None else f"{row[name]:.2g}" for name in headings[3:]]
         lines.append(" | ".join(cells))
     text = "".join(f"| {line} |\n" for line in lines)
-    path.write_text(f"# loras\n\n`python benchmarks/loras.py`\n\n{text}")
+    path.write_text(f"{INTRO}\n`python benchmarks/loras.py`\n\n{text}")
 
 
 def main() -> None:

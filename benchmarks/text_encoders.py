@@ -41,6 +41,14 @@ from stopdown.numerics import relative_l2  # noqa: E402
 
 WAYS = ("residual", "last linear", "gated product")
 
+INTRO = """# Text encoders converted alone
+
+Tiny encoders with random weights that overflow in fp16, and a trained one, before and after `stopdown
+convert`. Errors are relative to fp32. *Half before* and *half* are the model after `.half()`, before and
+after the conversion; *fp16* is the converted model as its class loads it; *fp32* is the converted model in
+fp32. *Folded* counts the scaled tensors.
+"""
+
 
 def measure(folder: Path, target: Path, run: Any, *, certify: bool) -> dict[str, Any]:
     """Errors before and after, and what the conversion did."""
@@ -114,7 +122,7 @@ def write_table(rows: list[dict[str, Any]], path: Path) -> None:
         cells = (row[name] for name in headings)
         lines.append(" | ".join(_show(x) for x in cells))
     text = "".join(f"| {line} |\n" for line in lines)
-    path.write_text(f"# text_encoders\n\n`python benchmarks/text_encoders.py`\n\n{text}")
+    path.write_text(f"{INTRO}\n`python benchmarks/text_encoders.py`\n\n{text}")
 
 
 def _show(value: Any) -> str:

@@ -306,26 +306,30 @@ def test_remote_code_in_the_configs_of_a_single_file(
         (["--fps", "0"], "--fps 0 is not above 0 and up to 1000. Use --fps 8."),
         (
             ["--device", "t4"],
-            "--device t4 is a profile of the NVIDIA T4: what is known of it, and no device that runs "
-            "something. A run takes auto, cuda, cuda:1, mps or cpu. Where the card is, use --device cuda; "
-            "here ask stopdown check ",
+            "--device t4 is a profile of the NVIDIA T4, not a device of this "
+            "machine. The device of a run is auto, cuda, cuda:1, mps or cpu. On a machine with this "
+            "card, use --device cuda. Here, "
+            "use stopdown check ",
         ),
         (
             ["--revision", "main"],
             "is a Diffusers folder. Branches, tags and commits are those of a Hub id. Leave --revision "
-            "away.",
+            "out.",
         ),
         (
             ["--config", "elsewhere"],
             "is a Diffusers folder. It names the configs of a single .safetensors file; others bring "
-            "their own. Leave --config away.",
+            "their own. Leave --config out.",
         ),
         (
             ["--device", "tpu"],
-            "The device 'tpu' is unknown. A run takes auto, cuda, cuda:1, mps or cpu. ",
+            "The device 'tpu' is unknown. The device of a run is auto, cuda, cuda:1, mps or cpu. ",
         ),
         (["--device", "cuda:99"], "There is no device cuda:99 here. This machine, with this "),
-        (["--precision", "fp8"], "The precision 'fp8' is unknown. Known are fp32, bf16, fp16, "),
+        (
+            ["--precision", "fp8"],
+            "The precision 'fp8' is unknown. Known values are fp32, bf16, fp16, ",
+        ),
         (["--precision", "unet=bf16"], "The model has no component 'unet'. It has text_encoder, "),
         (["-o", "nowhere/clip.mp4"], "The output nowhere/clip.mp4 cannot be written: there is "),
         (["-o", "clip.avi"], "The output clip.avi ends in .avi, which is not a format "),
@@ -407,7 +411,7 @@ def test_the_default_output_replaces_nothing(run: Any, save_tiny: SaveTiny, here
     code, _, err = run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4")
     assert (code, err) == (
         2,
-        "stopdown: The output stopdown-2.mp4 is there already. Nothing is replaced unasked. Add --force "
+        "stopdown: The output stopdown-2.mp4 already exists. Existing files are not replaced. Add --force "
         "to replace it, or choose another name with -o: stopdown-2-2.mp4.\n",
     )
     assert run("generate", source, "b", *SIZES, "-o", "stopdown-2.mp4", "--force")[0] == 0
@@ -525,8 +529,9 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
     assert (process.returncode, printed) == (130, b"")
     assert "Loading" in shown
     assert " ".join(shown.split()).endswith(
-        "stopdown: Stopped by Ctrl-C; no output was finished. With --journal DIR it could go on where "
-        "it stopped."
+        "stopdown: Stopped by Ctrl-C; no output was finished. With --journal DIR it could continue "
+        "where it "
+        "stopped."
     )
     assert "Traceback" not in shown
     assert list(here.iterdir()) == []
@@ -555,7 +560,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("stopdown.app.generate_command.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
     said = "stopdown: Stopped by Ctrl-C; no output was finished."
-    with_journal = f"{said} With --journal DIR it could go on where it stopped.\n"
+    with_journal = f"{said} With --journal DIR it could continue where it stopped.\n"
     assert (code, out, err) == (130, "", with_journal)
     code, out, _ = run("generate", "shapes", "a", "--json")
     assert (code, json.loads(out)["error"]) == (130, "KeyboardInterrupt")
@@ -564,9 +569,12 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("words", "last"),
     [
-        (["generate", "shapes", "--journal", "kept"], "The same command goes on where it stopped."),
-        (["generate", "shapes", "--journal=kept"], "The same command goes on where it stopped."),
-        (["compare", "shapes"], "The same command goes on where it stopped."),
+        (
+            ["generate", "shapes", "--journal", "kept"],
+            "The same command continues where it stopped.",
+        ),
+        (["generate", "shapes", "--journal=kept"], "The same command continues where it stopped."),
+        (["compare", "shapes"], "The same command continues where it stopped."),
         (["plan", "shapes"], "Stopped by Ctrl-C; no output was finished."),
         (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
     ],
@@ -595,7 +603,10 @@ def test_a_signal_is_one_message(
 
     monkeypatch.setattr("stopdown.app.generate_command.generate", end)
     found, out, err = run("generate", "shapes", "a", "--json")
-    said = f"Stopped by {name}; no output was finished. With --journal DIR it could go on where it stopped."
+    said = (
+        f"Stopped by {name}; no output was finished. With --journal DIR it could continue where it "
+        "stopped."
+    )
     assert (found, err) == (code, f"stopdown: {said}\n")
     assert json.loads(out) == {"error": name, "message": said}
     assert list(here.iterdir()) == []
@@ -679,7 +690,7 @@ class Full:
     ("error", "code", "said"),
     [
         (OSError(errno.ENOSPC, ""), 1, "stopdown: Standard output could not be written: the disk is full. "
-         "The command itself had come to its end. Send it elsewhere, or free some space.\n"),
+         "The command itself was finished. Send it elsewhere, or free some space.\n"),
         (BrokenPipeError(errno.EPIPE, ""), 141, ""),
     ],
 )  # fmt: skip
@@ -718,8 +729,9 @@ def test_bytes_that_are_no_text_are_refused(refuse: Any, save_tiny: SaveTiny) ->
     name = os.fsdecode(b"caf\xe9.mp4")
     for words in ((name, "a"), (save_tiny("cogvideox"), name), ("shapes", "a", "-o", name)):
         assert refuse(*words) == (
-            "The argument caf\\xe9.mp4 holds bytes that are not UTF-8. Names and prompts go into records "
-            "and pages, which are UTF-8. Give the file another name, or the text in UTF-8."
+            "The argument caf\\xe9.mp4 holds bytes that are not UTF-8. Names and prompts are "
+            "written into records and pages, which are "
+            "UTF-8. Give the file another name, or the text in UTF-8."
         )
 
 

@@ -149,8 +149,9 @@ def test_two_comparisons_do_not_share_a_page(run: Any, tmp_path: Path) -> None:
         code, out, err = run("compare", "shapes", "--prompt", "a", "-o", "page.html")
     assert (code, out) == (2, "")
     assert err == (
-        "stopdown: Another comparison is keeping its cells in .page.html.cells just now. It removes them "
-        "when it is done. Wait for it, or name another page with -o.\n"
+        "stopdown: Another comparison is keeping its cells in .page.html.cells just now. It removes "
+        "this folder when it is "
+        "done. Wait for it, or name another page with -o.\n"
     )
     assert cells.is_dir()
 

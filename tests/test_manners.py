@@ -220,7 +220,7 @@ def test_an_error_speaks_of_flags_and_of_the_model() -> None:
     )
 
 
-ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults")
+ON_THE_COMMAND_LINE = ("scripts", "pipeline_interception", "frame_faults", "findings")
 """What `stopdown run` alone does; and findings, whose remedies are commands wherever they are read."""
 
 
@@ -289,7 +289,7 @@ def test_a_project_gives_defaults(run: Any, here: Path) -> None:
     [
         ("devise = 1", "sets devise, which is no option of any command. .* Did you mean device?"),
         ("[generate]\nprompt = 1", "sets prompt, which is no option of stopdown generate."),
-        ("[generate", "cannot be read as TOML: .* Mend it, or move it away."),
+        ("[generate", "cannot be read as TOML: .* Correct it, or remove it."),
     ],
 )
 def test_a_wrong_file_of_defaults_is_named(text: str, message: str, run: Any, here: Path) -> None:
@@ -313,9 +313,9 @@ def test_several_runs_have_seeds_and_names_of_their_own(here: Path) -> None:
         ("c-3.mp4", 9),
     ]
     (here / "c-3.mp4").touch()
-    with pytest.raises(OutputError, match=r"c-3\.mp4 is there already"):
+    with pytest.raises(OutputError, match=r"c-3\.mp4 already exists"):
         list_runs(GenerateOptions("shapes", "a", output="c.mp4", num=3))
-    with pytest.raises(OptionError, match="A journal is that of one run"):
+    with pytest.raises(OptionError, match="A journal belongs to a single run"):
         list_runs(GenerateOptions("shapes", "a", num=2, journal=here))
     with pytest.raises(OptionError, match="--num 0 is less than 1"):
         list_runs(GenerateOptions("shapes", "a", num=0))
@@ -377,7 +377,7 @@ def test_a_page_is_made_of_the_output_that_is_named(
     assert "Written: clip.html" in run("report", "clip.mp4")[1]
     code, out, _ = run("report", "clip.mp4.json")
     assert code == 0
-    assert "Written: clip-2.html\nclip.html is there already and was left as it is." in out
+    assert "Written: clip-2.html\nclip.html already exists and was left as it is." in out
     code, out, _ = run("explain", "clip.mp4.json")
     assert "clip.mp4.json is the record of a run of " in out
     assert "stopdown report clip.mp4.json" in out
@@ -460,7 +460,7 @@ def test_a_check_judges_what_auto_would_do(run: Any, here: Path) -> None:
     """On a V100 fp16 by a plan, and not the stored bf16, which nobody would run there."""
     code, out, _ = run("check", "shapes", "--device", "v100")
     shown = " ".join(out.split())
-    assert "Judged in fp16, which auto takes by a plan of its own: " in shown
+    assert "Checked in fp16, which auto uses with a plan of its own: " in shown
     assert "transformer fp16" in shown
     assert (code, "range-unplanned" in shown) == (0, False)
 

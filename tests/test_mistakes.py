@@ -70,7 +70,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --frames 10", 2, "The model cannot make --frames 10. .*--frames 9."),
     ("generate shapes a --journal-limit nan", 2, "--journal-limit nan is not a number."),
     # precisions, plans, devices
-    ("generate shapes a --precision fp61", 2, "The precision 'fp61' is unknown. Known are fp32, "),
+    ("generate shapes a --precision fp61", 2, "The precision 'fp61' is unknown. Known values are fp32, "),
     ("compare shapes --precision fp61", 2, "The precision 'fp61' is unknown. .*autocast, clamp"),
     ("check shapes --precision fp61", 2, "'fp61' is unknown. .* Write for example --precision fp16"),
     ("plan shapes --precision text=fp32", 2, "The model has no component 'text'. It has .*text_enc"),
@@ -103,14 +103,14 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     # outputs
     ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),
     ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4, or -o run/ "),
-    ("generate shapes a -o clip.mp4", 2, "clip.mp4 is there already. .* --force .*: clip-2.mp4."),
+    ("generate shapes a -o clip.mp4", 2, "clip.mp4 already exists. .* --force .*: clip-2.mp4."),
     ("generate shapes a -o run.mp4.json/p.png", 2, "run.mp4.json is a file and no folder."),
     ("generate shapes a -o nowhere/c.mp4", 2, "there is no folder .*nowhere. .*mkdir -p"),
     ("generate shapes a -o frames/", 2, "The output folder frames is not empty."),
     ("generate shapes a -o c.png --frames 9", 2, "c.png is a single picture, and there are 9"),
     ("plan shapes -o plan.txt", 2, "plan.txt does not end in .json. .* Use -o plan.json."),
     ("compare shapes -o page.pdf", 2, "page.pdf does not end in .html."),
-    ("compare shapes -o report.html", 2, "report.html is there already. .* --force"),
+    ("compare shapes -o report.html", 2, "report.html already exists. .* --force"),
     ("check shapes -o out", 2, "-o was given without --fix."),
     # other files
     ("generate shapes a --image none.png", 2, "The file none.png cannot be read: "),

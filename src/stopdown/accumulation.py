@@ -100,7 +100,7 @@ def _check_backends(wanted: Accumulation) -> None:
     if unknown:
         raise OptionError(
             f"The kernel for attention {unknown[0]!r} is unknown.",
-            expected=f"Known are {', '.join(BACKENDS)}.",
+            expected=f"Known values are {', '.join(BACKENDS)}.",
             remedy='Use attention=("math",).',
         )
 

@@ -394,7 +394,7 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
         evidence=tuple(last),
         frame=_find_frame(text),
         remedy=(
-            "Give it more: the whole log or traceback, with the model, the device and the dtype.",
+            "Give it more text: the whole log or traceback, with the model, the device and the dtype.",
         ),
         run_next=(
             "stopdown generate SOURCE PROMPT --precision fp32",

@@ -209,7 +209,7 @@ def require_package(package: str, extra: str, what: str, *, otherwise: str = "")
         package: as it is imported.
         extra: of Stopdown, that brings it.
         what: needs it: `A LoRA`.
-        otherwise: what the remedy ends with: ` or leave it away`.
+        otherwise: what the remedy ends with: ` or leave it out`.
 
     Raises:
         OptionError: it is not installed.

@@ -98,7 +98,7 @@ class RankError(StopdownError):
 
     def __init__(self, what: str, *, is_first: bool) -> None:
         super().__init__(
-            what, remedy="Start the run again; with `journal` it goes on where it was."
+            what, remedy="Start the run again; with `journal` it continues where it stopped."
         )
         self.is_told_elsewhere = not is_first
 

@@ -81,9 +81,10 @@ def _reserve(path: Path, size_bytes: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, size_bytes)
     except OSError as error:
         raise OutputError(
-            f"Weights that wait on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",
-            expected="On the CPU weights that do not fit into `memory` wait in the folder for "
-            "temporary files, and so do weights that are large beside the machine's memory.",
+            f"Weights kept on disk need {size_bytes} bytes in {path.parent}: {error.strerror}.",
+            expected="On the CPU, weights that do not fit into `memory` are written to the folder "
+            "for temporary files. So are weights that are large compared with the machine's "
+            "memory.",
             remedy="Free some space there, set TMPDIR to another disk, or give a larger `memory`.",
             by_system=True,
         ) from error

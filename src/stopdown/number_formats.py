@@ -93,13 +93,14 @@ def parse_precision(text: str, also: Iterable[str] = ()) -> str:
     if name not in PRECISIONS and "." in name:
         raise OptionError(
             f"{text} is no precision, and a plan ends in .json.",
-            expected=f"Known are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file.",
+            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file.",
             remedy='Write for example precision="plan.json".',
         )
     if name not in PRECISIONS:
         raise OptionError(
             f"The precision {text!r} is unknown.",
-            expected=f"Known are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file, plan.json.",
+            expected=f"Known values are {', '.join((*PRECISIONS, *also))}, auto, and a plan's file, "
+            "plan.json.",
             remedy='Write for example precision="fp16", or precision="transformer=bf16,vae=fp32".',
         )
     return name

@@ -91,8 +91,8 @@ def check_target(
             _refuse_replacing(shown, noun, option)
         if folder and os.path.ismount(target):
             raise OutputError(
-                f"The output {shown} is where a disk is mounted, and cannot be replaced.",
-                expected="A folder is made beside its place and renamed.",
+                f"The output {shown} is a mount point, and cannot be replaced.",
+                expected="Stopdown writes a folder under a temporary name and renames it.",
                 remedy=f"Name a folder inside of it: {shown / 'out'}",
             )
         with _made_beside(target) as part:
@@ -241,8 +241,8 @@ def _refuse_kind(shown: Path, noun: str, found: str, folder: bool) -> None:
     if found in ("pipe", "socket", "device"):
         raise OutputError(
             f"The {noun} {shown} is a {found}.",
-            expected="An output is a file or a folder: it is written beside its place and renamed, "
-            f"which would replace the {found}.",
+            expected="Stopdown writes an output under a temporary name and renames it, which would replace "
+            f"the {found}.",
             remedy="Write a file, and pass that on.",
         )
     if folder and found == "file":
@@ -278,7 +278,7 @@ def _refuse_taken(
     if target.is_dir() and replaces is None and any(target.iterdir()):
         raise OutputError(
             f"The {noun} folder {shown} is not empty.",
-            expected="It has to be new or empty, so that nothing is mixed or replaced.",
+            expected="The folder must be new or empty.",
             remedy=f"Choose another folder {option}, for example {shown}-2/, or empty this one.",
         )
     if replaces is not None and target.exists() and (what := replaces(target)):
@@ -291,8 +291,8 @@ def _refuse_taken(
 
 def _refuse_replacing(shown: Path, noun: str, option: str) -> None:
     raise OutputError(
-        f"The {noun} {shown} is there already.",
-        expected="Nothing is replaced unasked.",
+        f"The {noun} {shown} already exists.",
+        expected="Existing files are not replaced.",
         remedy=f"Add force=True to replace it, or choose another name {option}: {find_free(shown)}.",
     )
 

@@ -1089,7 +1089,7 @@ WORDS = [
         ("a newline", "a\nb", "The model 'a\\nb' is unknown."),
         ("control signs", "\x1b[2Jshapes", "The model '\\x1b[2Jshapes' is unknown."),
         ("a Hub id above", "../shapes", "There is no file or folder ../shapes."),
-        ("a Hub id of dots", "owner/..", "The model owner/.. is not wholly on this computer"),
+        ("a Hub id of dots", "owner/..", "The model owner/.. is not completely on this computer"),
         (
             "an address",
             "https://example.org/model",

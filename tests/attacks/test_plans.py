@@ -121,7 +121,7 @@ def make_row(name: str, command: str) -> Attack:
         words = COMMANDS[command]
         return [str(folder / places[word]) if word in places else word for word in words]
 
-    message = f"The plan {{folder}}/plan.json holds what no plan does: {said}"
+    message = f"The plan {{folder}}/plan.json has values that no plan has: {said}"
     return Attack(f"{command}: {name}", build, 2, message)
 
 
@@ -133,7 +133,7 @@ def test_a_value_that_no_plan_has_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError) as caught:
         read_plan(tmp_path / "plan.json")
     assert caught.value.what.startswith(
-        f"The plan {tmp_path}/plan.json holds what no plan does: {said}"
+        f"The plan {tmp_path}/plan.json has values that no plan has: {said}"
     )
 
 

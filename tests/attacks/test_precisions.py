@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 """A command that takes a precision, with the words before it, or with its place."""
 
 TEXTS: Mapping[str, tuple[str, str]] = {
-    "format": ("fp12", "The precision 'fp12' is unknown. Known are fp32, bf16, fp16, "),
+    "format": ("fp12", "The precision 'fp12' is unknown. Known values are fp32, bf16, fp16, "),
     "8 bits": ("vae=fp8", "The precision 'fp8' is unknown."),
     "control sequence": ("\x1b[2J", "The precision '\\x1b[2J' is unknown."),
     "no precision": ("vae=", "The precision '' is unknown."),

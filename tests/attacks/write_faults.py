@@ -1,6 +1,6 @@
 """The command line with a fault in its writing: a signal, a full disk, a closed standard output.
 
-What takes long and writes nothing (runs, measurements) is replaced by a result that is there already; all
+What takes long and writes nothing (runs, measurements) is replaced by a result that already exists; all
 that checks, writes and prints is as it is. `WRITE_FAULT` in the environment says which fault.
 """
 

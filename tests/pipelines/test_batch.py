@@ -172,7 +172,7 @@ REFUSED = {
     "json": (b'{"prompt": "a"\n', "Line 1 of the prompts bad.jsonl is wrong: it is not JSON"),
     "names": (
         b'{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "X"}\n',
-        "Lines 1 and 2 of the prompts bad.jsonl have one name: X.",
+        "Lines 1 and 2 of the prompts bad.jsonl have the same name: X.",
     ),
     "path": (b'{"prompt": "a", "name": "../x"}\n', "'../x' is no name of a file."),
     "size": (
@@ -337,7 +337,7 @@ def test_two_batches_do_not_share_a_folder(run: Run, tiny: str) -> None:
         words = ("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
         code, _, err = run(*words)
     assert code == 2
-    assert "Another batch writes into" in err
+    assert "Another batch is writing to" in err
 
 
 def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
@@ -364,7 +364,7 @@ def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
     words = ("batch", folder, "--prompts", "prompts.txt", *PICTURE)
     code, out, err = run(*words, "-o", "misfit", "--memory", "60KiB")
     assert (code, read_summary("misfit").failed) == (1, 3)
-    assert out.count("Nothing stays within 60") == 3
+    assert out.count("No strategy stays within 60") == 3
     (least,) = set(re.findall(r", or --memory (\d+MiB)\.", out))
     assert run(*words, "-o", "out")[0] == 0
     code, _, err = run(*words, "-o", "within", "--memory", least)

@@ -256,7 +256,7 @@ def test_nothing_is_rescaled_twice(converted: Path, planned: Plan, folder: Path)
             resolve_source(converted, config=folder), converted.parent / "b.safetensors", planned
         )
     assert str(caught.value).startswith(
-        f"{converted} was rescaled already. Unet: weights are times powers of two"
+        f"{converted} is already rescaled. Unet: weights are times powers of two"
     )
 
 

@@ -655,8 +655,9 @@ def test_an_effect_beyond_the_limit_is_refused(
         "sets conv_norm_out.eps, down_blocks.0.attentions.0.norm.eps, "
         "down_blocks.0.attentions.0.transformer_blocks.0.norm1.eps and "
         f"{count_left(plan) - 3} more, and without that its "
-        "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files hold weights and "
-        "configurations: no multiplies, fp32 modules or casts. Write as stored what cannot be: "
+        "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files can only contain weights and "
+        "configs, but no multiplications, fp32 modules or "
+        "casts. Write as stored what cannot be: "
         'leave="unet". Or take the difference: allow="eps". Or run the plan itself: stopdown '
         f"generate {folder} --precision PLAN."
     )
@@ -685,7 +686,7 @@ def test_what_folds_cannot_do_is_refused(
     assert str(caught.value) == (
         f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
         "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
-        "fp32 sums inside patch_embed. Files hold weights and configurations: no multiplies, "
+        "fp32 sums inside patch_embed. Files can only contain weights and configs, but no multiplications, "
         'fp32 modules or casts. Write as stored what cannot be: leave="transformer". Or run the plan '
         f"itself: stopdown generate {folder} --precision PLAN."
     )
@@ -730,8 +731,8 @@ def test_what_convert_did_not_write_is_never_replaced(
         (taken, f"The output {taken} {foreign} {only}"),
         (model, f"The output {model} {foreign} {only}"),
         (folder, f"OUT {folder} is the model itself. Give another place; it is not overwritten."),
-        (inside, f"OUT {inside} lies in the folder of the model, {folder}. What is read and what is "
-         "written are apart. Give another place."),
+        (inside, f"OUT {inside} lies in the folder of the model, {folder}. "
+         "The output must not contain what is read. Give another place."),
     ):  # fmt: skip
         with pytest.raises(OutputError) as caught:
             convert(folder, place, plan, allow=["overwrite"])

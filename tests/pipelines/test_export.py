@@ -168,7 +168,7 @@ def test_the_command_prints_and_writes(plan: Plan, tmp_path: Path, run: Run) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "Nothing was said of what to export. Write: stopdown export {plan} --scales"),
+        ((), "Neither --scales nor --to was given. Write: stopdown export {plan} --scales"),
         (("--scales", "scales.xml"), "OUT scales.xml ends in no known format."),
     ],
 )

@@ -180,7 +180,7 @@ def test_an_unknown_model_is_one_sentence_of_each_part(hub: HubServer, client: A
     """A model that the Hub does not have is named, with where was looked and what to do."""
     assert client(hub.endpoint, "maker/typo")["error"] == (
         f"The Hub at {hub.endpoint} has no model maker/typo, or it is private. No folder here has "
-        f"this name either. {FORMS} Look at the spelling; for a private model set HF_TOKEN, or "
+        f"this name either. {FORMS} Check the spelling; for a private model set HF_TOKEN, or "
         "type: hf auth login"
     )
 
@@ -213,7 +213,7 @@ def test_a_hub_that_is_down_is_named(hub: HubServer, client: Any) -> None:
     assert message.startswith(f"The model maker/tiny could not be downloaded from {hub.endpoint}: ")
     assert "refused" in message
     assert message.endswith(
-        "Look at the connection, or set HF_ENDPOINT to a mirror, and run the command again: files that "
+        "Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: files that "
         "arrived whole are kept."
     )
 
@@ -229,7 +229,7 @@ def test_a_hub_that_fails_is_named(hub: HubServer, client: Any) -> None:
 def test_offline_without_a_copy_says_so(hub: HubServer, client: Any) -> None:
     """HF_HUB_OFFLINE and an empty cache: the variable is named."""
     assert client(hub.endpoint, "maker/tiny", HF_HUB_OFFLINE="1")["error"] == (
-        "The model maker/tiny is not wholly on this computer, and the Hub client is offline. "
+        "The model maker/tiny is not completely on this computer, and the Hub client is offline. "
         "HF_HUB_OFFLINE is set, so only what was downloaded before can be used. "
         "Unset HF_HUB_OFFLINE and run the command again."
     )

@@ -494,7 +494,7 @@ def list_mistakes(made: Made, folder: Path) -> dict[str, tuple[Path, Path, str]]
         "converted already": (
             folder / "twice.safetensors",
             made.converted,
-            "was converted already",
+            "is already converted",
         ),
         "a model without exponents": (
             folder / "good.safetensors",

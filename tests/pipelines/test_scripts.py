@@ -201,8 +201,9 @@ def test_a_module_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (
             {"script": __file__, "precision": "vae=fp16"},
             OptionError,
-            "--precision vae=fp16 was given for a script. A script chooses what its components are loaded "
-            "in; one precision can be given for all that it loads in 16 bits, or a plan. Use --precision "
+            "--precision vae=fp16 was given for a script. For a script, give a plan, or one "
+            "precision for everything that it loads in a 16-bit "
+            "format. Use --precision "
             "fp16, --precision plan.json, or --components to guard some alone.",
         ),
     ],
@@ -363,8 +364,9 @@ def test_repairs_are_not_kept_without_a_plan() -> None:
     with pytest.raises(OptionError) as caught:
         run_script(ScriptOptions(__file__, keep_repairs=True), print)
     assert str(caught.value) == (
-        "--keep-repairs was given without a plan. Repairs are kept in a plan's file; without one they "
-        "hold until the script ends. Make a plan: stopdown plan SOURCE -o plan.json, and add "
+        "--keep-repairs was given without a plan. Repairs are saved in the file of a plan. Without "
+        "one they only last until the script "
+        "ends. Make a plan: stopdown plan SOURCE -o plan.json, and add "
         "--precision plan.json."
     )
 

@@ -278,7 +278,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
     return {
         "half a file": (half, "damaged or cut off"),
         "a pickle": (bare, "has no weights in model.safetensors"),
-        "rescaled already": (twice, "was rescaled already. Model: weights are times powers of two"),
+        "rescaled already": (twice, "is already rescaled. Model: weights are times powers of two"),
         "tensors that lack": (lacking, "lack"),
         "code of its own": (
             change("code", auto_map={"AutoModel": "x.Y"}),

@@ -251,7 +251,7 @@ def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(OptionError) as caught, accumulating(Accumulation(attention=("fast",))):
         pass
     assert str(caught.value) == (
-        "The kernel for attention 'fast' is unknown. Known are math, flash, efficient, cudnn. "
+        "The kernel for attention 'fast' is unknown. Known values are math, flash, efficient, cudnn. "
         'Use attention=("math",).'
     )
     assert read_accumulation() == before

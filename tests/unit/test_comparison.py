@@ -99,7 +99,10 @@ def test_a_list_of_precisions_is_read() -> None:
         ("fp32", "it has 1"),
         ("", "it has 0"),
         ("fp16,half", "fp16 stands twice"),
-        ("fp32,fp17", "'fp17' is unknown. Known are fp32, bf16, fp16, autocast, clamp, plan, auto"),
+        (
+            "fp32,fp17",
+            "'fp17' is unknown. Known values are fp32, bf16, fp16, autocast, clamp, plan, auto",
+        ),
         ("fp32,vae=fp16+vae=fp32", "asks for vae=fp16 and for vae=fp32"),
         ("fp32,transformer=bf16,vae=fp32", r"two ways.* For one write transformer=bf16\+vae=fp32"),
     ],

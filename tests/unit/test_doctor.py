@@ -107,8 +107,8 @@ def test_the_outlook_says_why_a_plan() -> None:
     """The reason of a plan names the components, the format they are stored in, and the device's lack."""
     found = foresee(find_profile("t4").supports, "cuda")
     assert found[1].reason == (
-        "By a plan of its own, because text_encoder, transformer, vae are stored in bf16, which "
-        "this device lacks or is slow at, and fp16 is native."
+        "With a plan of its own, because text_encoder, transformer, vae are stored in bf16, which "
+        "this device does not compute fast, and fp16 is native."
     )
 
 
@@ -118,7 +118,7 @@ def test_the_autoencoder_of_svd_stays_in_fp32() -> None:
     vae = next(o for o in found if o.model.startswith("SVD") and o.component == "vae")
     assert (vae.precision, vae.reason) == (
         "fp32",
-        "Its config says force_upcast: in fp16 its values leave the range.",
+        "Its config says force_upcast: in fp16 its values overflow.",
     )
 
 

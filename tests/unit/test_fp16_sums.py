@@ -68,7 +68,7 @@ def test_pieces_are_even_and_whole_groups() -> None:
 
 def test_modes_are_checked() -> None:
     """An unknown one is refused; a plan without bounds sums in fp32, and says why."""
-    with pytest.raises(OptionError, match="Known are auto, fp32, fp16"):
+    with pytest.raises(OptionError, match="Known values are auto, fp32, fp16"):
         make("bf16")
     entry = make("auto", {})
     assert accumulation(entry) == Accumulation(fp16_accumulation=False)

@@ -113,7 +113,7 @@ def test_an_unknown_answer_is_refused() -> None:
     with pytest.raises(OptionError) as caught:
         guard(make_pipeline("cogvideox"), on_fault="ignore")  # type: ignore[arg-type]
     assert str(caught.value) == (
-        "on_fault='ignore' is unknown. Known are repair, raise, warn. Use on_fault=\"repair\"."
+        "on_fault='ignore' is unknown. Known values are repair, raise, warn. Use on_fault=\"repair\"."
     )
 
 

@@ -116,7 +116,7 @@ def test_a_smaller_picture_only_when_allowed(folder: Path, tmp_path: Path) -> No
     height, width = np.asarray(Image.open(tmp_path / "a.png")).shape[:2]
     assert record.reduced.made == f"{height}x{width}"
     assert height < 64
-    said = f"Nothing stays within 500 KiB at 64x64; {height}x{width} is made instead"
+    said = f"No strategy stays within 500 KiB at 64x64; {height}x{width} is made instead"
     assert record.reduced.reason.startswith(said)
     assert record.reduced.reason in heard.texts
     with pytest.raises(StopdownError) as caught:

@@ -39,8 +39,9 @@ def test_pipes_sockets_and_devices_stay(tmp_path: Path) -> None:
     for name, kind in (("pipe", "pipe"), ("socket", "socket"), ("null", "device")):
         before = (tmp_path / name).lstat().st_ino
         assert refuse(tmp_path / name) == (
-            f"The output {tmp_path / name} is a {kind}. An output is a file or a folder: it is written "
-            f"beside its place and renamed, which would replace the {kind}. Write a file, and pass that "
+            f"The output {tmp_path / name} is a {kind}. Stopdown writes an output under a temporary "
+            "name and renames it, which would replace "
+            f"the {kind}. Write a file, and pass that "
             "on."
         )
         assert (tmp_path / name).lstat().st_ino == before

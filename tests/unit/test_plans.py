@@ -255,7 +255,7 @@ def test_auto_wants_a_plan_only_where_bf16_is_missing_and_fp16_is_not(
     reason = explain_plan(facts, {"bf16": bf16, "fp16": fp16, "fp32": GOOD})
     assert bool(reason) is wanted
     if wanted:
-        assert reason.startswith("transformer is stored in bf16, which this device lacks")
+        assert reason.startswith("transformer is stored in bf16, which this device does not")
 
 
 def test_auto_makes_a_plan_once_and_keeps_it(

@@ -81,8 +81,8 @@ def make_facts(stored: str | None, *, force_upcast: bool = False) -> ComponentFa
         (NOISY, "bf16", False, "bf16", "Its weights are stored in bf16. bf16 is native; too"),
         (NOISY, "fp16", False, "fp32", "Its weights are stored in fp16. fp16 is emulated; too"),
         (BROKEN, "bf16", False, "fp32", "Its weights are stored in bf16. It was tried and failed"),
-        (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),
-        (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values leave"),
+        (V100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
+        (A100, "fp16", True, "fp32", "Its config says force_upcast: in fp16 its values overflow"),
         (A100, "bf16", True, "bf16", "Its weights are stored in bf16. Compute capability 8.0 has"),
     ],
 )
@@ -251,13 +251,13 @@ def test_a_component_and_its_method_are_two_fields() -> None:
         ),
         (
             "fp64",
-            "The precision 'fp64' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
+            "The precision 'fp64' is unknown. Known values are fp32, bf16, fp16, auto, and a plan's file, "
             'plan.json. Write for example precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),
         (
             "vae=int8",
-            "The precision 'int8' is unknown. Known are fp32, bf16, fp16, auto, and a plan's file, "
+            "The precision 'int8' is unknown. Known values are fp32, bf16, fp16, auto, and a plan's file, "
             'plan.json. Write for example precision="fp16", or '
             'precision="transformer=bf16,vae=fp32".',
         ),

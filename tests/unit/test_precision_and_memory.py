@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from rich.console import Console
 
 from stopdown.app.display import Silent
-from stopdown.app.memory_command import plan_memory, print_memory
+from stopdown.app.memory_command import _explain, plan_memory, print_memory
 from stopdown.app.plan_command import PlanOptions
 from stopdown.environment import Support
 from stopdown.memory.forecast import Fit
@@ -164,6 +165,22 @@ def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None
     assert set(kinds.values()) == {torch.bfloat16, torch.float32}
     off.undo()
     assert before == {name: x.dtype for name, x in loaded.named_parameters()}
+
+
+def explain_offloaded(kind: str) -> str:
+    """Why a strategy was chosen that takes 4 GiB on a device of this kind, with 20 GiB waiting."""
+    offloaded = Prediction(Strategy("leaf"), 4 * 2**30, "", 0, 20 * 2**30)
+    tried = [Budgeted(WIDE, Fit((offloaded,), (1e9,), {}), None)]
+    profile = SimpleNamespace(kind=kind)
+    return " ".join(_explain(tried, (WIDE, offloaded), 8 * 2**30, cast(Any, profile), ()))
+
+
+def test_a_mac_holds_all_weights_in_one_memory() -> None:
+    """On MPS the reasons say what the run takes with the weights that wait; on CUDA those are elsewhere."""
+    assert "with the weights that are not in use, the run takes 24.0 GiB." in explain_offloaded(
+        "mps"
+    )
+    assert "not in use" not in explain_offloaded("cuda")
 
 
 @pytest.fixture(scope="module")

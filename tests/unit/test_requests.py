@@ -115,8 +115,8 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "svd",
             Request(prompt="a ball", image=PICTURE),
-            "StableVideoDiffusionPipeline does not take `prompt`. What it does take is `image`, `steps`, "
-            "`frames`, `height`, `width`, `guidance`. Leave `prompt` away, or use a model that takes "
+            "StableVideoDiffusionPipeline does not take `prompt`. It takes `image`, `steps`, "
+            "`frames`, `height`, `width`, `guidance`. Leave `prompt` out, or use a model that takes "
             "it.",
         ),
         (
@@ -132,14 +132,14 @@ def test_a_size_for_image_to_image_is_the_size_of_the_picture() -> None:
         (
             "sd",
             Request(prompt="a ball", frames=9),
-            "StableDiffusionPipeline does not take `frames`. What it does take is `prompt`, `negative`, "
-            "`steps`, `height`, `width`, `guidance`. Leave `frames` away, or use a model that takes it.",
+            "StableDiffusionPipeline does not take `frames`. It takes `prompt`, `negative`, "
+            "`steps`, `height`, `width`, `guidance`. Leave `frames` out, or use a model that takes it.",
         ),
         (
             "cogvideox",
             Request(prompt="a ball", image=PICTURE),
-            "CogVideoXPipeline does not take `image`. What it does take is `prompt`, `negative`, `steps`, "
-            "`frames`, `height`, `width`, `guidance`. Leave `image` away, or use a model that "
+            "CogVideoXPipeline does not take `image`. It takes `prompt`, `negative`, `steps`, "
+            "`frames`, `height`, `width`, `guidance`. Leave `image` out, or use a model that "
             "takes it.",
         ),
     ],
@@ -208,12 +208,12 @@ BOTH = {"prompt": None, "image": None, "control_image": None, "strength": 0.8}
             make_signature("SomeControlNetPipeline", **CONTROL),
             Request("a", image=PICTURE, control_image=PICTURE),
             "`image` and `control_image` were both given, and SomeControlNetPipeline has one argument for "
-            "them: image. Leave `image` away.",
+            "them: image. Leave `image` out.",
         ),
         (
             make_signature("SomePipeline", prompt=None),
             Request("a", arguments={"mask": 1}),
-            "SomePipeline does not take the argument mask. Its call takes prompt. Leave mask away.",
+            "SomePipeline does not take the argument mask. Its call takes prompt. Leave mask out.",
         ),
     ],
 )

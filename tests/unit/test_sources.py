@@ -137,7 +137,7 @@ def test_a_missing_path_is_named(text: str) -> None:
     """What looks like a path is not sent to the Hub."""
     assert read_error(lambda: resolve_source(text)) == (
         f"There is no file or folder {text}. {FORMS}. "
-        "Look at the spelling and at the folder you are in."
+        "Check the spelling and the folder that you are in."
     )
 
 

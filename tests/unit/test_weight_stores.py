@@ -57,10 +57,11 @@ def test_a_disk_without_room_for_weights_is_a_message(tmp_path: Path) -> None:
     with pytest.raises(OutputError) as caught:
         keep()
     said = str(caught.value)
-    assert said.startswith(f"Weights that wait on disk need 4000 bytes in {tmp_path}")
+    assert said.startswith(f"Weights kept on disk need 4000 bytes in {tmp_path}")
     assert said.endswith(
-        "File too large. On the CPU weights that do not fit into `memory` wait in the folder for "
-        "temporary files, and so do weights that are large beside the machine's memory. Free some space "
+        "File too large. On the CPU, weights that do not fit into `memory` are written to the "
+        "folder for temporary files. So are weights that are large compared with the machine's "
+        "memory. Free some space "
         "there, set TMPDIR to another disk, or give a larger `memory`."
     )
     assert caught.value.exit_code == 1

@@ -383,7 +383,7 @@ def _check_options(options: BatchOptions) -> None:
     if options.cpus_per_worker is not None and options.ray is None:
         raise OptionError(
             "--cpus-per-worker was given without --ray.",
-            expected="It says what each worker takes of a Ray cluster.",
+            expected="It says how many CPUs each worker takes on a Ray cluster.",
             remedy="Add --ray local, or use --workers.",
         )
 
@@ -431,7 +431,7 @@ def _refuse_other_folder(store: Store) -> None:
             return
     raise InputError(
         f"The output {store.place} holds {min(names)}, and no batch was made there.",
-        expected="It is new, empty, or of an earlier batch, so that nothing is mixed or replaced.",
+        expected="The folder must be new, empty, or that of an earlier batch.",
         remedy="Name another folder with -o.",
     )
 
@@ -457,7 +457,7 @@ def _held(store: Store) -> AbstractContextManager[None]:
     if not isinstance(store, Folder):
         return contextlib.nullcontext()
     busy = InputError(
-        f"Another batch writes into {store.path} just now.",
+        f"Another batch is writing to {store.path} just now.",
         remedy="Wait for it, or name another folder with -o.",
     )
     return held_folder(store.path, busy)

@@ -140,7 +140,7 @@ def _check_options(options: BenchOptions) -> None:
     if options.steps < 1 or not 0 < options.minutes < 1e6:
         raise OptionError(
             f"--steps {options.steps} --minutes {options.minutes:g} is no run.",
-            expected="Both are above 0.",
+            expected="Both must be above 0.",
             remedy="Use --steps 2 --minutes 15.",
         )
     if options.output is not None:
@@ -167,7 +167,7 @@ def _list_ways(options: BenchOptions) -> list[str]:
     if unknown:
         raise OptionError(
             f"The way {unknown[0]!r} is unknown.",
-            expected=f"Known are {', '.join(WAYS)}.",
+            expected=f"Known values are {', '.join(WAYS)}.",
             remedy='Use --way fp32 --way "fp32 residual".',
         )
     return [name for name in WAYS if not options.ways or name in options.ways]
@@ -223,7 +223,8 @@ def _take_up(path: Path, begun: Benchmark) -> Benchmark:
     ):
         raise InputError(
             f"{path} holds a benchmark of another device, version or option.",
-            expected="A second start goes on where the first one stopped.",
+            expected="The command continues an interrupted benchmark only with the same device, "
+            "versions and options.",
             remedy="Name another file with -o, or replace it with --force.",
         )
     return found

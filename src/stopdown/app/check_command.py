@@ -157,8 +157,8 @@ def is_weight_file(options: CheckOptions) -> bool:
     if asked and suffix == ".gguf":
         raise OptionError(
             f"--{asked[0]} was given, and {options.source} is a GGUF file.",
-            expected="Such a file is looked at without a model.",
-            remedy=f"Leave --{asked[0]} away.",
+            expected="A GGUF file is checked without a model.",
+            remedy=f"Leave --{asked[0]} out.",
         )
     return not asked
 
@@ -264,8 +264,8 @@ def _refuse(options: CheckOptions) -> None:
     if options.output is not None and not options.fix:
         raise OptionError(
             "-o was given without --fix.",
-            expected="It names the folder that the mended pipeline is written to.",
-            remedy="Add --fix, or leave -o away.",
+            expected="It names the folder for the repaired model.",
+            remedy="Add --fix, or leave -o out.",
         )
     if options.output is not None:
         check_target(options.output, folder=True)
@@ -282,8 +282,8 @@ def _refuse_unmendable(options: CheckOptions) -> None:
     if options.fix and (asked.plan is not None or any(part.method for part in asked.parts)):
         raise OptionError(
             f"--fix was given with --precision {options.precision}.",
-            expected="It mends what Diffusers loads: one precision for each component, and no plan.",
-            remedy="Leave --fix away, or use --precision fp16.",
+            expected="It repairs a model in one precision for each component, without a plan.",
+            remedy="Leave --fix out, or use --precision fp16.",
         )
 
 

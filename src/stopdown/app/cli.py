@@ -168,7 +168,7 @@ def _refuse_bytes(words: list[str]) -> None:
             shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
             raise OptionError(
                 f"The argument {shown} holds bytes that are not UTF-8.",
-                expected="Names and prompts go into records and pages, which are UTF-8.",
+                expected="Names and prompts are written into records and pages, which are UTF-8.",
                 remedy="Give the file another name, or the text in UTF-8.",
             )
 
@@ -186,9 +186,9 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     said = [f"Stopped by {cause}; no output was finished."]
     has_journal = any(word.partition("=")[0] == "--journal" for word in words)
     if command in ("batch", "compare") or (command == "generate" and has_journal):
-        said.append("The same command goes on where it stopped.")
+        said.append("The same command continues where it stopped.")
     elif command == "generate":
-        said.append("With --journal DIR it could go on where it stopped.")
+        said.append("With --journal DIR it could continue where it stopped.")
     return said
 
 

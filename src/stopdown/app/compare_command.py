@@ -234,7 +234,7 @@ def _held(folder: Path) -> Iterator[None]:
     folder.mkdir(exist_ok=True)
     busy = InputError(
         f"Another comparison is keeping its cells in {folder} just now.",
-        expected="It removes them when it is done.",
+        expected="It removes this folder when it is done.",
         remedy="Wait for it, or name another page with -o.",
     )
     try:

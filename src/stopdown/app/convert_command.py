@@ -163,7 +163,7 @@ def _check_plan(options: ConvertOptions) -> Path:
         if given:
             raise OptionError(
                 f"{name} was given beside --plan.",
-                expected="It is for a text encoder by itself, which is written without a plan.",
+                expected="It is for a text encoder that is converted alone, without a plan.",
                 remedy="Leave one of them out.",
             )
     if options.plan is None:
@@ -174,8 +174,9 @@ def _check_plan(options: ConvertOptions) -> Path:
 def _miss_plan(options: ConvertOptions) -> OptionError:
     return OptionError(
         f"{options.source} was given without --plan.",
-        expected="A LoRA takes the exponents of the model that it is used with; any other model but a "
-        "text encoder those of its plan.",
+        expected="A LoRA needs the exponents of the model that it is used with. A model needs a "
+        "plan, unless it is a text "
+        "encoder.",
         remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
         "plan.json",
     )

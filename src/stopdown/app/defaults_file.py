@@ -56,8 +56,8 @@ def _read_table(path: Path) -> dict[str, Any] | None:
             return None  # it is another program's, which will say so
         raise OptionError(
             f"The file {path} cannot be read as TOML: {error}.",
-            expected="It gives defaults of options.",
-            remedy="Mend it, or move it away.",
+            expected="It sets defaults of options.",
+            remedy="Correct it, or remove it.",
         ) from error
     found = content if path.name == NAME else content.get("tool", {}).get("stopdown")
     return found if isinstance(found, dict) else None
@@ -93,6 +93,6 @@ def _refuse(path: Path, key: str, known: Collection[str], command: str = "") -> 
     taker = f"stopdown {command}" if command else "any command"
     return OptionError(
         f"{path} sets {key}, which is no option of {taker}.",
-        expected="Its keys are options without their dashes.",
+        expected="Its keys are the long options without the leading dashes.",
         remedy=f"Did you mean {near[0].replace('_', '-')}?" if near else "Delete that line.",
     )

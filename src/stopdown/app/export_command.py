@@ -82,7 +82,7 @@ def main(options: ExportOptions) -> int:
 
     if options.scales == (options.to is not None):
         raise OptionError(
-            "Nothing was said of what to export."
+            "Neither --scales nor --to was given."
             if options.to is None
             else "Both --scales and --to were given.",
             remedy=f"Write: stopdown export {options.plan} --scales",
@@ -150,7 +150,7 @@ def export_scales(options: ExportOptions) -> str:
         if ending not in FORMATS:
             raise OptionError(
                 f"OUT {options.output} ends in no known format.",
-                expected=f"Known are {', '.join(f'.{x}' for x in FORMATS)}.",
+                expected=f"Known values are {', '.join(f'.{x}' for x in FORMATS)}.",
                 remedy=f"Write for example {options.output.with_suffix('.h')}.",
             )
         check_target(options.output, option="as OUT", force=options.force, inputs=[options.plan])

@@ -209,7 +209,7 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
 
     Raises:
         OptionError: the number is less than 1, or one journal is to serve several runs.
-        OutputError: an output is there already.
+        OutputError: an output already exists.
     """
     if options.num < 1:
         raise OptionError(f"--num {options.num} is less than 1.", remedy="Use --num 1 or more.")
@@ -218,8 +218,8 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
     if options.journal is not None:
         raise OptionError(
             f"--num {options.num} was given with --journal.",
-            expected="A journal is that of one run.",
-            remedy="Leave one of them away.",
+            expected="A journal belongs to a single run.",
+            remedy="Leave one of them out.",
         )
     path = Path(options.output) if options.output is not None else None
     runs = [
@@ -488,15 +488,15 @@ def _read_request(options: GenerateOptions) -> Request:
     if options.prompt == "":
         raise OptionError(
             "The prompt is empty.",
-            expected="An empty prompt often is a shell variable that is not set.",
-            remedy='Write what it shows, or leave it away where a model takes none; a space, " ", asks '
+            expected="An empty prompt often comes from a shell variable that is not set.",
+            remedy='Write what it shows, or leave it out where a model takes none; a space, " ", asks '
             "for nothing in particular.",
         )
     if options.keep_repairs and asked.plan is None:
         raise OptionError(
             f"--keep-repairs was given with --precision {options.precision}.",
-            expected="Repairs are kept in a plan's file; those of a plan that auto made are kept "
-            "by themselves.",
+            expected="Repairs are saved in the file of a plan. A plan that auto made is updated "
+            "automatically.",
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and use --precision plan.json.",
         )
     return read_request(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Budgeted, Way
 
-_BY_HOW_MUCH = "the picture changes, by how much was not measured for this checkpoint."
+_BY_HOW_MUCH = "the picture changes; how much was not measured for this checkpoint."
 ROUNDED = {
     "fp8": "fp8 rounds weights to 4 significant bits with a power of two for each row: "
     + _BY_HOW_MUCH,
@@ -34,7 +34,10 @@ ROUNDED = {
 }
 """What formats of 8 bits do."""
 
-_MARGIN = "; what changes the picture has to save a fifth of it, and no component may fit as it is"
+_MARGIN = (
+    " A strategy that changes the picture is used only if no component fits as it is, and if it saves a "
+    "fifth of the time."
+)
 
 
 def plan_memory(options: RequestOptions, request: Request, display: Display) -> MemoryPlan:
@@ -183,8 +186,12 @@ def _explain(
         others = (one for one in tried if one.way is not way)
         reasons += [_explain_other(one, tried, limit, allowed) for one in others]
     if profile.kind != "cpu":
+        reasons.append("The device's kernels and its allocator take some memory in addition.")
+    if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
+        prediction = chosen[1]
         reasons.append(
-            "Workspaces of the device's kernels and its allocator's rounding come on top."
+            "CPU and GPU share the memory of a Mac: with the weights that are not in use, the run takes "
+            f"{format_bytes(prediction.peak_bytes + prediction.stored_bytes)}."
         )
     said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
     return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
@@ -203,13 +210,13 @@ def _explain_choice(
         way, prediction = chosen
         return (
             f"{way.name} with {prediction.strategy.name} is predicted to take "
-            f"{format_bytes(prediction.peak_bytes)}, and takes the least time of what stays within "
-            f"{usable}{_MARGIN if allowed else ''}."
+            f"{format_bytes(prediction.peak_bytes)}, and is the fastest that stays within "
+            f"{usable}.{_MARGIN if allowed else ''}"
         )
     smallest = [(one.way, find_smallest(one.fit, allowed)) for one in tried]
     way, least = min(smallest, key=lambda pair: pair[1].peak_bytes)
     return (
-        f"Nothing stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
+        f"No strategy stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
         f"predicted to take {format_bytes(least.peak_bytes)}. Use a smaller --height and --width or "
         "fewer --frames, or --allow smaller."
     )
@@ -292,7 +299,7 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
         )
         _print_rows(shown, plan, console)
     console.print(
-        "\nStrategies that take longer and no less are left out; --json has them all. Errors: "
+        "\nStrategies that take longer without saving memory are not shown; --json shows all. Errors: "
         f"stopdown compare {plan.source}",
         soft_wrap=True,
     )

@@ -202,7 +202,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     if output.suffix.lower() != ".json":
         raise OptionError(
             f"The output {output} does not end in .json.",
-            expected="generate --precision knows a plan by that ending.",
+            expected="generate --precision recognises a plan by this extension.",
             remedy=f"Use -o {output.with_suffix('.json')}.",
         )
     request = read_request(options)
@@ -259,7 +259,7 @@ def _check_certify(options: PlanOptions) -> None:
         if options.certify and value:
             raise OptionError(
                 f"{name} was given beside --certify.",
-                expected="A certificate is made from the weights alone, and nothing is run.",
+                expected="A certificate is computed from the weights, and nothing is run.",
                 remedy=f"Leave one of them out; stopdown plan {options.source} --ranges auto runs "
                 "and bounds.",
             )
@@ -275,7 +275,7 @@ def _check_accumulate(options: PlanOptions) -> None:
     if options.accumulate in ("auto", "fp16") and not is_bounded:
         raise OptionError(
             f"--accumulate {options.accumulate} was given, and ranges are measured.",
-            expected="Sums in fp16 are safe where a bound holds for every input.",
+            expected="Sums in fp16 are only safe with bounds that hold for every input.",
             remedy="Add --ranges auto, or --certify.",
         )
 

@@ -66,7 +66,7 @@ def main(options: ReportOptions) -> int:
         print_record(found, page, console)
         named = name_page(find_record(options.record))
         if options.output is None and page != named:
-            console.print(f"{named} is there already and was left as it is.", soft_wrap=True)
+            console.print(f"{named} already exists and was left as it is.", soft_wrap=True)
     return 0
 
 

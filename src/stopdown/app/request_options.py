@@ -207,17 +207,17 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
     if not is_profile(device) and not takes_profile:
         raise OptionError(
             f"The device {device!r} is unknown.",
-            expected="A run takes auto, cuda, cuda:1, mps or cpu.",
+            expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
             remedy="Use --device auto.",
         )
     if takes_profile:
         find_profile(device)
         return
     raise OptionError(
-        f"--device {device} is a profile of the {find_profile(device).title}: what is known of it, and no "
-        "device that runs something.",
-        expected="A run takes auto, cuda, cuda:1, mps or cpu.",
-        remedy="Where the card is, use --device cuda; here ask stopdown check SOURCE --device "
+        f"--device {device} is a profile of the {find_profile(device).title}, not a device of this "
+        "machine.",
+        expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
+        remedy="On a machine with this card, use --device cuda. Here, use stopdown check SOURCE --device "
         f"{device}, or stopdown plan SOURCE --memory auto --device {device}.",
     )
 
@@ -251,7 +251,7 @@ def _check_strength(value: float | None) -> None:
     if value is not None and not 0 < value <= 1:
         raise OptionError(
             f"--strength {value} is not above 0 and up to 1.",
-            expected="It is the share of the steps that make the picture anew.",
+            expected="It is the share of the denoising steps that are run.",
             remedy="Use --strength 0.8.",
         )
 

@@ -225,14 +225,15 @@ def _check_options(options: ScriptOptions) -> str | None:
     if any(part.component for part in asked.parts):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
-            expected="A script chooses what its components are loaded in; one precision can be given for "
-            "all that it loads in 16 bits, or a plan.",
+            expected="For a script, give a plan, or one precision for everything that it loads in a 16-bit "
+            "format.",
             remedy="Use --precision fp16, --precision plan.json, or --components to guard some alone.",
         )
     if options.keep_repairs and asked.plan is None:
         raise OptionError(
             "--keep-repairs was given without a plan.",
-            expected="Repairs are kept in a plan's file; without one they hold until the script ends.",
+            expected="Repairs are saved in the file of a plan. Without one they only last until the "
+            "script ends.",
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
         )
     return asked.plan

@@ -36,7 +36,7 @@ def joined_ranks(
     if parallel not in WAYS:
         raise OptionError(
             f"--parallel {parallel} is unknown.",
-            expected=f"Known are {', '.join(WAYS)}.",
+            expected=f"Known values are {', '.join(WAYS)}.",
             remedy="Use --parallel auto.",
         )
     if settings is None and parallel != "auto":
@@ -51,8 +51,8 @@ def joined_ranks(
     if memory is not None:
         raise OptionError(
             f"--memory {memory} was given to {settings.count} processes.",
-            expected="Weights that wait elsewhere are not spread over several devices.",
-            remedy="Leave --memory away, or start one process.",
+            expected="Offloading does not work with several processes.",
+            remedy="Leave --memory out, or start one process.",
         )
     from stopdown.environment import choose_device
     from stopdown.parallel.launch import joined, name_device

@@ -81,7 +81,7 @@ class Dispatch:
         if self._deaths >= MOST_DEATHS:
             raise StopdownError(
                 f"{self._deaths} workers died one after the other without finishing an item.",
-                expected="What was finished before is kept; the same command goes on there.",
+                expected="Finished items are kept, and the same command continues from there.",
                 remedy="Make one item with stopdown generate to see why.",
             )
         if tries < self.tries:

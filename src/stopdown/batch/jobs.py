@@ -243,7 +243,7 @@ def _check_item(chosen: Selection, item: Item, request: Request) -> str:
     if wanted != chosen.source.pipeline_class:
         raise OptionError(
             f"It needs a {wanted}, and the first item a {chosen.source.pipeline_class}.",
-            expected="One pipeline is loaded for all items.",
+            expected="All items of a batch use the same pipeline.",
             remedy="Put items with a picture and items without one into two files.",
         )
     chosen.check_request(request)
@@ -298,7 +298,7 @@ def read_picture(given: str) -> Any:
                 local.write(file.read())
         except Exception as error:  # whatever a store's client raises
             raise InputError(
-                f"The picture {given} cannot be read: {error}.", remedy="Look at the address."
+                f"The picture {given} cannot be read: {error}.", remedy="Check the address."
             ) from error
         local.flush()
         return read_image(local.name)

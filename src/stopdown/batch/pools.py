@@ -103,7 +103,7 @@ def refuse_deaths(deaths: int, reason: str) -> None:
     if deaths >= MOST_EARLY_DEATHS:
         raise StopdownError(
             f"{deaths} workers died one after the other before they had begun. {reason}",
-            expected="What was finished before is kept; the same command goes on there.",
+            expected="Finished items are kept, and the same command continues from there.",
             remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
         )
 

@@ -187,7 +187,7 @@ def _refuse(given: str, number: int, what: str) -> InputError:
     return InputError(
         f"Line {number} of the prompts {given} is wrong: {what}",
         expected=f"{_FORMS}.",
-        remedy="Mend that line; nothing was made yet.",
+        remedy="Correct that line; no item has been made yet.",
     )
 
 
@@ -197,9 +197,9 @@ def _refuse_repeated_names(given: str, items: list[Item]) -> None:
         name = (item.name or "").casefold()
         if name and name in first:
             raise InputError(
-                f"Lines {first[name]} and {item.line} of the prompts {given} have one name: "
+                f"Lines {first[name]} and {item.line} of the prompts {given} have the same name: "
                 f"{item.name}.",
-                expected="Each item has an output of its own, called by its name.",
+                expected="Each item has its own output, named after it.",
                 remedy="Give one of them another name, or none.",
             )
         first[name] = item.line

@@ -51,7 +51,7 @@ def connect(address: str, workers: int | None, cpus_per_worker: int | None) -> I
         OptionError: Ray is not installed.
         InputError: there is no such cluster, a machine lacks Stopdown, or it is too small.
     """
-    require_package("ray", "ray", "`ray`", otherwise=", or leave `ray` away")
+    require_package("ray", "ray", "`ray`", otherwise=", or leave `ray` out")
     import ray
 
     _knock(address)

@@ -208,7 +208,7 @@ class _Remote:
                 f"The output {self.place} could not be written: "
                 f"{take_first_line(error).rstrip('.')}.",
                 expected="Nothing half-written was left behind.",
-                remedy="Look at the address and at your credentials for it.",
+                remedy="Check the address and your credentials for it.",
             ) from error
 
 

@@ -84,8 +84,8 @@ class Worker:
             raise SourceError(
                 f"The model {settings.source} has other weights on a worker than where the batch "
                 "was started.",
-                expected="All items are made by one model.",
-                remedy="Put the same files there, or name a commit of a Hub id with `revision`.",
+                expected="All items of a batch use the same model.",
+                remedy="Copy the same files there, or name a commit of a Hub id with `revision`.",
             )
         self._loaded: Loaded | None = None
         self._seal: str | None = None

@@ -62,8 +62,8 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
     """
     if said:
         raise OptionError(
-            f"{name} was rescaled already. {said[0].upper()}{said[1:]}.",
-            expected="Exponents are written into weights once; these are right in fp16 as they are.",
+            f"{name} is already rescaled. {said[0].upper()}{said[1:]}.",
+            expected="Rescaled weights already fit into fp16, and cannot be rescaled again.",
             remedy=f"Use it as it is, or convert the original.{otherwise}",
         )
 

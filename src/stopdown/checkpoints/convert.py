@@ -323,7 +323,8 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     raise OptionError(
         f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
         f"{' '.join(parts)}",
-        expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
+        expected="Files can only contain weights and configs, but no multiplications, fp32 modules "
+        "or casts.",
         remedy=" ".join(ways),
     )
 

@@ -137,8 +137,8 @@ def _open(path: Path) -> dict[str, str]:
         ) from error
     if said := metadata.get(RESCALED_ENTRY):
         raise OptionError(
-            f"The LoRA {path} was converted already: {said}.",
-            expected="Its powers of two would be there twice.",
+            f"The LoRA {path} is already converted: {said}.",
+            expected="It would be scaled twice.",
             remedy="Give the file that it was made from.",
         )
     return dict(metadata)
@@ -357,7 +357,8 @@ def _refuse(path: Path, strange: list[str], problems: list[str], count: int) -> 
     if problems:
         raise OptionError(
             f"The LoRA {path} cannot be converted exactly. {list_some(problems, 4)}.",
-            expected="What an adapter adds has to have the powers of two of what it adds to.",
+            expected="An adapter has to be scaled by the same powers of two as the weights that it "
+            "is added to.",
             remedy="Run it under the plan of the original model, or fuse it before that is converted.",
         )
 

@@ -117,7 +117,7 @@ def check_place(
     ):  # False for a name that is too long
         raise OutputError(
             f"OUT {target} holds {_CONVERTED} before.",
-            expected="Nothing is replaced unasked.",
+            expected="Existing files are not replaced.",
             remedy=f'Add allow="overwrite" to replace it, or give another place: {find_free(target)}.',
         )
     check_target(target, folder=not is_file, option="as OUT", replaces=replaces)
@@ -136,7 +136,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
     if source.path.is_dir() and place.is_relative_to(folder):
         raise OutputError(
             f"OUT {target} lies in the folder of the model, {folder}.",
-            expected="What is read and what is written are apart.",
+            expected="The output must not contain what is read.",
             remedy="Give another place.",
         )
     read = [*_list_files(source.path), *([Path(plan)] if plan is not None else [])]
@@ -144,7 +144,7 @@ def _refuse_nested(source: Source, target: Path, plan: str | Path | None) -> Non
         if Path(os.path.realpath(path)).is_relative_to(place):
             raise OutputError(
                 f"OUT {target} holds {path}, which is read.",
-                expected="What is read and what is written are apart.",
+                expected="The output must not contain what is read.",
                 remedy="Give another place.",
             )
 

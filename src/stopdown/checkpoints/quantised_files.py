@@ -49,7 +49,7 @@ def fold_file(
         metadata: entries beside those that the source has.
 
     Raises:
-        OptionError: the file is rescaled already.
+        OptionError: the file is already rescaled.
         ScalingError: a weight cannot be folded so.
     """
     file = open_weight_file(source)

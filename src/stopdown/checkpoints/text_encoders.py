@@ -155,7 +155,8 @@ def _find_component(root: Path, component: str) -> Encoder:
         encoders = [key for key in known if (root / key / "config.json").is_file()]
         raise OptionError(
             f"{root} has no {component} of Transformers.",
-            expected=f"By itself a text encoder can be written; it has {', '.join(encoders) or 'none'}.",
+            expected="Only a text encoder can be converted without a plan; it has "
+            f"{', '.join(encoders) or 'none'}.",
             remedy="Make a plan of the whole model, stopdown plan SOURCE -o plan.json, and convert it: "
             "stopdown convert SOURCE OUT --plan plan.json.",
         )
@@ -328,7 +329,8 @@ def _express(
         return found, entry, list(_list_reasons(found, entry, is_unread, states))
     raise OptionError(
         f"{encoder.folder} cannot be written in fp16 for plain Transformers. {' '.join(problems)}",
-        expected="Files hold weights and configurations: no multiplies, fp32 modules or casts.",
+        expected="Files can only contain weights and configs, but no multiplications, fp32 modules "
+        "or casts.",
         remedy="Run it under a plan of its pipeline, or in bf16.",
     )
 

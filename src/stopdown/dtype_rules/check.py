@@ -146,7 +146,7 @@ def inspect_pipeline(
         raise OptionError(
             f"Sums were asked for with the plan {request.plan}.",
             expected="Sums are looked at in fp32 and without a plan, which changes them.",
-            remedy='Use precision="fp16" with sums, or leave sums away.',
+            remedy='Use precision="fp16" with sums, or leave sums out.',
         )
     if isinstance(pipe_or_source, (str, Path, Source)):
         found = pipe_or_source
@@ -371,14 +371,14 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
         for fact in gather_facts(source, read_configs(source.path))
     ]
     if not all(fact.stored for fact in facts):
-        return "auto", False, "Judged as it is stored, which its configs alone do not say."
+        return "auto", False, "Checked as it is stored, which its configs alone do not say."
     if reason := explain_plan(facts, profile.supports):
-        return "fp16", True, f"Judged in fp16, which auto takes by a plan of its own: {reason}."
+        return "fp16", True, f"Checked in fp16, which auto uses with a plan of its own: {reason}."
     decisions = decide(facts, profile.supports, "auto")
     return (
         ",".join(f"{one.component}={one.precision}" for one in decisions),
         False,
-        "Judged as auto would run it.",
+        "Checked as auto would run it.",
     )
 
 

@@ -230,9 +230,9 @@ def _describe_misfit(
     least = find_smallest(fit, allowed)
     ran_out = f" {', '.join(failed)} ran out of memory before." if failed else ""
     return StopdownError(
-        f"Nothing stays within {format_bytes(limit_bytes)}: the smallest strategy, "
+        f"No strategy stays within {format_bytes(limit_bytes)}: the smallest strategy, "
         f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
-        expected=f"Predictions may fill {USABLE_SHARE:.0%} of the limit.",
+        expected=f"Predictions may use {USABLE_SHARE:.0%} of the limit.",
         remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
         f'`precision`, or memory="{_round_up(least.peak_bytes / USABLE_SHARE)}".',
     )

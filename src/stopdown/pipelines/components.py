@@ -186,7 +186,7 @@ def refuse_run(run: Any, what: object) -> None:
         raise InputError(
             f"A function that runs it was given for {what}.",
             expected="A pipeline, and what one is loaded from, is run by its own call.",
-            remedy="Leave it away, and give the arguments of that call.",
+            remedy="Leave it out, and give the arguments of that call.",
         )
 
 

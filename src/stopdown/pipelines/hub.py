@@ -272,7 +272,7 @@ def _check_name(header: str, text: str | None) -> None:
         raise SourceError(
             f"The Hub at {_read_endpoint()} answered with the {header} {text[:100]!r}.",
             expected="Its client names files of the cache by it, so it must be a plain name.",
-            remedy="Look at HF_ENDPOINT: this is not how the Hub answers.",
+            remedy="Check HF_ENDPOINT: this is not how the Hub answers.",
         )
 
 
@@ -280,7 +280,7 @@ def _describe_silence() -> SourceError:
     return SourceError(
         f"The Hub at {_read_endpoint()} does not answer.",
         expected=f"{MOST_UNANSWERED} requests had no answer within {_read_patience():g} s each.",
-        remedy="Look at the connection and at HF_ENDPOINT, and run the command again. "
+        remedy="Check the connection and HF_ENDPOINT, and run the command again. "
         "HF_HUB_OFFLINE=1 uses what is in the cache.",
     )
 
@@ -415,7 +415,7 @@ def describe_failure(error: Exception, repo: str, revision: str | None) -> Sourc
             "has this name either.",
             expected="SOURCE is a Hub id (owner/name), a Diffusers folder, a .safetensors file or "
             "a bundled model.",
-            remedy="Look at the spelling; for a private model set HF_TOKEN, or type: hf auth login",
+            remedy="Check the spelling; for a private model set HF_TOKEN, or type: hf auth login",
         )
     if _is_missing_entry(error):
         return SourceError(
@@ -438,7 +438,7 @@ def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
 
     if constants.HF_HUB_OFFLINE:
         return SourceError(
-            f"The model {repo} is not wholly on this computer, and the Hub client is offline.",
+            f"The model {repo} is not completely on this computer, and the Hub client is offline.",
             expected="HF_HUB_OFFLINE is set, so only what was downloaded before can be used.",
             remedy="Unset HF_HUB_OFFLINE and run the command again.",
         )
@@ -454,7 +454,7 @@ def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
     return SourceError(
         f"The model {repo} could not be downloaded from {_read_endpoint()}: {reason[:300].rstrip('.')}.",
         expected="The cache does not hold the whole model either.",
-        remedy="Look at the connection, or set HF_ENDPOINT to a mirror, and run the command again: files "
+        remedy="Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: files "
         "that arrived whole are kept.",
     )
 

@@ -71,13 +71,15 @@ def _check_scales(source: Source, loras: Sequence[str]) -> None:
             raise OptionError(
                 f"The LoRA {lora} is for the original, and {source.name} was converted: the weights of its "
                 f"{', '.join(sorted(names))} are times powers of two.",
-                expected="What a LoRA adds has to have the powers of two of what it adds to.",
+                expected="A LoRA has to be scaled by the same powers of two as the weights that it "
+                "is added to.",
                 remedy=f"Convert it as well: stopdown convert {lora} OUT --plan {source.name}",
             )
         if is_converted and not names:
             raise OptionError(
                 f"The LoRA {lora} was converted for rescaled weights, and those of {source.name} are not.",
-                expected="What a LoRA adds has to have the powers of two of what it adds to.",
+                expected="A LoRA has to be scaled by the same powers of two as the weights that it "
+                "is added to.",
                 remedy="Give the file that it was made from.",
             )
 
@@ -153,7 +155,7 @@ def put_loras(pipe: Any, loras: Sequence[tuple[str, float]]) -> None:
         return
     if not hasattr(pipe, "load_lora_weights"):
         raise SourceError(
-            f"{type(pipe).__name__} takes no LoRA.", remedy="Leave lora away, or merge it first."
+            f"{type(pipe).__name__} takes no LoRA.", remedy="Leave lora out, or merge it first."
         )
     names = [f"lora_{number}" for number in range(len(loras))]
     for name, (path, _) in zip(names, loras, strict=True):
@@ -212,7 +214,7 @@ def _refuse_lora(pipe: Any, path: str, why: str) -> SourceError:
     return SourceError(
         f"The LoRA {path} does not fit {type(pipe).__name__}: {why}.",
         expected="A LoRA is trained for one architecture, and named as Diffusers names its layers.",
-        remedy="Look at which model it is for, or leave lora away.",
+        remedy="Look at which model it is for, or leave lora out.",
     )
 
 

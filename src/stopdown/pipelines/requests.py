@@ -148,7 +148,7 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
             raise OptionError(
                 f"{pipeline_class.__name__} does not take the argument {name}.",
                 expected=f"Its call takes {', '.join(taken)}.",
-                remedy=f"Leave {name} away.",
+                remedy=f"Leave {name} out.",
             )
     given = {**arguments, **request.arguments}
     _check_needed(pipeline_class, given)
@@ -255,8 +255,8 @@ def _describe_unwanted(pipeline_class: type, name: str) -> OptionError:
     taken = [f"`{other}`" for other in _NAMES if find_target(other, pipeline_class)]
     return OptionError(
         f"{pipeline_class.__name__} does not take `{name}`.",
-        expected=f"What it does take is {', '.join(taken)}.",
-        remedy=f"Leave `{name}` away, or use a model that takes it.",
+        expected=f"It takes {', '.join(taken)}.",
+        remedy=f"Leave `{name}` out, or use a model that takes it.",
     )
 
 
@@ -265,7 +265,7 @@ def _describe_clash(pipeline_class: type, target: str) -> OptionError:
     return OptionError(
         f"{' and '.join(names)} were both given, and {pipeline_class.__name__} has one argument for "
         f"them: {target}.",
-        remedy=f"Leave {names[0]} away.",
+        remedy=f"Leave {names[0]} out.",
     )
 
 

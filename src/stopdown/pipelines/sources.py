@@ -171,7 +171,7 @@ def resolve_source(
         raise SourceError(
             f"The model {text_of(source)} has no weights of the variant {variant}.",
             expected=f"A file of it is named like model.{variant}.safetensors.",
-            remedy="Leave variant away, or look at the names of its files.",
+            remedy="Leave variant out, or look at the names of its files.",
         )
     return found
 
@@ -265,13 +265,13 @@ def refuse_ignored(
         raise OptionError(
             f'revision="{revision}" was given, and {text_of(source)} is {KINDS[kind]}.',
             expected="Branches, tags and commits are those of a Hub id.",
-            remedy="Leave `revision` away.",
+            remedy="Leave `revision` out.",
         )
     if config is not None and kind != "file":
         raise OptionError(
             f'config="{config}" was given, and {text_of(source)} is {KINDS[kind]}.',
             expected="It names the configs of a single .safetensors file; others bring their own.",
-            remedy="Leave `config` away.",
+            remedy="Leave `config` out.",
         )
 
 
@@ -294,7 +294,7 @@ def _describe_unknown(text: str) -> SourceError:
         return SourceError(
             f"There is no file or folder {text}.",
             expected=f"{FORMS}.",
-            remedy="Look at the spelling and at the folder you are in.",
+            remedy="Check the spelling and the folder that you are in.",
         )
     bundled = list_bundled()
     near = difflib.get_close_matches(text, bundled, n=1)

@@ -43,7 +43,7 @@ def choose_sums(plan: Plan, mode: str) -> Plan:
     if mode not in MODES:
         raise OptionError(
             f"Sums were asked for as {mode!r}.",
-            expected=f"Known are {', '.join(MODES)}.",
+            expected=f"Known values are {', '.join(MODES)}.",
             remedy='Use "auto".',
         )
     entries = tuple(_choose(x, mode) if x.precision == "fp16" else x for x in plan.components)

@@ -106,7 +106,7 @@ def read_plan(path: str | Path) -> Plan:
     if faults:
         more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
         raise PlanError(
-            f"The plan {path} holds what no plan does: {'; '.join(faults[:MOST_NAMED])}{more}.",
+            f"The plan {path} has values that no plan has: {'; '.join(faults[:MOST_NAMED])}{more}.",
             expected="Its seal fits, so it was not Stopdown that wrote these values.",
             remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         )

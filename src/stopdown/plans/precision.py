@@ -295,7 +295,7 @@ def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> 
     if stored not in ("bf16", "fp16"):
         return "fp32", f"Its weights are stored in {stored}; fp32 holds them exactly."
     if stored == "fp16" and facts.force_upcast:
-        return "fp32", "Its config says force_upcast: in fp16 its values leave the range."
+        return "fp32", "Its config says force_upcast: in fp16 its values overflow."
     support = supports[stored]
     if _is_good(support):
         return stored, f"Its weights are stored in {stored}. {support.reason}"
@@ -312,7 +312,7 @@ def explain_plan(components: Iterable[ComponentFacts], supports: Mapping[str, Su
         return ""
     return (
         f"{', '.join(stored)} {'is' if len(stored) == 1 else 'are'} stored in bf16, which this "
-        "device lacks or is slow at, and fp16 is native"
+        "device does not compute fast, and fp16 is native"
     )
 
 

@@ -120,7 +120,7 @@ def suggest_remedy(callee: Callee, precision: str) -> str:
     if precision == "fp16":
         return (
             f'Use `precision="{callee.name}=bf16"`, or fp32 where bf16 is slow or missing. Or run it '
-            'in fp16 by a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.'
+            'in fp16 with a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.'
         )
     return f'Use `precision="{callee.name}=fp32"`.'
 

@@ -153,7 +153,7 @@ class GuardOptions:
         if self.on_fault not in ON_FAULT:
             raise OptionError(
                 f"on_fault={self.on_fault!r} is unknown.",
-                expected=f"Known are {', '.join(ON_FAULT)}.",
+                expected=f"Known values are {', '.join(ON_FAULT)}.",
                 remedy='Use on_fault="repair".',
             )
 
@@ -259,7 +259,7 @@ class Guard:
             raise InputError(
                 f"A journal was asked for, and a {type(self.pipe).__name__} is no pipeline.",
                 expected="A journal answers calls by their order in the run of a pipeline.",
-                remedy="Leave the journal away.",
+                remedy="Leave the journal out.",
             )
         if isinstance(journal, str | Path):
             opening = functools.partial(Journal, journal, announce=self._announce)

@@ -179,7 +179,7 @@ def find_smaller(
         return None
     made, fit = found
     reason = (
-        f"Nothing stays within {format_bytes(limit_bytes)} at {size}; {made} is made instead, as was "
+        f"No strategy stays within {format_bytes(limit_bytes)} at {size}; {made} is made instead, as was "
         "allowed."
     )
     return shrink_request(request, made), fit, Reduction(str(size), str(made), reason), made

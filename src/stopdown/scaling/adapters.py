@@ -220,7 +220,8 @@ class _FollowedLayer:
         except ScalingError as error:
             raise ScalingError(
                 f"The adapter {name!r} cannot take the exponents of {path}: {error.what}.",
-                expected="What an adapter adds has to have the powers of two of what it adds to.",
+                expected="An adapter has to be scaled by the same powers of two as the weights that "
+                "it is added to.",
                 remedy="Take it out, or load it first and find the exponents then: make_plan(pipe).",
             ) from error
         if is_inside(path, *folds.scaling.fp32_modules):

@@ -51,7 +51,7 @@ def check_ranges(ranges: str | None) -> str:
         return ranges or "measured"
     raise OptionError(
         f"Ranges were asked for as {ranges!r}.",
-        expected=f"Known are {', '.join(RANGES)}.",
+        expected=f"Known values are {', '.join(RANGES)}.",
         remedy='Use ranges="auto", or leave it out.',
     )
 

@@ -245,7 +245,7 @@ def require_module(given: object, function: str) -> None:
         raise InputError(
             f"{function} was given a {type(given).__name__}, which is no module.",
             expected=f"{function} takes one torch.nn.Module: pipe.transformer, pipe.unet, pipe.vae.",
-            remedy="Give one component, or run a whole pipeline by a plan: "
+            remedy="Give one component, or run a whole pipeline with a plan: "
             "stopdown.apply_plan(pipe, stopdown.make_plan(pipe)).",
         )
 

@@ -128,6 +128,6 @@ def check_residual(residual: str | None) -> str:
         return residual or "native"
     raise OptionError(
         f"The residual stream was asked for in {residual!r}.",
-        expected=f"Known are {', '.join(RESIDUALS)}.",
+        expected=f"Known values are {', '.join(RESIDUALS)}.",
         remedy='Use residual="fp32", or leave it out.',
     )
