@@ -580,6 +580,35 @@ def test_components_can_be_chosen(run: Run) -> None:
     ]
 
 
+FEATURES = """
+import sys, torch
+from transformers import CLIPConfig, CLIPModel
+
+torch.manual_seed(0)
+small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+text = {**small, "vocab_size": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+vision = {**small, "image_size": 8, "patch_size": 4}
+clip = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)).eval().half()
+clip.text_projection.weight.data[0, :8] = 6e4
+with torch.no_grad():
+    found = clip.get_text_features(torch.tensor([[0, 5, 6, 1]]))
+"""
+
+
+def test_a_method_is_a_component_where_a_pattern_names_it(run: Run) -> None:
+    """By themselves the modules that it calls are components; named, it is one, and repaired as one."""
+    record, _ = run(FEATURES)
+    assert record.modules is not None
+    assert [call.component for call in record.modules.calls] == ["CLIPTextModel", "Linear"]
+    record, _ = run(FEATURES, components="*,*.get_text_features")
+    assert record.modules is not None
+    (call,) = record.modules.calls
+    assert (call.component, call.stage) == ("CLIPModel.get_text_features", "call")
+    assert [repair.module_path for repair in record.modules.repairs] == [
+        "CLIPModel.get_text_features:text_projection"
+    ]
+
+
 def test_code_that_is_traced_is_left_alone(run: Run) -> None:
     """torch.jit, torch.func and torch.export get the modules as they are."""
     text = SAMPLE + (

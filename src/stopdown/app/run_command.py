@@ -88,7 +88,7 @@ class ScriptOptions(CommandOptions):
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Guard only components with these names or classes, such as 'UNet*,*.decode'. "
+            help="Guard only components with these names, classes or methods, such as 'UNet*,*.decode'. "
             "By default all.",
         ),
     ] = None

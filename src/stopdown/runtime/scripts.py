@@ -8,7 +8,8 @@ start of the next one.
 **Catches** NaN and Inf in what components return, which are repaired there, in Diffusers pipelines and
 without one; black, grey, frozen and noisy frames in what a pipeline returns, which are found.
 **Does not catch** calls of modules in training, which are left alone; methods other than `encode` and
-`decode` that a script calls on a module by themselves, but for the modules that these call; frames that
+`decode` that a script calls on a module by themselves, unless a pattern names them, but for the modules
+that these call; frames that
 it asked for as latents.
 """
 
@@ -53,6 +54,9 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.results import collect_videos
 
+_METHODS = ("encode", "decode")
+"""Methods that are component calls, where a class has both."""
+
 
 @dataclass
 class ModuleCalls:
@@ -86,7 +90,8 @@ class ModuleCalls:
         name = self._names[module]
         if method == "forward":
             return Callee(name, module, method, "call", GENERAL_KEEPS)
-        return Callee(name_call(name, method), module, method, method, GENERAL_KEEPS)
+        stage = method if method in _METHODS else "call"
+        return Callee(name_call(name, method), module, method, stage, GENERAL_KEEPS)
 
     def count(self, component: str) -> int:
         """How often a component was called so far."""
@@ -175,8 +180,15 @@ class ScriptGuard:
     def put_on(self, patches: Patches) -> None:
         """Guard calls until `patches` is undone."""
         intercept_runs(self._run, patches)
-        intercept_methods(("encode", "decode"), patches)
+        intercept_methods(_METHODS, patches)
+        for name in sorted(self._list_methods()):
+            intercept_methods((name,), patches)
         listen(self._meet_module, patches)
+
+    def _list_methods(self) -> set[str]:
+        """Methods that patterns name: `get_text_features` of `*.get_text_features`."""
+        ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
+        return {name for name in ends if name.isidentifier()} - {"forward", *_METHODS}
 
     def _run(
         self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
