@@ -12,6 +12,7 @@ not fit the shapes, shards that are absent or that lack a tensor of the index.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -84,7 +85,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         DamagedFileError: the file is not a whole safetensors file.
         OSError: the file cannot be read.
     """
-    header, value_bytes = _read_json(path)
+    return dict(_parse_tensors(path, *_sign(path)))
+
+
+@functools.lru_cache(maxsize=16)
+def _parse_tensors(path: Path, *signs: int) -> dict[str, StoredTensor]:
+    header, value_bytes = _read_json(path, *signs)
     tensors: dict[str, StoredTensor] = {}
     ranges = []
     for name, entry in header.items():
@@ -118,9 +124,9 @@ def read_metadata(path: Path) -> dict[str, str]:
         DamagedFileError: its header cannot be read.
         OSError: the file cannot be read.
     """
-    metadata = _read_json(path)[0].get("__metadata__", {})
+    metadata = _read_json(path, *_sign(path))[0].get("__metadata__", {})
     _check_metadata(metadata)
-    return metadata
+    return dict(metadata)
 
 
 def read_rescaled(*paths: Path) -> str:
@@ -143,7 +149,17 @@ def read_samples(path: Path, *, blocks: int = 16, block_bytes: int = 4096) -> by
     return b"".join(samples)
 
 
-def _read_json(path: Path) -> tuple[dict[str, Any], int]:
+def _sign(path: Path) -> tuple[int, ...]:
+    """What changes when a file is written again: a header is parsed once as long as it stays."""
+    try:
+        state = os.stat(path)
+    except (OSError, ValueError):
+        return ()  # what opens it says why
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=16)
+def _read_json(path: Path, *_: int) -> tuple[dict[str, Any], int]:
     try:
         with open_regular_file(path) as file:
             content, size = _read_header_text(file)
