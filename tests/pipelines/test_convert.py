@@ -42,6 +42,7 @@ from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
 from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling import fold_scaling, rescale_
@@ -618,6 +619,30 @@ def test_what_a_file_cannot_hold_is_found_anew(
     assert (bare.fields, bare.calls) == ({}, 1)
 
 
+def test_exponents_found_anew_rest_on_bounds(
+    encoder: tuple[torch.nn.Module, ComponentPlan, RecordedCall], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where those of the plan do: a certificate is made again for folds alone, or it is gone."""
+    module, entry, call = encoder
+    certified, _ = scale_component(module, [call], torch.float16, ranges="bound")
+    assert certified.certified
+    multiplied = dataclasses.replace(certified, multiplies={"encoder.block.0": -2})
+    planned = dataclasses.replace(entry, scaling=multiplied)
+    found = express_component(module, planned, lambda: [call])
+    assert found.anew
+    assert found.scaling.certified
+    assert found.scaling.range_note.startswith(f"100 % of {found.scaling.values} fp16 values")
+    measured = dataclasses.replace(entry.scaling, multiplies={"encoder.block.0": -2})
+    plain = express_component(module, dataclasses.replace(entry, scaling=measured), lambda: [call])
+    assert (plain.anew, plain.scaling.certified) == (True, False)
+    monkeypatch.setattr(file_exponents, "scale_by_bounds", _refuse)
+    assert not express_component(module, planned, lambda: [call]).scaling.certified
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise ScalingError("no bounds")
+
+
 def test_the_effect_of_an_eps_is_measured() -> None:
     """A LayerNorm whose input is scaled and whose eps is not changes the output by what is said."""
     module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
@@ -626,9 +651,10 @@ def test_the_effect_of_an_eps_is_measured() -> None:
     folds = {"0.weight": -8, "0.bias": -8}
     with assert_untouched(module), torch.no_grad():
         whole = Scaling(exponents=folds, eps={"1.eps": -16})
-        exact = file_exponents._measure_effect(module, Expressed(whole), calls)
-        left = file_exponents._measure_effect(module, Expressed(Scaling(exponents=folds)), calls)
         before = module(*calls[0].args)
+        exact = file_exponents._measure_effect(module, Expressed(whole), calls, [before])
+        folded = Expressed(Scaling(exponents=folds))
+        left = file_exponents._measure_effect(module, folded, calls, [before])
     assert exact == {"effect": 0.0, "calls": 1}
     rescaling = fold_scaling(module, Scaling(exponents=folds))
     after = module(*calls[0].args).detach()
@@ -646,7 +672,7 @@ def test_an_effect_beyond_the_limit_is_refused(
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
     folder, plan = made("sd")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
-    monkeypatch.setattr(file_exponents, "_measure_ranges", lambda *_: [])
+    monkeypatch.setattr(file_exponents, "measure_kind", lambda *_: SimpleNamespace(measured=None))
     monkeypatch.setattr(file_exponents, "find_folds", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])

@@ -25,7 +25,12 @@ import torch
 from safetensors.torch import save_file
 
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card, write_card_beside
-from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed, express_component
+from stopdown.checkpoints.file_exponents import (
+    EFFECT_LIMIT,
+    Expressed,
+    express_component,
+    rests_on_bounds,
+)
 from stopdown.checkpoints.places import (
     RECORD_NAME,
     Form,
@@ -564,8 +569,12 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
 def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterator[str]:
     if found.anew:
         yield "Its exponents were found anew, because a file cannot hold those of the plan."
-    elif found.scaling.certified:
+    if found.scaling.certified:
         yield f"By bounds from its weights every input stays in range. {found.scaling.range_note}"
+    elif rests_on_bounds(found.scaling):
+        yield f"By bounds from its weights: {found.scaling.range_note}"
+    elif rests_on_bounds(entry.scaling):
+        yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
         change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
         yield (

@@ -10,6 +10,7 @@ field. Else eps have to stay as they are, or the exponents are found again. In t
 3. folds found anew in which only those norms are scaled whose inputs dwarf their eps;
 4. the plan's own folds with a change, or folds found anew with eps free: what changes least.
 
+Where the plan rests on bounds, so do exponents that are found anew, where there are some within them.
 What 1, 3 and 4 change in the component's output is measured on recorded calls, in fp32: outputs with and
 without the eps that cannot be written.
 
@@ -42,6 +43,8 @@ from stopdown.plans.exponents import (
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
 from stopdown.scaling.folds import split_name
+from stopdown.scaling.measurement import Kind
+from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
 
 EFFECT_LIMIT = 2.0**-11
@@ -49,6 +52,8 @@ EFFECT_LIMIT = 2.0**-11
 
 INVISIBLE = (0.0, 2.0**-24, 2.0**-20, 2.0**-16)
 """Changes of a norm's output with which its eps may stay: none, and ever more."""
+
+_Find = Callable[[torch.nn.Module, Sequence[Measured]], Scaling | None]
 
 Fields = Mapping[str, frozenset[str]]
 """Field of a configuration to the places whose eps it sets."""
@@ -95,7 +100,8 @@ def express_component(
         CaptureError: a call cannot be captured.
 
     Cost: nothing where the plan can be written as it is; else a run of the pipeline, a capture and two
-    forwards in fp32 for each kind of call.
+    forwards in fp32 for each kind of call. Where the plan has bounds and its exponents are found
+    anew, passes over the weights.
     """
     fields = find_eps_fields(module) if has_config else {}
     planned = None
@@ -109,14 +115,10 @@ def express_component(
             f"Its plan has {describe_rest(entry)}, and no run of the pipeline calls it to measure what "
             "that changes."
         )
-    best: Expressed | None = None
-    certified = bool(entry.scaling.certified)
-    for candidate, most in _find_candidates(module, planned, calls, fields, certified):
-        tried = replace(candidate, **_measure_effect(module, candidate, calls))
-        if best is None or tried.effect < best.effect:
-            best = tried
-        if best.effect <= most:
-            return best
+    search = _Search(module, calls, fields)
+    best, found_by = search.find_best(planned, certified=bool(entry.scaling.certified))
+    if best is not None and found_by is not None and rests_on_bounds(entry.scaling):
+        best = search.certify(best, found_by)
     if best is None:
         raise ScalingError(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
@@ -150,6 +152,11 @@ def has_more_than_folds(scaling: Scaling) -> bool:
     return bool(beyond) or scaling.stream is not None
 
 
+def rests_on_bounds(scaling: Scaling) -> bool:
+    """Whether bounds state the range of some of its values, and not of weights alone."""
+    return bool(scaling.bounded and scaling.range_note)
+
+
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
     return not has_more_than_folds(entry.scaling) and _are_stored(module, entry.scaling.exponents)
@@ -160,23 +167,92 @@ def _are_stored(module: torch.nn.Module, exponents: Mapping[str, int]) -> bool:
     return all(split_name(name)[0] in stored for name in exponents)
 
 
-def _find_candidates(
-    module: torch.nn.Module,
-    planned: Expressed | None,
-    calls: Sequence[RecordedCall],
-    fields: Fields,
-    certified: bool,
-) -> Iterator[tuple[Expressed, float]]:
-    """Exponents that files can hold but for some eps, and with which effect to look no further."""
-    if planned is not None:
-        yield planned, EFFECT_LIMIT if certified else 0.0
-    measured = _measure_ranges(module, calls)
-    groups = list(fields.values())
-    for free, most in _list_free(module, planned, calls):
-        if found := find_folds(module, measured, groups, free=free):
-            yield _write_eps(module, found, fields, anew=True), most
-    if groups and (found := find_folds(module, measured, free=None)):
-        yield _write_eps(module, found, fields, anew=True), EFFECT_LIMIT
+@dataclass(frozen=True)
+class _Search:
+    """Looks for exponents of a module that files can hold.
+
+    Attributes:
+        module: in fp32; left as it was.
+        calls: recorded ones.
+        fields: those of its configuration that set eps.
+    """
+
+    module: torch.nn.Module
+    calls: Sequence[RecordedCall]
+    fields: Fields
+
+    @functools.cached_property
+    def _kinds(self) -> list[Kind]:
+        """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
+        kinds = []
+        for group in group_calls(self.calls):
+            try:
+                kinds.append(measure_kind(self.module, group, torch.float16))
+            except (CaptureError, ScalingError):
+                if not group[0].made_up:
+                    raise
+        return kinds
+
+    def find_best(
+        self, planned: Expressed | None, *, certified: bool
+    ) -> tuple[Expressed | None, _Find | None]:
+        """What changes the outputs least, or little enough; and its search, unless it is the plan's."""
+        best: Expressed | None = None
+        found_by: _Find | None = None
+        if planned is not None:
+            best = self._measure(planned)
+            if best.effect <= (EFFECT_LIMIT if certified else 0.0):
+                return best, None
+        for find, most in self._list_finds(planned):
+            found = find(self.module, [kind.measured for kind in self._kinds])
+            if found is None:
+                continue
+            tried = self._measure(_write_eps(self.module, found, self.fields, anew=True))
+            if best is None or tried.effect < best.effect:
+                best, found_by = tried, find
+            if best.effect <= most:
+                break
+        return best, found_by
+
+    def certify(self, best: Expressed, find: _Find) -> Expressed:
+        """The same kind of exponents with as many bounds as change the outputs little enough.
+
+        Cost: passes over the weights and solutions, as for `scale_by_bounds`, and after each solution a
+        forward in fp32 for each call.
+        """
+        most = max(best.effect, EFFECT_LIMIT)
+
+        def demand(module: torch.nn.Module, calls: Sequence[Measured]) -> Scaling:
+            if (found := find(module, calls)) is None:
+                raise ScalingError("Folds alone do not keep it in range.")
+            if self._measure(_write_eps(module, found, self.fields)).effect > most:
+                raise ScalingError("Its eps would have to change with it.")
+            return found
+
+        try:
+            scaling = scale_by_bounds(self.module, self._kinds, "bound", demand)
+        except ScalingError:
+            return best
+        if not scaling.bounded:
+            return best
+        return self._measure(_write_eps(self.module, scaling, self.fields, anew=True))
+
+    def _measure(self, candidate: Expressed) -> Expressed:
+        measured = _measure_effect(self.module, candidate, self.calls, self._before)
+        return replace(candidate, **measured)
+
+    @functools.cached_property
+    def _before(self) -> list[torch.Tensor]:
+        """What the calls return of the module as it is."""
+        return list(_run(self.module, self.calls))
+
+    def _list_finds(self, planned: Expressed | None) -> Iterator[tuple[_Find, float]]:
+        """Ways to find exponents but for some eps, and with which effect to look no further."""
+        groups = list(self.fields.values())
+        for free, most in _list_free(self.module, planned, self.calls):
+            yield functools.partial(find_folds, groups=groups, free=free), most
+        if groups:
+            yield functools.partial(find_folds, free=None), EFFECT_LIMIT
 
 
 def _list_free(
@@ -229,18 +305,6 @@ def measure_norms(
     return worst
 
 
-def _measure_ranges(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> list[Measured]:
-    """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
-    measured = []
-    for group in group_calls(calls):
-        try:
-            measured.append(measure_kind(module, group, torch.float16))
-        except (CaptureError, ScalingError):
-            if not group[0].made_up:
-                raise
-    return measured
-
-
 def _write_eps(
     module: torch.nn.Module, scaling: Scaling, fields: Fields, *, anew: bool = False
 ) -> Expressed:
@@ -259,11 +323,13 @@ def _write_eps(
 
 
 def _measure_effect(
-    module: torch.nn.Module, expressed: Expressed, calls: Sequence[RecordedCall]
+    module: torch.nn.Module,
+    expressed: Expressed,
+    calls: Sequence[RecordedCall],
+    before: Sequence[torch.Tensor],
 ) -> dict[str, Any]:
     """Relative L2 change of the outputs that the eps left behind make; infinite when not finite."""
     worst = 0.0
-    before = list(_run(module, calls))
     rescaling = fold_scaling(module, expressed.scaling)
     try:
         for old, new in zip(before, _run(module, calls), strict=True):

@@ -359,7 +359,7 @@ def _plan(
 def _list_reasons(
     found: Expressed, entry: ComponentPlan, is_unread: bool, states: bool
 ) -> Iterator[str]:
-    if found.scaling.certified and not found.anew:
+    if found.scaling.certified:
         yield "Certified: no text overflows fp16."
     elif found.anew and entry.scaling.certified:
         yield (
