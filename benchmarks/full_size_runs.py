@@ -82,6 +82,30 @@ _TINY_VIDEO_VAE = {
     "block_out_channels": [32, 32, 32, 32],
     "latent_channels": 4,
 }
+_TINY_QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+_Z_IMAGE = (
+    "ZImagePipeline",
+    {
+        "tokenizer": (
+            "transformers",
+            "T5Tokenizer",
+            {"chat_template": "{{ messages[0].content }}"},
+        ),
+        "text_encoder": ("transformers", "Qwen3Model", _TINY_QWEN3),
+        "transformer": ("diffusers", "ZImageTransformer2DModel", {}),
+        "vae": ("diffusers", "AutoencoderKL", _TINY_PICTURE_VAE),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+    },
+)
+"""The transformer's configuration is its class's own (Tongyi-MAI/Z-Image-Turbo)."""
 _TINY_CLIP = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -96,7 +120,7 @@ class Case:
     """One checkpoint.
 
     Attributes:
-        base: its configurations in `full_size_configs`.
+        base: its configurations in `BASES`.
         component: that has its full size.
         others: configuration of the components that are made tiny.
         changed: entries of the component's configuration that are not those of `base`.
@@ -110,6 +134,7 @@ class Case:
     request: dict[str, Any] = field(default_factory=dict)
 
 
+BASES = {**MODELS, "Z-Image": _Z_IMAGE}
 _VIDEO = {"frames": 9, "height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0}
 _TINY_COGVIDEOX = {"text_encoder": _TINY_T5, "vae": _TINY_VAE}
 CASES = {
@@ -142,6 +167,13 @@ CASES = {
         {},
         {"frames": 2, "height": 128, "width": 128, "picture": True, "guidance": 1.0},
     ),
+    "Z-Image": Case(
+        "Z-Image",
+        "transformer",
+        {},
+        {},
+        {"height": 64, "width": 64, "prompt": PROMPT, "guidance": 1.0},
+    ),
 }
 """Which of them were run stands in the results; all were tried with fewer layers."""
 
@@ -149,7 +181,7 @@ CASES = {
 def write_folder(name: str, folder: Path) -> int:
     """Write a checkpoint with drawn weights; bytes of its large component."""
     case = CASES[name]
-    pipeline, parts = MODELS[case.base]
+    pipeline, parts = BASES[case.base]
     folder.mkdir(parents=True)
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": "0.42.1"}
     written = 0
@@ -174,7 +206,9 @@ def _write_part(
     made = getattr(diffusers if library == "diffusers" else transformers, kind)
     folder.mkdir()
     if kind == "T5Tokenizer":
-        make_t5_tokenizer().save_pretrained(folder)
+        tokenizer = make_t5_tokenizer()
+        tokenizer.chat_template = config.get("chat_template")
+        tokenizer.save_pretrained(folder)
         return 0
     if kind.endswith("Scheduler"):
         made(**{k: v for k, v in config.items() if not k.startswith("_")}).save_pretrained(folder)
