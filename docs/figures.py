@@ -193,6 +193,9 @@ def wide_encoder() -> str:
     )
 
 
+_FULL_FIRST = ("CogVideoX-2B", "CogVideoX-5B")
+
+
 def _full(stage: str, name: str = "CogVideoX-2B") -> dict[str, Any]:
     found: dict[str, Any] = _read("full_size_runs")["rows"][name][stage]
     return found
@@ -208,6 +211,17 @@ def full_errors() -> str:
 def full_errors_5b() -> str:
     plan, bf16 = (_full(x, "CogVideoX-5B")["call_error"] for x in ("fp16 by plan", "bf16"))
     return f"{_percent(plan)} in fp16 with a measured plan, and {_percent(bf16)} in bf16"
+
+
+@_figure
+def full_errors_others() -> str:
+    rows = {n: x for n, x in _read("full_size_runs")["rows"].items() if n not in _FULL_FIRST}
+    said = [
+        f"{name} {_percent(x['fp16 by plan']['call_error'])} ({_percent(x['bf16']['call_error'])})"
+        for name, x in rows.items()
+        if "call_error" in x.get("fp16 by plan", {})
+    ]
+    return ", ".join(said)
 
 
 @_figure
