@@ -574,7 +574,11 @@ def write_tables(report: dict[str, Any]) -> None:
             else ""
         )
         runs = [format_run(stage, row) for stage, row in rows.items() if "calls_s" in row]
-        plans = [format_plan(stage, row) for stage, row in rows.items() if "headroom_bits" in row]
+        plans = [
+            format_plan(stage, row)
+            for stage, row in rows.items()
+            if row.get("headroom_bits") is not None
+        ]
         failed = [
             f"{stage}: {row['failure'][-200:]}" for stage, row in rows.items() if "failure" in row
         ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +24,13 @@ from stopdown.pipelines.dry_run import (
     dry_run,
     make_arguments,
 )
+from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.skeletons import copy_skeleton
-from stopdown.plans.dry_calls import CallListener
+from stopdown.pipelines.sources import resolve_source
+from stopdown.plans.dry_calls import CallListener, list_source_calls
 from stopdown.testing import make_pipeline
+
+SaveTiny = Callable[..., Path]
 
 SIZES = {"height": 64, "width": 64, "num_inference_steps": 3, "output_type": "np"}
 
@@ -164,3 +170,11 @@ def test_steps_are_as_many_as_somebody_needs() -> None:
         run = memory.conclude(skeleton)
         assert run.steps == steps
         assert sum(call.component == "unet" for call in run.calls) == steps
+
+
+def test_a_pipeline_that_upcasts_its_autoencoder_is_run_dry_to_its_end(save_tiny: SaveTiny) -> None:
+    """Stable Video Diffusion, whose autoencoder says force_upcast: calls of every component are found."""
+    source, sizes = complete_source(resolve_source(save_tiny("svd"))), {"height": 64, "width": 64}
+    calls, ended = list_source_calls(source, {**sizes, "frames": 2})
+    assert not ended
+    assert calls.keys() == {"image_encoder", "unet", "vae"}

@@ -194,6 +194,15 @@ def copy_layers(source: torch.nn.Module, target: torch.nn.Module, below: Rank | 
                 put_layer(target, name, layer, patches, rank)
 
 
+def drop_upcast(module: torch.nn.Module, patches: Patches) -> bool:
+    """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
+    config: Any = getattr(module, "config", None)
+    if not getattr(config, "force_upcast", False):
+        return False
+    patches.set_attribute(module, "_internal_dict", type(config)({**config, "force_upcast": False}))
+    return True
+
+
 def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
     """Bring a component call's floating arguments to the dtype of its weights, and its outputs back.
 

@@ -27,6 +27,7 @@ from stopdown.pipelines.attribute_walk import find_parts
 from stopdown.pipelines.call_interception import (
     Call,
     Rank,
+    drop_upcast,
     intercept,
     intercept_components,
     put_cast,
@@ -227,7 +228,8 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
         for entry in plan.components
         if entry.precision in FORMATS
     }
-    upcast = {name for name, dtype in dtypes.items() if _drop_upcast(pipe, name, dtype, patches)}
+    halves = [name for name, dtype in dtypes.items() if dtype == torch.float16]
+    upcast = {name for name in halves if drop_upcast(_find(pipe, name), patches)}
     is_mixed = len(set(dtypes.values())) > 1 or not find_adapter(pipe).is_pipeline
 
     def put(callee: Callee, layers: Patches) -> None:
@@ -294,16 +296,6 @@ def _find(program: Any, name: str) -> torch.nn.Module:
     if found is None:
         raise ScalingError(f"There is no {name} any more.")
     return found
-
-
-def _drop_upcast(pipe: Any, name: str, dtype: torch.dtype, patches: Patches) -> bool:
-    """Tell a pipeline that an autoencoder needs no fp32 any more; whether it would have used it."""
-    module = _find(pipe, name)
-    config: Any = getattr(module, "config", None)
-    if dtype != torch.float16 or not getattr(config, "force_upcast", False):
-        return False
-    patches.set_attribute(module, "_internal_dict", type(config)({**config, "force_upcast": False}))
-    return True
 
 
 def _compare_versions(plan: Plan) -> Iterator[str]:

@@ -19,7 +19,7 @@ from stopdown.errors import SourceError, take_first_line
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import put_cast
+from stopdown.pipelines.call_interception import drop_upcast, put_cast
 from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.dry_run import (
     ComponentCall,
@@ -71,8 +71,10 @@ def list_calls_dry(
         arguments: of its call, beside those that it cannot do without.
     """
     listener = CallListener()
+    patches = Patches()  # never undone: the skeleton is thrown away
     for callee in find_callees(skeleton):
-        put_cast(callee, torch.float16, Patches())  # never undone: the skeleton is thrown away
+        put_cast(callee, torch.float16, patches)
+        drop_upcast(callee.owner, patches)
     try:
         dry_run(skeleton, {**make_arguments(skeleton), **(arguments or {})}, [listener])
     except Exception as error:  # whatever code raises without values: what was seen before counts
