@@ -7,7 +7,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,6 +27,37 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is not looked through at each collection: that took a seventh of all."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fp16_convolutions() -> Iterator[None]:
+    """Convolutions in fp16 are summed in fp32 and rounded once, as devices do.
+
+    A CPU without fp16 takes 57 times as long for its own, which differ by their sums alone. Processes
+    that a test starts have those.
+    """
+    import torch
+
+    own = torch.ops.aten._convolution.default
+
+    def convolve(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        flags = (False, False, True, True)  # benchmark, deterministic, cuDNN, TF32: not the CPU's
+        if x.dtype != torch.float16:
+            return own(x, weight, bias, *rest, *flags)
+        wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias)]
+        return own(*wide, *rest, *flags).half()
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("convolution", convolve, "CPU")
+    yield
+    library._destroy()
 
 
 BF16_FLAGS = frozenset({"avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"})
@@ -121,6 +152,36 @@ def simulated(_simulated_devices: Simulated) -> Iterator[Simulated]:
     gc.collect()
     with _simulated_devices.present() as devices:
         yield devices
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of `each_device` runs on the CPU and on the simulated one, there in the slow suite."""
+    if "each_device" in metafunc.fixturenames:
+        there = pytest.param("simulated", marks=pytest.mark.slow)
+        places = [pytest.param("cpu", id=pytest.HIDDEN_PARAM), there]
+        metafunc.parametrize("each_device", places, indirect=True)
+
+
+@pytest.fixture
+def each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where tiny pipelines are made, and what commands choose: the CPU, or a device that is not.
+
+    A test that never reaches that device fails.
+    """
+    name: str = request.param
+    if name == "cpu":
+        yield name
+        return
+    import pipeline_calls
+    from stopdown import testing
+
+    build = testing.build_pipeline
+    devices: Simulated = request.getfixturevalue("simulated")
+    monkeypatch.setattr(pipeline_calls, "where", name)
+    monkeypatch.setattr(testing, "build_pipeline", lambda *a, **k: build(*a, **k).to(name))
+    before = devices.counts.operations
+    yield name
+    assert devices.counts.operations > before, "nothing was computed on the device"
 
 
 @pytest.fixture(scope="session")

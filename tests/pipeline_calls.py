@@ -1,12 +1,15 @@
-"""How each tiny pipeline is called: the smallest run that goes through every component."""
+"""Tiny pipelines that tests share, and how each is called: the smallest run through every component."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+
+from stopdown import testing
 
 NOISE = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
 PICTURE = Image.fromarray(NOISE[0])
@@ -28,6 +31,31 @@ CALLS: dict[str, dict[str, Any]] = {
         "max_sequence_length": 16,
     },
 }
+
+where = "cpu"
+"""The device that pipelines are made on; the fixture `each_device` puts another one in its place."""
+
+
+def make_pipeline(name: str, **options: Any) -> Any:
+    """A tiny pipeline that is made once for all tests: whoever changes it makes one of their own."""
+    return _make_pipeline(where, name, **options)
+
+
+def make_used_pipeline(name: str, **options: Any) -> Any:
+    """One that has run: some classes make themselves ready in their first run."""
+    return _use_pipeline(where, name, **options)
+
+
+@functools.cache
+def _make_pipeline(device: str, name: str, **options: Any) -> Any:
+    return testing.make_pipeline(name, **options)
+
+
+@functools.cache
+def _use_pipeline(device: str, name: str, **options: Any) -> Any:
+    pipe = _make_pipeline(device, name, **options)
+    call_pipeline(pipe, name)
+    return pipe
 
 
 def call_pipeline(pipe: Any, name: str, *, steps: int = 2) -> np.ndarray[Any, Any]:

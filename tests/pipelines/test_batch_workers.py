@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from batch_kills import Kills, Watched, ended, start
 from stopdown.app.batch_command import BatchOptions, batch
@@ -45,6 +46,23 @@ def make_alone(folder: Path, source: str, prompts: Path, *words: str) -> dict[st
     return {path.name: path.read_bytes() for path in (folder / "alone").glob("*.mp4")}
 
 
+@pytest.fixture(scope="module")
+def undisturbed(
+    save_tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """What this process makes of six prompts of the tiny pipeline, by name."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    sizes: dict[str, Any] = {"frames": 9, "height": 32, "width": 32, "steps": 1}
+    source, prompts = str(save_tiny("cogvideox", "fp32")), str(write_prompts(folder, 6))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the processes have
+    try:
+        batch(BatchOptions(source, prompts, str(folder), precision="fp32", **sizes), Silent())
+    finally:
+        torch.set_num_threads(threads)
+    return {path.name: path.read_bytes() for path in folder.glob("*.mp4")}
+
+
 def read_summary(folder: Path) -> BatchRecord:
     return from_json((folder / "batch.json").read_bytes(), BatchRecord)
 
@@ -75,10 +93,9 @@ def run_killed(
     raise AssertionError("the kills were never used up")
 
 
-def test_processes_survive_kills(tiny: str, tmp_path: Path) -> None:
+def test_processes_survive_kills(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     """Two processes; three kills of workers and drivers: each item once, with one process's bytes."""
-    prompts = write_prompts(tmp_path, 6)
-    expected = make_alone(tmp_path, tiny, prompts, *SIZES)
+    prompts, expected = write_prompts(tmp_path, 6), undisturbed
     kills = Kills(3, seed=2)
     words = (*SIZES, "--workers", "2", "--tries", "9")
     record = run_killed(tmp_path, tiny, kills, prompts, expected, *words)
@@ -145,8 +162,18 @@ def test_a_probe_that_nobody_looked_for_is_swept(kind: str, tmp_path: Path) -> N
     assert store.list_names() == {"a.mp4"}
 
 
-def test_memory_of_one_process_is_no_place_for_two(tiny: str, tmp_path: Path) -> None:
-    """Outputs into `memory://` by two processes: each has a memory of its own, which is found at once."""
+def test_memory_of_one_process_is_no_place_for_two(
+    tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs into `memory://` by another process: it has a memory of its own, which is found at once."""
+    from stopdown.batch.pools import Processes
+
+    begin = Processes.__init__
+
+    def begin_one(self: Processes, job: Any, devices: list[str], store: Any) -> None:
+        begin(self, job, devices[:1], store)  # the second would only be told the same
+
+    monkeypatch.setattr(Processes, "__init__", begin_one)
     options = BatchOptions(
         tiny, str(write_prompts(tmp_path, 2)), "memory://nowhere", precision="fp32", workers=2
     )
@@ -169,18 +196,17 @@ def test_ray_is_named_where_it_is_missing(
         batch(options, Silent())
 
 
-def test_ray_makes_the_same(tiny: str, tmp_path: Path) -> None:
+def test_ray_makes_the_same(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:
     """Two workers of a local Ray: each item once, with the bytes of one process; again: nothing."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'stopdown[ray]'")
-    prompts = write_prompts(tmp_path, 4)
-    expected = make_alone(tmp_path, tiny, prompts, *SIZES)
+    prompts, expected = write_prompts(tmp_path, 6), undisturbed
     words = (tiny, "--prompts", prompts, "-o", tmp_path / "out", *SIZES, "--ray", "local")
     process = start(tmp_path / "log", *words, "--workers", "2")
     with ended(process):
         assert process.wait(300) == 0, (tmp_path / "log").read_text()
-    assert Watched(tmp_path / "out", expected).look() == 4
+    assert Watched(tmp_path / "out", expected).look() == 6
     record = read_summary(tmp_path / "out")
-    assert (record.made, len(record.workers)) == (4, 2)
+    assert (record.made, len(record.workers)) == (6, 2)
 
 
 def test_a_cluster_that_is_not_there(tiny: str, tmp_path: Path) -> None:

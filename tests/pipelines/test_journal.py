@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from pipeline_calls import CALLS, call_pipeline
+from pipeline_calls import CALLS, call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import InputError
@@ -33,7 +32,6 @@ from stopdown.runtime.guard import guard
 from stopdown.runtime.journal import Journal, _read_settings
 from stopdown.runtime.journal_values import digest_call, pack, unpack
 
-make_pipeline = functools.cache(testing.make_pipeline)
 Run = Callable[..., tuple[np.ndarray[Any, Any], JournalUse]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from pipeline_calls import CALLS, call_pipeline
+from pipeline_calls import CALLS, call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
 from stopdown.numerics import iterate_tensors
@@ -22,9 +21,6 @@ from stopdown.runtime.guard import guard
 from stopdown.runtime.results import count_bad
 
 NAME = "cogvideox"
-
-make_pipeline = functools.cache(testing.make_pipeline)
-"""Shared: whatever a test puts there it takes away."""
 
 
 def quiet(text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,9 @@ from stopdown.runtime.repairs import ComponentState
 MODULE_PATH = "transformer_blocks.1.ff"
 
 
-@functools.cache
 def make_pipeline(name: str, dtype: torch.dtype = torch.float16) -> Any:
-    """A pipeline that has run once: some classes make themselves ready in their first run."""
-    pipe = testing.make_pipeline(name, dtype=dtype)
-    call_pipeline(pipe, name)
-    return pipe
+    """A pipeline that has run once."""
+    return pipeline_calls.make_used_pipeline(name, dtype=dtype)
 
 
 def quiet(text: str) -> None:
@@ -53,6 +49,7 @@ def have_bf16(monkeypatch: pytest.MonkeyPatch, answer: bool) -> None:
     monkeypatch.setattr(FaultHandler, "_has_bf16", lambda *_: answer)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
     """NaN that one module writes in fp16 alone: it goes to fp32, and everything else stays."""
     handle, error = run_faulty(
@@ -67,6 +64,7 @@ def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
     assert seen.precisions == ("fp16", "fp32")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large component the fault is told at once, then once what was done; of a small one only that."""
     told: list[str] = []
@@ -84,6 +82,7 @@ def test_a_long_repair_is_announced_before_it_begins(monkeypatch: pytest.MonkeyP
     assert after[0] == after[1]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_warning_names_the_line_that_called_the_pipeline() -> None:
     """Not a line of Stopdown or PyTorch: whoever reads it finds the call in a file of theirs."""
     pipe = make_pipeline("cogvideox")
@@ -93,6 +92,7 @@ def test_a_warning_names_the_line_that_called_the_pipeline() -> None:
     assert [x.filename for x in caught] == [pipeline_calls.__file__]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite frames that are fewer than the call at fault gave are no repair; the next one is tried."""
     have_bf16(monkeypatch, True)
@@ -114,6 +114,7 @@ def test_a_repair_that_changes_shapes_is_refused(monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
     """Wan's blocks write the frames before into a list of their caller's: none is lost in fp32."""
     handle, error = run_faulty(
@@ -125,6 +126,7 @@ def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
 
 
 @pytest.mark.parametrize(("has_bf16", "action"), [(True, "bf16"), (False, "fp32")])
+@pytest.mark.usefixtures("each_device")
 def test_a_fault_of_the_whole_component_casts_it(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool, action: str
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_fault_of_the_whole_component_casts_it(
     assert error < 1e-2
 
 
+@pytest.mark.usefixtures("each_device")
 def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flux asks its text encoder for a dtype and casts what the transformer gets to it."""
     have_bf16(monkeypatch, True)
@@ -144,6 +147,7 @@ def test_others_follow_a_component_that_was_cast(monkeypatch: pytest.MonkeyPatch
     assert error < 1e-2
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_fails_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A remedy that cannot be had is named with the reason, and the next one is taken."""
     have_bf16(monkeypatch, False)
@@ -159,6 +163,7 @@ def fail_to_scale(*_: Any) -> None:
     raise RuntimeError("no exponents today\nand more")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_saturation_is_seen_although_it_is_finite() -> None:
     """Values that a clamp brought back are a fault, and a rescaled component needs no clamp."""
     handle, error = run_faulty("cogvideox", "transformer", step=1, kind="clamp", lasting=True)
@@ -169,6 +174,7 @@ def test_saturation_is_seen_although_it_is_finite() -> None:
     assert error < 2e-3
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_clamp_of_the_authors_is_seen() -> None:
     """T5 turns Inf in its stream into 64504 and goes on: finite, wrong, and found."""
     wide, pipe = make_pipeline("cogvideox", torch.float32), make_pipeline("cogvideox")
@@ -208,6 +214,7 @@ def scale_stream(encoder: torch.nn.Module) -> Any:
     return undo
 
 
+@pytest.mark.usefixtures("each_device")
 def test_bad_arguments_are_traced_to_the_component_before() -> None:
     """With `warn` a text encoder's NaN reaches the transformer, which is not blamed for it."""
     pipe = make_pipeline("cogvideox")
@@ -224,6 +231,7 @@ def test_bad_arguments_are_traced_to_the_component_before() -> None:
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_warn_says_it_once(recwarn: pytest.WarningsRecorder) -> None:
     """Each component that gives bad values is told of once, and looked at once."""
     pipe = make_pipeline("cogvideox")
@@ -242,6 +250,7 @@ def test_warn_says_it_once(recwarn: pytest.WarningsRecorder) -> None:
     assert transformer[1].reason == "Not looked at again."
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_weight_is_blamed_and_not_repaired() -> None:
     """A NaN in a weight is named by its path; no precision helps, and none is tried."""
     pipe = make_pipeline("cogvideox")
@@ -259,6 +268,7 @@ def test_a_weight_is_blamed_and_not_repaired() -> None:
     assert [(r.kind, r.action, r.replays) for r in handle.repairs] == [("weight", "none", 0)]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_has_no_repair_ends_the_run() -> None:
     """In fp32 there is nothing wider: the run stops, and says what was seen."""
     pipe = make_pipeline("cogvideox", torch.float32)
@@ -272,6 +282,7 @@ def test_what_has_no_repair_ends_the_run() -> None:
     assert [repair.action for repair in handle.repairs] == ["none"]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_block_maxima_come_with_the_same_read() -> None:
     """Largest magnitudes by block and step equal those of hooks, and cost no further host read."""
     pipe = make_pipeline("cogvideox", torch.float32)

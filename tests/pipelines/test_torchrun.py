@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from stopdown import testing
+from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.environment import RankSettings, read_rank
 from stopdown.errors import OptionError
 from stopdown.media import read_image
@@ -20,8 +22,8 @@ TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-p
 SIZES = ("--steps", "2", "--frames", "9", "--height", "32", "--width", "32", "--precision", "fp32")
 
 
-def run(words: tuple[str, ...], *before: str) -> subprocess.CompletedProcess[str]:
-    command = [*(before or (sys.executable,)), "-m", "stopdown", "generate", *words]
+def start_two(words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    command = [*TWO, "-m", "stopdown", "generate", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
@@ -33,10 +35,10 @@ def test_two_processes_make_the_video_of_one(way: str, named: str, tmp_path: Pat
     """The frames of one process, within a level of rounding; one card, one record, nothing left over."""
     source = testing.save_pipeline("cogvideox", tmp_path / "model")
     one, two = tmp_path / "one", tmp_path / "two"
-    alone = run((str(source), "a red ball", *SIZES, "-o", str(one)))
-    assert alone.returncode == 0, alone.stderr
+    sizes: dict[str, Any] = {"steps": 2, "frames": 9, "height": 32, "width": 32}
+    generate(GenerateOptions(str(source), "a red ball", str(one), precision="fp32", **sizes))
     words = (str(source), "a red ball", *SIZES, "--device", "cpu", "-o", str(two))
-    done = run((*words, "--parallel", way, "--journal", str(tmp_path / "journal")), *TWO)
+    done = start_two((*words, "--parallel", way, "--journal", str(tmp_path / "journal")))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Written:") == 1
     assert "FutureWarning" not in done.stderr
@@ -55,17 +57,17 @@ def test_two_processes_make_the_video_of_one(way: str, named: str, tmp_path: Pat
 def test_what_cannot_be_is_said_once(tmp_path: Path) -> None:
     """An output in a folder that is not there is refused by one process, and all of them end."""
     source = testing.save_pipeline("cogvideox", tmp_path / "model")
-    done = run((str(source), "a", *SIZES, "-o", str(tmp_path / "none" / "a.mp4")), *TWO)
+    done = start_two((str(source), "a", *SIZES, "-o", str(tmp_path / "none" / "a.mp4")))
     assert done.returncode == 1  # torchrun's own
     assert done.stderr.count("cannot be written") == 1
 
 
-def test_a_way_needs_several_processes() -> None:
+def test_a_way_needs_several_processes(run: Any) -> None:
     """--parallel in one process, and a way that there is not, are refused with what to type."""
-    told = run(("shapes", "a", "--parallel", "context"))
-    assert told.returncode == 2
-    assert "was given to one process" in told.stderr
-    assert "torchrun --nproc-per-node 2 -m stopdown generate" in told.stderr
+    code, _, said = run("generate", "shapes", "a", "--parallel", "context")
+    assert code == 2
+    assert "was given to one process" in said
+    assert "torchrun --nproc-per-node 2 -m stopdown generate" in said
 
 
 def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import call_pipeline
+from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
 from stopdown.number_formats import FORMATS
@@ -21,9 +20,6 @@ from stopdown.runtime.guard import Guard, GuardOptions
 
 FAMILIES = ("cogvideox", "cogview3plus", "svd", "sdxl", "flux", "wan")
 DENOISERS = {"svd": "unet", "sdxl": "unet"}
-
-make_pipeline = functools.cache(testing.make_pipeline)
-"""Pipelines are shared: that each test leaves them untouched is what these tests are about."""
 
 
 def check_calls(pipe: Any, **options: Any) -> Guard:
@@ -41,6 +37,7 @@ def run_checked(pipe: Any, name: str, **options: Any) -> NonFiniteError:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.usefixtures("each_device")
 def test_silent(name: str, precision: str) -> None:
     """A guarded run equals the plain one in every bit, and the pipeline is as it was."""
     pipe = make_pipeline(name, dtype=FORMATS[precision].torch_dtype)
@@ -55,6 +52,7 @@ def test_silent(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [*((name, "nan") for name in FAMILIES), ("cogvideox", "inf"), ("svd", "inf")]
 )
+@pytest.mark.usefixtures("each_device")
 def test_alert_at_a_step(name: str, kind: Any) -> None:
     """A fault in the denoiser's second step is found there, by name, and the pipeline is freed."""
     pipe = make_pipeline(name, dtype=torch.bfloat16)
@@ -86,6 +84,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
         ("wan", "text_encoder"),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_alert_at_every_component_call(name: str, component: str) -> None:
     """A fault in an encoder or decoder is found there; these have no step."""
     pipe = make_pipeline(name)
@@ -99,6 +98,7 @@ def test_alert_at_every_component_call(name: str, component: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector switched off the same fault reaches the pixels: the tests above see it."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
@@ -108,6 +108,7 @@ def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_scheduler_never_sees_the_fault() -> None:
     """The run stops at the component: the step after it is not made."""
     pipe = make_pipeline("cogvideox")
@@ -119,6 +120,7 @@ def test_the_scheduler_never_sees_the_fault() -> None:
     assert (transformer.calls, transformer.non_finite) == (2, 1)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_whole_message() -> None:
     """What, where, expected with its reason, and what to type."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
@@ -136,6 +138,7 @@ def test_the_whole_message() -> None:
     assert str(error) == f"{error.what} {error.expected} {error.remedy}"
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_fault_that_came_from_outside_is_said_to() -> None:
     """When the inputs were not finite already, the message does not blame the component alone."""
     pipe = make_pipeline("cogvideox")
@@ -154,6 +157,7 @@ def test_a_fault_that_came_from_outside_is_said_to() -> None:
 
 
 @pytest.mark.parametrize("first", ["inner", "outer"])
+@pytest.mark.usefixtures("each_device")
 def test_nested(first: str) -> None:
     """Two guards at once see the same calls; taken off in either order they leave nothing."""
     pipe = make_pipeline("cogvideox")
@@ -168,6 +172,7 @@ def test_nested(first: str) -> None:
     assert [call.calls for call in left.record.calls] == [4, 2, 4]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception() -> None:
     """Whatever ends the block, the pipeline is as it was; leaving twice is harmless."""
     pipe = make_pipeline("svd")
@@ -181,6 +186,7 @@ def test_gone_after_an_exception() -> None:
         handle.remove()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_gone_when_it_cannot_be_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error half way through putting it on takes off what is on already."""
     pipe = make_pipeline("cogvideox")
@@ -193,6 +199,7 @@ def test_gone_when_it_cannot_be_put_on(monkeypatch: pytest.MonkeyPatch) -> None:
         check_calls(pipe)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_calls_are_counted_and_timed() -> None:
     """Each component that was called, with its stage, precision and time; the others are absent."""
     pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
@@ -212,6 +219,7 @@ def test_calls_are_counted_and_timed() -> None:
     assert handle.record.own_s > 0
 
 
+@pytest.mark.usefixtures("each_device")
 def test_steps_are_those_of_the_run() -> None:
     """A run from a video skips steps, a second run counts anew: the message says what was run."""
     pipe = make_pipeline("cogvideox-video")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import call_pipeline
+from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.number_formats import FORMATS
@@ -17,14 +16,13 @@ from stopdown.runtime.guard import guard
 from stopdown.runtime.repair_order import Remedy, Situation, list_remedies
 from stopdown.runtime.repair_texts import name_action
 
-make_pipeline = functools.cache(testing.make_pipeline)
-
 
 def quiet(text: str) -> None:
     """Hears of a repair and says nothing."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.usefixtures("each_device")
 def test_silent(precision: str) -> None:
     """A guarded run equals the plain one in every bit; one value is read for each call."""
     pipe = make_pipeline("cogvideox", dtype=FORMATS[precision].torch_dtype)
@@ -43,6 +41,7 @@ def test_silent(precision: str) -> None:
         ("vae", "vae.decode:decoder.conv_in.conv"),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
     """The module path is named, one call is run again, and the pixels are near those of fp32."""
     reference = call_pipeline(make_pipeline("cogvideox", overflow=component), "cogvideox")
@@ -55,6 +54,7 @@ def test_an_overflow_is_repaired(component: str, module_path: str) -> None:
     assert (repair.action, repair.kind, repair.replays) == ("rescaled", "range", 1)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detectors off the same fault reaches the pixels."""
     monkeypatch.setattr("stopdown.runtime.call_check.bound_values", lambda tensors, known: None)
@@ -64,6 +64,7 @@ def test_switched_off_the_fault_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_fault_that_does_not_come_again_is_said_to() -> None:
     """A transient fault is told from a lasting one; the run goes on to the same pixels."""
     pipe = make_pipeline("cogvideox", dtype=torch.bfloat16)
@@ -78,6 +79,7 @@ def test_a_fault_that_does_not_come_again_is_said_to() -> None:
     assert (repair.action, repair.kind, repair.step) == ("replayed", "intermittent", 1)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_raise_stops_with_the_module_path() -> None:
     """With `raise` nothing is repaired, and the message says where it began."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
@@ -89,6 +91,7 @@ def test_raise_stops_with_the_module_path() -> None:
         call_pipeline(pipe, "cogvideox")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_warn_goes_on() -> None:
     """With `warn` the bad value passes on, and a warning says so."""
     pipe = make_pipeline("cogvideox", overflow="vae", dtype=torch.float16)
@@ -96,6 +99,7 @@ def test_warn_goes_on() -> None:
         assert np.isnan(call_pipeline(pipe, "cogvideox")).any()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception_and_nested() -> None:
     """Whatever ends the block and in whichever order, the pipeline is as it was."""
     pipe = make_pipeline("cogvideox")

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import pipeline_calls
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.memory_command import list_worthwhile
 from stopdown.app.request_options import read_allowed
@@ -428,6 +429,7 @@ def raise_at(
 
 @pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
 @pytest.mark.parametrize("start", ["resident", "component", "block"])
+@pytest.mark.usefixtures("each_device")
 def test_a_call_without_memory_is_run_again(
     component: str, start: Placement, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
@@ -440,7 +442,13 @@ def test_a_call_without_memory_is_run_again(
     with Patches() as patches:
         raise_at(pipe, component, 1, patches)
         with Offloader(
-            pipe, taken, all_of_them, dry_run_sd.strays, store=tmp_path, announce=said.append
+            pipe,
+            taken,
+            all_of_them,
+            dry_run_sd.strays,
+            store=tmp_path,
+            device=pipeline_calls.where,
+            announce=said.append,
         ) as offloader:
             assert np.array_equal(run_sd(pipe), expected)
     after = PLACEMENTS[PLACEMENTS.index(start) + 1]
@@ -460,6 +468,7 @@ def test_a_call_without_memory_is_run_again(
         pytest.param(Strategy("component", storage="int8"), marks=needs_torchao),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
     component: str, start: Strategy, dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
@@ -469,7 +478,9 @@ def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
     taken, leaf = (predict(dry_run_sd, one, steps=2) for one in (start, Strategy("leaf")))
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, component, 1, patches)
-        with Offloader(pipe, taken, (leaf,), dry_run_sd.strays, store=tmp_path) as offloader:
+        with Offloader(
+            pipe, taken, (leaf,), dry_run_sd.strays, store=tmp_path, device=pipeline_calls.where
+        ) as offloader:
             assert np.isfinite(run_sd(pipe)).all()
             assert count_codes(offloader) == 0
     assert [(one.component, one.after) for one in offloader.steps_down] == [(component, "leaf")]
@@ -497,7 +508,14 @@ def test_out_of_memory_in_every_component_at_every_strategy(name: str, tmp_path:
         if taken.strategy.storage == "int8" and find_spec("torchao") is None:
             continue
         for component in called:
-            offloader = Offloader(pipe, taken, fit.predictions, fit.strays, store=tmp_path)
+            offloader = Offloader(
+                pipe,
+                taken,
+                fit.predictions,
+                fit.strays,
+                store=tmp_path,
+                device=pipeline_calls.where,
+            )
             with assert_untouched(pipe), Patches() as patches:
                 raise_at(pipe, component, 1, patches)
                 if taken.peak_bytes == least:
@@ -533,6 +551,7 @@ def test_tiles_change_a_picture_a_little() -> None:
     assert pipe.vae.decode(latents).sample.shape != expected.shape
 
 
+@pytest.mark.usefixtures("each_device")
 def test_without_anything_smaller_it_says_what_would_do(
     dry_run_sd: RunMemory, tmp_path: Path
 ) -> None:
@@ -541,7 +560,14 @@ def test_without_anything_smaller_it_says_what_would_do(
     smallest = predict(dry_run_sd, Strategy("leaf"), steps=2)
     with assert_untouched(pipe), Patches() as patches:
         raise_at(pipe, "unet", 9, patches)
-        offloader = Offloader(pipe, smallest, (smallest,), dry_run_sd.strays, store=tmp_path)
+        offloader = Offloader(
+            pipe,
+            smallest,
+            (smallest,),
+            dry_run_sd.strays,
+            store=tmp_path,
+            device=pipeline_calls.where,
+        )
         with offloader, pytest.raises(StopdownError) as caught:
             run_sd(pipe)
     text = str(caught.value)
@@ -549,13 +575,14 @@ def test_without_anything_smaller_it_says_what_would_do(
     assert f"a device with more than {format_bytes(smallest.peak_bytes)} free" in text
 
 
+@pytest.mark.usefixtures("each_device")
 def test_another_error_is_not_taken_for_it(dry_run_sd: RunMemory) -> None:
     """An error that is not about memory passes, and nothing is tried again."""
     pipe = make_pipeline("sd")
     taken = predict(dry_run_sd, Strategy(), steps=2)
     with Patches() as patches:
         raise_at(pipe, "unet", 1, patches, RuntimeError("mat1 and mat2 cannot be multiplied"))
-        offloader = Offloader(pipe, taken, (taken,), dry_run_sd.strays)
+        offloader = Offloader(pipe, taken, (taken,), dry_run_sd.strays, device=pipeline_calls.where)
         with offloader, pytest.raises(RuntimeError, match="mat1 and mat2"):
             run_sd(pipe)
     assert offloader.steps_down == []
@@ -632,6 +659,7 @@ def generate_sd(
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     """The cheapest strategy that fits is taken, the picture is the same, and the record says it."""
     folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
@@ -660,6 +688,7 @@ def test_what_may_not_change_the_picture(
     assert "--allow fp8" in str(caught.value)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_generate_keeps_weights_in_8_bits_when_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -696,6 +725,7 @@ def test_gradient_checkpointing_is_said_to_do_nothing(
     assert IDLE.endswith("it does nothing.")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_generate_says_what_would_fit(tmp_path: Path) -> None:
     """A limit that nothing fits is refused before the run, with one that would do."""
     folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)

@@ -175,6 +175,7 @@ def run_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightStore, "stand", fail)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_next_run_begins_with_what_worked(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_fp32_modules_run_at_their_own_speed() -> None:
     assert weigh_speed(NARROW, None, None) is None
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_plans_fp32_modules_are_fp32_in_its_skeleton(tmp_path: Path) -> None:
     """A skeleton by a plan has fp16 weights, and fp32 ones in its fp32 modules."""
     source = resolve_source(save_pipeline("sd", tmp_path / "m", dtype=torch.float32))
@@ -151,6 +152,7 @@ def test_a_plans_fp32_modules_are_fp32_in_its_skeleton(tmp_path: Path) -> None:
     assert kinds == {True: torch.float32, False: torch.float16}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None:
     """A component that a plan runs in bf16 is cast by `apply_entry` here as it is on loading."""
     source = resolve_source(save_pipeline("wan", tmp_path / "m", dtype=torch.float32))
