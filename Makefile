@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 		--steps 20 --force -o $(OUT)/demo.mp4
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow

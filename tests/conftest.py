@@ -29,6 +29,20 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+LONGEST = (
+    *("docs/test_pages.py", "pipelines/test_batch_workers.py", "pipelines/test_torchrun.py"),
+    *("device/test_bench.py", "device/test_commands_on_device.py"),
+)
+"""Files that begin first: with one file a worker the last one to begin decides when all is over."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, in the order above; `--no-loadscope-reorder` keeps it."""
+    root = Path(__file__).parent
+    ranks = {root / name: rank for rank, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and is not looked through at each collection: that took a seventh of all."""
     gc.collect()

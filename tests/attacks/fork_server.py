@@ -7,6 +7,7 @@ process with threads may wait for ever for a lock that one of them held.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -61,6 +62,7 @@ def _import_all() -> None:
             importlib.import_module(found.name)
     for name in _HEAVY:
         importlib.import_module(name)
+    gc.freeze()  # a collection in a child would copy every page
 
 
 def _redirect(number: int, path: str, flags: int) -> None:

@@ -57,10 +57,12 @@ def undisturbed(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the processes have
     try:
-        batch(BatchOptions(source, prompts, str(folder), precision="fp32", **sizes), Silent())
+        batch(
+            BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Silent()
+        )
     finally:
         torch.set_num_threads(threads)
-    return {path.name: path.read_bytes() for path in folder.glob("*.mp4")}
+    return {path.name: path.read_bytes() for path in (folder / "out").glob("*.mp4")}
 
 
 def read_summary(folder: Path) -> BatchRecord:

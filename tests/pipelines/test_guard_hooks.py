@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import pipeline_calls
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
@@ -147,26 +148,27 @@ def test_compiled_code_is_repaired(compile_: Callable[[Any], None]) -> None:
 
 def offload_groups(pipe: Any) -> None:
     """Weights come and go a block at a time."""
-    cpu = torch.device("cpu")
+    there, host = torch.device(pipeline_calls.where), torch.device("cpu")
     pipe.transformer.enable_group_offload(
-        onload_device=cpu, offload_device=cpu, offload_type="block_level", num_blocks_per_group=1
+        onload_device=there, offload_device=host, offload_type="block_level", num_blocks_per_group=1
     )
 
 
 def offload_leaves(pipe: Any) -> None:
     """Weights come and go a layer at a time."""
-    cpu = torch.device("cpu")
+    there, host = torch.device(pipeline_calls.where), torch.device("cpu")
     pipe.transformer.enable_group_offload(
-        onload_device=cpu, offload_device=cpu, offload_type="leaf_level"
+        onload_device=there, offload_device=host, offload_type="leaf_level"
     )
 
 
 def offload_sequentially(pipe: Any) -> None:
-    """As `enable_sequential_cpu_offload()`, which wants an accelerator: the same hooks, computing here."""
+    """As `enable_sequential_cpu_offload()`, which wants an accelerator: the same hooks."""
     from accelerate import cpu_offload
 
     for module in (pipe.transformer, pipe.vae):
-        cpu_offload(module, torch.device("cpu"), offload_buffers=bool(module._parameters))
+        there = torch.device(pipeline_calls.where)
+        cpu_offload(module, there, offload_buffers=bool(module._parameters))
     assert all(weight.is_meta for weight in pipe.transformer.parameters())
 
 
@@ -250,6 +252,7 @@ CACHES = (cache_first_block, broadcast_attention)
 
 
 @pytest.mark.parametrize("put_on", HOOKS)
+@pytest.mark.usefixtures("each_device")
 def test_under_hooks_it_is_silent_and_finds_faults(put_on: Callable[[Any], None]) -> None:
     """The same bits without a fault, the same bits after one that does not come again, and gone."""
     pipe = make_pipeline(HOOKED)
@@ -264,6 +267,7 @@ def test_under_hooks_it_is_silent_and_finds_faults(put_on: Callable[[Any], None]
 
 
 @pytest.mark.parametrize("put_on", CACHES)
+@pytest.mark.usefixtures("each_device")
 def test_without_its_cache_put_back_a_call_is_another(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
 ) -> None:
@@ -281,6 +285,7 @@ ALL_CACHES = (*CACHES, cache_faster, cache_magnitudes, cache_taylor, cache_taylo
 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("put_on", ALL_CACHES)
+@pytest.mark.usefixtures("each_device")
 def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step: int) -> None:
     """Exponents are found beneath the cache, for the call that failed: no component ends in bf16."""
     pipe = testing.make_pipeline(HOOKED, dtype=torch.float16)
@@ -297,6 +302,7 @@ def test_beside_a_step_cache_it_is_rescaled(put_on: Callable[[Any], None], step:
 
 
 @pytest.mark.parametrize("put_on", [cache_first_block, cache_faster])
+@pytest.mark.usefixtures("each_device")
 def test_captured_with_its_cache_on_it_is_not_rescaled(
     monkeypatch: pytest.MonkeyPatch, put_on: Callable[[Any], None]
 ) -> None:
@@ -314,6 +320,7 @@ def test_captured_with_its_cache_on_it_is_not_rescaled(
 
 
 @pytest.mark.parametrize("put_on", [offload_groups, offload_sequentially, *CACHES])
+@pytest.mark.usefixtures("each_device")
 def test_under_hooks_a_module_is_kept_in_fp32(put_on: Callable[[Any], None]) -> None:
     """A lasting fault is named through the hooks, and its module is put in fp32 beneath them."""
     pipe = make_pipeline(HOOKED)
@@ -343,6 +350,7 @@ def run_offloaded(monkeypatch: pytest.MonkeyPatch) -> Guard:
     return handle
 
 
+@pytest.mark.usefixtures("each_device")
 def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exponents cannot be folded into weights that wait; bf16 can be asked of the hooks; and gone."""
     (repair,) = run_offloaded(monkeypatch).repairs
@@ -352,6 +360,7 @@ def test_offloaded_weights_are_cast_and_not_rescaled(monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate makes parameters anew at each call: without their names the cast would stay."""
     monkeypatch.setattr(ComponentState, "_keep_waiting", lambda self: None)
@@ -359,6 +368,7 @@ def test_offloaded_weights_are_put_back_by_name(monkeypatch: pytest.MonkeyPatch)
         run_offloaded(monkeypatch)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_weights_in_fp8_are_not_repaired() -> None:
     """Layerwise casting rewrites weights at each call: the module path is named, and the run stops."""
     pipe = make_pipeline(HOOKED)
@@ -374,6 +384,7 @@ def test_weights_in_fp8_are_not_repaired() -> None:
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception_inside_of_the_loop(
     kind: type[BaseException], lasting: bool
 ) -> None:
@@ -396,6 +407,7 @@ def test_gone_after_an_exception_inside_of_the_loop(
     assert [r.action for r in handle.repairs] == ["fp32-module" if lasting else "replayed"]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while exponents are looked for leaves nothing behind either."""
 
@@ -429,6 +441,7 @@ def test_a_guard_goes_with_its_pipeline() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.usefixtures("each_device")
 def test_nested_with_a_fault(first: int) -> None:
     """Of two guards the inner one repairs, the outer one sees nothing; they go in either order."""
     pipe = make_pipeline(HOOKED)

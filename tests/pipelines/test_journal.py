@@ -61,6 +61,7 @@ def run(pipe: Any, folder: Path, name: str = "cogvideox", **options: Any) -> Any
 
 
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.usefixtures("each_device")
 def test_answers_are_the_same_bits(folder: Path, name: str) -> None:
     """With a journal a run is as without; again from any cut of it, the pixels are the same."""
     pipe = make_pipeline(name)
@@ -76,6 +77,7 @@ def test_answers_are_the_same_bits(folder: Path, name: str) -> None:
     assert again.notes == ()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_call_that_was_answered_is_not_made(folder: Path, monkeypatch: Any) -> None:
     """A whole journal answers every call: no component computes anything."""
     pipe = make_pipeline("sd")
@@ -118,6 +120,7 @@ def test_numbers_drawn_inside_a_call_go_on_as_after_it(folder: Path) -> None:
     assert (first[1], second[1]) == (0, 3)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_repair_is_in_force_again(folder: Path) -> None:
     """Calls after the one that was repaired run as repaired, though they come after a resume."""
     pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
@@ -153,6 +156,7 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [cut, flip, swap, Path.unlink])
+@pytest.mark.usefixtures("each_device")
 def test_what_is_damaged_is_made_anew(folder: Path, harm: Callable[[Path], None]) -> None:
     """From the first file that is cut, changed, swapped or gone all is made anew, and it is said."""
     pipe = make_pipeline("cogvideox")
@@ -166,6 +170,7 @@ def test_what_is_damaged_is_made_anew(folder: Path, harm: Callable[[Path], None]
     assert note.endswith("It is made anew from there.")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_with_the_check_deceived_a_changed_file_is_believed(folder: Path) -> None:
     """What shows the damage is the checksum in the name: with one that fits, other bits pass."""
     pipe = make_pipeline("cogvideox")
@@ -192,6 +197,7 @@ DAMAGED_HEADS = [
 
 
 @pytest.mark.parametrize("content", DAMAGED_HEADS)
+@pytest.mark.usefixtures("each_device")
 def test_a_head_that_cannot_be_read_begins_anew(folder: Path, content: bytes) -> None:
     """Without a head nothing says whose calls they are: none is used."""
     pipe = make_pipeline("cogvideox")
@@ -202,6 +208,7 @@ def test_a_head_that_cannot_be_read_begins_anew(folder: Path, content: bytes) ->
     assert (use.answered, use.written) == (0, whole.written)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_flipped_bit_in_the_head_is_seen(folder: Path) -> None:
     """Whichever bit it is, the head is either read as it was or called damaged, and nothing is raised."""
     run(make_pipeline("cogvideox"), folder)
@@ -253,6 +260,7 @@ def lose(entry: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("harm", [deepen, misname, widen, draw, lose])
+@pytest.mark.usefixtures("each_device")
 def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, Any]], None]) -> None:
     """A file whose checksum was computed anew raises nothing, whatever it says beside its tensors."""
     pipe = make_pipeline("cogvideox")
@@ -283,6 +291,7 @@ def test_a_resealed_call_is_made_anew(folder: Path, harm: Callable[[dict[str, An
         ({"seed": 1}, "vae's weights was "),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: str) -> None:
     """Other weights or another precision: nothing is run, nothing is lost, the pipeline is as it was."""
     run(make_pipeline("cogvideox"), folder)
@@ -296,6 +305,7 @@ def test_another_model_is_refused(folder: Path, change: dict[str, Any], said: st
     run(make_pipeline("cogvideox"), folder)  # the lock was let go
 
 
+@pytest.mark.usefixtures("each_device")
 def test_other_tiles_are_refused(folder: Path) -> None:
     """An autoencoder that cuts its work otherwise gives other bits."""
     run(make_pipeline("sd"), folder, "sd")
@@ -305,6 +315,7 @@ def test_other_tiles_are_refused(folder: Path) -> None:
         guard(pipe, journal=folder)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_another_prompt_is_never_answered(folder: Path) -> None:
     """From Python, where a journal knows no prompt, the arguments of the calls tell it apart."""
     pipe = make_pipeline("cogvideox")
@@ -341,6 +352,7 @@ def test_two_runs_cannot_share_a_journal(folder: Path) -> None:
     Journal(folder).close()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_it_ends_at_its_limit(folder: Path) -> None:
     """Above the limit one word is said, the run goes on, and what is there stays good."""
     pipe = make_pipeline("cogvideox")
@@ -359,6 +371,7 @@ def test_it_ends_at_its_limit(folder: Path) -> None:
     assert after.answered == use.written
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_component_that_remembers_is_refused(folder: Path) -> None:
     """A step cache would miss the calls that are answered; it is named, with what to do."""
     from diffusers import FirstBlockCacheConfig
@@ -506,6 +519,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
         assert read_frames(out) == expected, number
 
 
+@pytest.mark.usefixtures("each_device")
 def test_another_prompt_or_seed_is_refused_early(save_tiny: Any, tmp_path: Path) -> None:
     """The command names what differs before anything is loaded, and leaves the journal alone."""
     journal, out = tmp_path / "journal", str(tmp_path / "out")
@@ -520,6 +534,7 @@ def test_another_prompt_or_seed_is_refused_early(save_tiny: Any, tmp_path: Path)
     assert "seed was 0 and is 1" in str(caught.value)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_journal_of_a_file_holds_its_tensors(folder: Path) -> None:
     """A call's file is plain safetensors, which any reader opens."""
     pipe = make_pipeline("cogvideox")
@@ -528,6 +543,7 @@ def test_the_journal_of_a_file_holds_its_tensors(folder: Path) -> None:
     assert tensors["output.0"].dtype == torch.float32
 
 
+@pytest.mark.usefixtures("each_device")
 def test_settings_are_the_same_in_every_process() -> None:
     """What Diffusers notes about defaults comes from a set, whose order no run is told apart by."""
     scheduler = testing.make_pipeline("cogvideox").scheduler

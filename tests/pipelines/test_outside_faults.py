@@ -56,6 +56,7 @@ SCHEDULER = "The scheduler (CogVideoXDDIMScheduler) gave 128 NaN in 128 values"
 
 
 @pytest.mark.parametrize("on_fault", ["repair", "raise"])
+@pytest.mark.usefixtures("each_device")
 def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
     """No component is called after it: what leaves the pipeline is looked at, and the step named."""
     pipe = make_pipeline(NAME)
@@ -75,6 +76,7 @@ def test_latents_of_a_last_step_that_fails_do_not_leave(on_fault: Any) -> None:
     assert (repair.component, repair.module_path, repair.kind) == ("pipeline", "scheduler", "input")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_switched_off_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the detector off the same latents reach the caller."""
     monkeypatch.setattr("stopdown.runtime.guard.count_bad", lambda output: (0, 0, 0))
@@ -83,6 +85,7 @@ def test_switched_off_they_leave(monkeypatch: pytest.MonkeyPatch) -> None:
         assert call_for_latents(pipe).isnan().all()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_with_warn_they_leave_with_a_word() -> None:
     """Said, and in the record."""
     pipe = make_pipeline(NAME)
@@ -95,6 +98,7 @@ def test_with_warn_they_leave_with_a_word() -> None:
     assert [(r.component, r.module_path) for r in handle.repairs] == [("pipeline", "scheduler")]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_scheduler_that_was_replaced_is_followed() -> None:
     """Its steps are counted and looked at from the next run on, and it is left as it was."""
     pipe = testing.make_pipeline(NAME)
@@ -111,6 +115,7 @@ def test_a_scheduler_that_was_replaced_is_followed() -> None:
     assert not {"step", "set_timesteps"} & {*vars(before), *vars(after)}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_with_warn_the_origin_is_named_once() -> None:
     """What follows from a step that fails in the middle points back to it."""
     pipe, said = make_pipeline(NAME), list[str]()
@@ -125,6 +130,7 @@ def test_with_warn_the_origin_is_named_once() -> None:
     ]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_decoded_the_scheduler_is_named_and_once() -> None:
     """Not the decoder, which was called with what the scheduler gave."""
     pipe = make_pipeline(NAME)
@@ -142,6 +148,7 @@ def test_decoded_the_scheduler_is_named_and_once() -> None:
     assert [(r.component, r.module_path) for r in handle.repairs] == [("vae.decode", "scheduler")]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_guidance_is_the_pipelines_own() -> None:
     """What it does to the denoiser's outputs before the scheduler gets them."""
     pipe = make_pipeline(NAME)
@@ -151,10 +158,12 @@ def test_guidance_is_the_pipelines_own() -> None:
     assert caught.value.what.endswith(" at step 1 of 1. Every component gave finite values.")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_a_caller_gives_is_named() -> None:
     """Embeddings that were NaN before the run, by their argument."""
     pipe = make_pipeline(NAME)
-    bad = torch.full((1, 226, pipe.transformer.config.text_embed_dim), torch.nan)
+    size = (1, 226, pipe.transformer.config.text_embed_dim)
+    bad = torch.full(size, torch.nan, device=pipe.transformer.device)
     with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
         pipe(prompt_embeds=bad, negative_prompt_embeds=bad, num_frames=5, num_inference_steps=1)
     assert caught.value.what == (
@@ -172,6 +181,7 @@ def decode_what_is_finite(pipe: Any, patches: Patches) -> None:
 
 
 @pytest.mark.parametrize("on_fault", ["repair", "warn"])
+@pytest.mark.usefixtures("each_device")
 def test_a_component_that_swallows_nan_is_told_of(on_fault: Any) -> None:
     """Its argument is looked at too: said once, with the origin; the run goes on to the same bits."""
     pipe, said = make_pipeline(NAME), list[str]()
@@ -191,6 +201,7 @@ def test_a_component_that_swallows_nan_is_told_of(on_fault: Any) -> None:
     ]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_with_raise_it_ends_the_run() -> None:
     """A run that is to stop at a fault stops there as well."""
     pipe = make_pipeline(NAME)
@@ -231,6 +242,7 @@ def return_as(pipe: Any, kind: type, patches: Patches) -> None:
     patches.set_attribute(pipe.transformer, "forward", wrapped)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_outputs_in_slots_are_looked_at() -> None:
     """Tensors of an object without a `__dict__` are found, and a fault in them."""
     assert len(list(iterate_tensors(Slotted(torch.ones(1))))) == 1
@@ -244,6 +256,7 @@ def test_outputs_in_slots_are_looked_at() -> None:
             call_pipeline(pipe, NAME)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody claims that such a component was finite."""
 
@@ -262,6 +275,7 @@ def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_component_that_was_replaced_is_watched() -> None:
     """From the first call of the next run on, text encoders too; nothing stays on either."""
     pipe, other = testing.make_pipeline(NAME), testing.make_pipeline(NAME)
@@ -278,6 +292,7 @@ def test_a_component_that_was_replaced_is_watched() -> None:
     assert handle.record.unwatched == ()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_of_a_component_that_was_replaced_a_plan_keeps_its_entry() -> None:
     """What was found for the old one is not written for the new one."""
     pipe, other = testing.make_pipeline(NAME), testing.make_pipeline(NAME)
@@ -300,6 +315,7 @@ def paint_grey(pipe: Any, patches: Patches) -> None:
 
 
 @pytest.mark.parametrize("output_type", ["np", "pt", "pil"])
+@pytest.mark.usefixtures("each_device")
 def test_grey_frames_are_reported(output_type: str) -> None:
     """One finding, as the command line reports it, said once; the output is passed on."""
     pipe, said = make_pipeline(NAME), list[str]()
@@ -316,6 +332,7 @@ def test_grey_frames_are_reported(output_type: str) -> None:
     assert handle.repairs == ()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_where_someone_else_looks_at_frames_the_guard_does_not() -> None:
     """`generate` reports the frames of the file that it wrote."""
     pipe = make_pipeline(NAME)
@@ -325,6 +342,7 @@ def test_where_someone_else_looks_at_frames_the_guard_does_not() -> None:
     assert handle.record.findings == ()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_leaves_costs_one_read_at_most() -> None:
     """Latents are read once; arrays and pictures are on the host already."""
     pipe = make_pipeline(NAME)
@@ -336,6 +354,7 @@ def test_what_leaves_costs_one_read_at_most() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.usefixtures("each_device")
 def test_the_class_is_as_it_was(first: int) -> None:
     """Guards of two pipelines of one class come off in either order; others are called as ever."""
     pipes = [testing.make_pipeline(NAME) for _ in range(3)]
@@ -355,6 +374,7 @@ def test_the_class_is_as_it_was(first: int) -> None:
     np.testing.assert_array_equal(call_pipeline(pipes[2], NAME), plain)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_class_that_calls_its_parent_is_looked_at_once() -> None:
     """Its own `__call__` leads to that of the class above, which is not guarded a second time."""
     pipe: Any = testing.make_pipeline(NAME)

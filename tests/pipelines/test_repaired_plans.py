@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline_calls import call_pipeline
+from pipeline_calls import call_pipeline, make_used_pipeline
 from stopdown import testing
 from stopdown.app.display import Silent
 from stopdown.app.generate_command import GenerateOptions, generate
@@ -27,12 +27,9 @@ from stopdown.runtime.repairs import merge_scalings
 NAME = "flux"
 
 
-@functools.cache
 def make_pipeline() -> Any:
     """A pipeline whose first text encoder and transformer are as they were made."""
-    pipe = testing.make_pipeline(NAME)
-    call_pipeline(pipe, NAME)
-    return pipe
+    return make_used_pipeline(NAME)
 
 
 @functools.cache
