@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
 from stopdown import __version__
+from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
-from stopdown.checkpoints import file_exponents
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.dtype_rules import check
@@ -872,13 +872,13 @@ def test_a_conversion_that_ends_early_leaves_nothing(
 ) -> None:
     """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
     folder, plan = made("sd")
-    write = convert_module.write_weights
+    write = component_folders.write_weights
 
     def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
         write(module, place, *metadata)
         raise failure
 
-    monkeypatch.setattr(convert_module, "write_weights", fail)
+    monkeypatch.setattr(component_folders, "write_weights", fail)
     with pytest.raises((KeyboardInterrupt, OutputError)) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["unet", "vae"])
     assert list(tmp_path.iterdir()) == []

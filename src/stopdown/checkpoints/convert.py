@@ -25,6 +25,13 @@ import torch
 from safetensors.torch import save_file
 
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card, write_card_beside
+from stopdown.checkpoints.component_folders import (
+    describe_component,
+    describe_effect,
+    fold_to_fp16,
+    write_component,
+    write_record,
+)
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
     Expressed,
@@ -32,12 +39,10 @@ from stopdown.checkpoints.file_exponents import (
     rests_on_bounds,
 )
 from stopdown.checkpoints.places import (
-    RECORD_NAME,
     Form,
     Target,
     check_place,
     choose_target,
-    measure_files,
 )
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.environment import choose_device, read_version
@@ -53,10 +58,7 @@ from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
     copy_descriptions,
     copy_weights,
-    edit_config,
-    find_dtype_field,
     told_as_oserror,
-    write_card,
     write_weights,
 )
 from stopdown.pipelines.headers import read_rescaled
@@ -100,11 +102,10 @@ from stopdown.records import (
     ConvertedComponent,
     Plan,
     Scaling,
-    to_json,
 )
-from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling import cast_
 from stopdown.scaling.adapter_exponents import spread_rows
-from stopdown.scaling.folds import list_rows, read_headroom, split_name
+from stopdown.scaling.folds import list_rows, read_headroom
 
 
 @dataclass
@@ -196,9 +197,7 @@ def convert(
             unread = _write(work, part, progress)
             record = _describe(work, target, part, unread, time.perf_counter() - started)
             if place.form != "single":
-                write_card(part, word_card(record, f"The record is `{RECORD_NAME}`."))
-                record = dataclasses.replace(record, files=measure_files(part))
-                (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+                record = write_record(part, record)
         if place.form == "single":
             write_card_beside(target, word_card(record, "The file's metadata says the same."))
     return record
@@ -293,7 +292,7 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
             continue
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
-            work.problems[name] = _describe_effect(found)
+            work.problems[name] = describe_effect(found)
 
 
 def _record_parts(work: _Work, request: Request) -> Mapping[str, Sequence[RecordedCall]]:
@@ -301,15 +300,6 @@ def _record_parts(work: _Work, request: Request) -> Mapping[str, Sequence[Record
     if request.arguments:
         return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
     return draw_calls(work.source, request)
-
-
-def _describe_effect(found: Expressed) -> str:
-    named = sorted(found.left)
-    rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
-    return (
-        f"no configuration sets {', '.join(named[:3])}{rest}, and without that its output is "
-        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
-    )
 
 
 def _refuse(work: _Work, allow_eps: bool) -> None:
@@ -364,20 +354,13 @@ def _write_component(work: _Work, name: str, folder: Path) -> None:
     """Fold, cast and write one component, and let its fp32 weights go."""
     module = _fold(work, name)
     exponents = work.expressed[name].scaling.exponents
-    write_weights(module, folder, _list_entries(work, [name], exponents))
-    changes = _list_fields(work, name)
-    if dtype_field := find_dtype_field(folder / "config.json"):
-        changes[dtype_field] = "float16"
-    edit_config(folder / "config.json", changes)
+    entries = _list_entries(work, [name], exponents)
+    write_component(module, folder, entries, _list_fields(work, name))
 
 
 def _fold(work: _Work, name: str) -> Any:
     """One component with its exponents in fp16."""
-    module, found = getattr(work.pipe, name), work.expressed[name]
-    fold_scaling(module, found.scaling)
-    cast_(module, torch.float16, found.scaling)
-    demand_finite(name, module)
-    return module
+    return fold_to_fp16(name, getattr(work.pipe, name), work.expressed[name])
 
 
 def _list_entries(
@@ -451,21 +434,6 @@ def _restore(work: _Work, name: str) -> Any:
     module = getattr(work.pipe, name)
     cast_(module, FORMATS[_find_stored(work, name)].torch_dtype, Scaling(kept_buffers=()))
     return module
-
-
-def demand_finite(name: str, module: torch.nn.Module) -> None:
-    """Refuse weights that fp16 does not hold: those of layers that no call reached."""
-    bad = [
-        f"{name}:{tensor_name}"
-        for tensor_name, tensor in module.state_dict().items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
-    if bad:
-        raise OptionError(
-            f"Weights are beyond 65504 in {', '.join(bad)}.",
-            expected="No measured call used them, so the plan has no exponent for them.",
-            remedy=f'Use leave="{name}", or make a plan whose runs use them.',
-        )
 
 
 def _list_fields(work: _Work, name: str) -> dict[str, Any]:
@@ -552,17 +520,13 @@ def _describe_component(work: _Work, entry: ComponentPlan) -> ConvertedComponent
             why = f"{why} {' '.join(entry.reasons)}"
         return ConvertedComponent(name, "as stored", reasons=(why,))
     found = work.expressed[name]
-    return ConvertedComponent(
-        component=name,
-        precision="as quantised" if work.is_quantised else "fp16",
-        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
-        solved_anew=found.anew,
+    return describe_component(
+        name,
+        getattr(work.pipe, name),
+        found,
+        _list_reasons(work, entry, found),
         fields=_list_fields(work, name) if work.has_config else {},
-        eps_left=dict(found.left),
-        effect=found.effect,
-        calls=found.calls if found.left else 0,
-        kept_fp32=find_kept_fp32(type(getattr(work.pipe, name)), "fp16"),
-        reasons=tuple(_list_reasons(work, entry, found)),
+        precision="as quantised" if work.is_quantised else "fp16",
     )
 
 

@@ -28,14 +28,20 @@ from typing import Any, Literal
 import torch
 
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled
-from stopdown.checkpoints.convert import demand_finite
+from stopdown.checkpoints.component_folders import (
+    describe_component,
+    describe_effect,
+    fold_to_fp16,
+    write_component,
+    write_record,
+)
 from stopdown.checkpoints.file_exponents import (
     EFFECT_LIMIT,
     Expressed,
     describe_rest,
     express_component,
 )
-from stopdown.checkpoints.places import RECORD_NAME, check_place, measure_files
+from stopdown.checkpoints.places import check_place
 from stopdown.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.graph.capture import capture_call, name_parameters
@@ -49,11 +55,8 @@ from stopdown.pipelines.components import Callee, find_kept_fp32
 from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.folders import (
     copy_descriptions,
-    edit_config,
     find_dtype_field,
     told_as_oserror,
-    write_card,
-    write_weights,
 )
 from stopdown.pipelines.headers import (
     DamagedFileError,
@@ -67,9 +70,7 @@ from stopdown.pipelines.sources import Source
 from stopdown.plans.calibrated import describe_scaling, sample_weights
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import describe_failure, scale_component
-from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, to_json
-from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.folds import split_name
+from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
 
 _ENCODERS = {
@@ -219,11 +220,15 @@ def convert_encoder(
     with quiet_libraries():
         module = load_encoder(encoder)
         found, entry, reasons = _express(encoder, module, certify, "eps" in allow)
-        described = _describe(encoder, module, found, reasons)
+        if kept := find_kept_fp32(type(module), "fp16"):
+            reasons.append(
+                f"Its class holds {', '.join(kept)} in fp32 once loaded, which it does not need any more: "
+                ".half() is right as well."
+            )
+        described = describe_component(encoder.name, module, found, reasons, fields=found.fields)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             entries = list_entries(entry.weights[:12], [described], found.scaling.exponents)
             _write(encoder, module, found, part, entries)
-            write_card(part, _word_card(encoder, described))
             record = Conversion(
                 source=str(encoder.folder),
                 output=str(output),
@@ -231,11 +236,9 @@ def convert_encoder(
                 components=(described,),
                 load=f'{encoder.class_name}.from_pretrained("{output}", dtype=torch.float16)',
                 elapsed_s=round(time.perf_counter() - started, 3),
-                files=measure_files(part),
                 version=read_version("stopdown") or "",
             )
-            (part / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
-    return record
+            return write_record(part, record)
 
 
 def load_encoder(encoder: Encoder) -> Any:
@@ -321,10 +324,7 @@ def _express(
             problems.append(describe_failure(error))
             continue
         if found.effect > EFFECT_LIMIT and not allow_eps:
-            problems.append(
-                f"No configuration sets {', '.join(sorted(found.left)[:3])}, and without that its output "
-                f"is {found.effect:.1e} off; up to {EFFECT_LIMIT:.1e} passes."
-            )
+            problems.append(describe_effect(found).replace("no", "No", 1))
             continue
         return found, entry, list(_list_reasons(found, entry, is_unread, states))
     raise OptionError(
@@ -384,45 +384,7 @@ def _write(
     encoder: Encoder, module: Any, found: Expressed, part: Path, entries: dict[str, str]
 ) -> None:
     copy_descriptions(encoder.folder, part, [""])
-    fold_scaling(module, found.scaling)
-    cast_(module, torch.float16, found.scaling)
-    demand_finite(encoder.name, module)
-    write_weights(module, part, entries)
-    config = part / "config.json"
-    changes: dict[str, Any] = dict(found.fields)
-    changes[find_dtype_field(config) or "dtype"] = "float16"
-    changes["architectures"] = [encoder.class_name]
-    edit_config(config, changes)
-
-
-def _describe(
-    encoder: Encoder, module: Any, found: Expressed, reasons: list[str]
-) -> ConvertedComponent:
-    kept = find_kept_fp32(type(module), "fp16")
-    if kept:
-        reasons = [
-            *reasons,
-            f"Its class holds {', '.join(kept)} in fp32 once loaded, which it does not need any more: "
-            ".half() is right as well.",
-        ]
-    return ConvertedComponent(
-        component=encoder.name,
-        precision="fp16",
-        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
-        solved_anew=found.anew,
-        fields=dict(found.fields),
-        eps_left=dict(found.left),
-        effect=found.effect,
-        calls=found.calls if found.left else 0,
-        kept_fp32=kept,
-        reasons=tuple(reasons),
-    )
-
-
-def _word_card(encoder: Encoder, described: ConvertedComponent) -> str:
-    return (
-        f"# {encoder.name}, converted to fp16 by Stopdown\n\n"
-        f"Its weights are stored times powers of two, so that no value overflows fp16. It computes what "
-        f"the original computes. {' '.join(described.reasons)}\n\n"
-        f"What was done stands in `{RECORD_NAME}`.\n"
-    )
+    fold_to_fp16(encoder.name, module, found)
+    dtype_field = find_dtype_field(part / "config.json") or "dtype"
+    changes = {dtype_field: "float16", "architectures": [encoder.class_name]}
+    write_component(module, part, entries, {**found.fields, **changes})

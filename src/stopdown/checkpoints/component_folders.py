@@ -1,0 +1,100 @@
+"""One component, folded, cast and written into its folder, and what records and cards say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stopdown.checkpoints.cards import word_card
+from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
+from stopdown.checkpoints.places import RECORD_NAME, measure_files
+from stopdown.errors import OptionError
+from stopdown.pipelines.components import find_kept_fp32
+from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights
+from stopdown.records import Conversion, ConvertedComponent, to_json
+from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.folds import split_name
+
+
+def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:
+    """A component with its exponents, in fp16.
+
+    Raises:
+        OptionError: fp16 does not hold its weights: those of layers that no call reached.
+    """
+    fold_scaling(module, found.scaling)
+    cast_(module, torch.float16, found.scaling)
+    bad = [
+        f"{name}:{tensor_name}"
+        for tensor_name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+    if bad:
+        raise OptionError(
+            f"Weights are beyond 65504 in {', '.join(bad)}.",
+            expected="No measured call used them, so the plan has no exponent for them.",
+            remedy=f'Use leave="{name}", or make a plan whose runs use them.',
+        )
+    return module
+
+
+def write_component(
+    module: torch.nn.Module, folder: Path, entries: Mapping[str, str], fields: Mapping[str, Any]
+) -> None:
+    """Write the weights of a component in fp16, and what changes in its configuration.
+
+    Args:
+        folder: with its descriptions.
+        entries: of the metadata of its files.
+        fields: of `config.json`, with their new values.
+    """
+    write_weights(module, folder, entries)
+    config = folder / "config.json"
+    dtype_field = find_dtype_field(config)
+    edit_config(config, {**fields, **({dtype_field: "float16"} if dtype_field else {})})
+
+
+def describe_component(
+    name: str,
+    module: torch.nn.Module,
+    found: Expressed,
+    reasons: Iterable[str],
+    *,
+    fields: Mapping[str, Any],
+    precision: str = "fp16",
+) -> ConvertedComponent:
+    """A written component as records have it."""
+    return ConvertedComponent(
+        component=name,
+        precision=precision,
+        folded=len({split_name(key)[0] for key in found.scaling.exponents}),
+        solved_anew=found.anew,
+        fields=dict(fields),
+        eps_left=dict(found.left),
+        effect=found.effect,
+        calls=found.calls if found.left else 0,
+        kept_fp32=find_kept_fp32(type(module), "fp16"),
+        reasons=tuple(reasons),
+    )
+
+
+def describe_effect(found: Expressed) -> str:
+    """Why exponents whose eps no configuration sets are refused, as the part of a sentence."""
+    named = sorted(found.left)
+    rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
+    return (
+        f"no configuration sets {', '.join(named[:3])}{rest}, and without that its output is "
+        f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
+    )
+
+
+def write_record(folder: Path, record: Conversion) -> Conversion:
+    """Put the card and the record into a folder; the record with all that is there beside it."""
+    write_card(folder, word_card(record, f"The record is `{RECORD_NAME}`."))
+    record = dataclasses.replace(record, files=measure_files(folder))
+    (folder / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
+    return record
