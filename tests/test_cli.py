@@ -172,9 +172,9 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
         r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
         r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Asked for\.\" Use "
-        r"`--precision transformer=bf16`, or fp32 where bf16 is slow or missing\. Or run it in fp16 by a "
-        rf"plan: `stopdown plan {source} -o plan\.json`, then `--precision plan\.json`\. Or have it "
-        r"repaired in the run: `--on-fault repair`\.",
+        r"`--precision transformer=bf16`, or fp32 where bf16 is slow or missing\. Or run it in fp16 with a "
+        rf"plan: `stopdown plan {source} -o plan\.json`, then `--precision plan\.json`\. Or let the run "
+        r"repair it: `--on-fault repair`\.",
         message,
     )
 
@@ -768,7 +768,7 @@ def test_convert_prints_a_summary(run: Any, plain_plan: tuple[Path, Path], here:
     folder, plan = plain_plan
     code, out, err = run("convert", folder, "out", "--plan", plan)
     assert (code, err) == (0, "")
-    exact = "But for rounding its weights to fp16 it is bit for bit the original."
+    exact = "Apart from rounding its weights to fp16, it equals the original, bit for bit."
     for text in ("text_encoder", "unet", "vae", exact):
         assert text in " ".join(out.split())
     assert 'from_pretrained("out", dtype=torch.float16)\n' in out

@@ -136,7 +136,9 @@ def test_ctrl_c_keeps_what_is_done(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     Path("p.txt").write_text("a red circle\n")
     code, _, err = run("compare", "shapes", "--prompts", "p.txt")
     assert code == 130
-    assert "What is done is kept in .report.html.cells: the same command goes on from there." in err
+    assert (
+        "What is done is kept in .report.html.cells: the same command continues from there." in err
+    )
     assert [x.name for x in find_cells(Path("report.html")).iterdir()] == ["row-1.json"]
     assert not Path("report.html").exists()
 

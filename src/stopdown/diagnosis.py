@@ -604,14 +604,14 @@ _ELSEWHERE = {
 
 def _explain_picture(kind: str) -> str:
     return {
-        "black": "Black is how NaN looks once it is cast to a pixel, and how an overflow that was "
-        "clamped looks. The picture does not say which component lost it; a run that tests every "
+        "black": "NaN becomes black when it is cast to a pixel, and so can an overflow that was "
+        "clamped. The picture does not show which component is at fault; a run that tests every "
         "component's output does.",
-        "grey": "One grey all over is how positions, timesteps or latents that merged in 16 bits look.",
-        "flat": "One colour all over is how positions or timesteps that merged in 16 bits look.",
-        "frozen": "Every frame is the same: the motion was lost, which no NaN shows.",
-        "noise": "Noise without NaN is how an encoder whose fp32 layers were lowered looks, or a broken "
-        "attention kernel.",
+        "grey": "A uniform grey results if positions, timesteps or latents become equal in 16 bits.",
+        "flat": "A uniform colour results if positions or timesteps become equal in 16 bits.",
+        "frozen": "Every frame is the same: the motion was lost, without NaN.",
+        "noise": "Noise without NaN results if fp32 layers of an encoder were cast to 16 bits, or "
+        "from a broken attention kernel.",
     }[kind]
 
 

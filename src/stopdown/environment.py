@@ -689,8 +689,8 @@ def _describe_speed(ratio: float) -> str:
     if ratio < 0.9:
         return "it is faster"
     if ratio <= 1.1:
-        return "it saves memory and no time"
-    return "it saves memory and is slower"
+        return "it saves memory but no time"
+    return "it saves memory but is slower"
 
 
 _SHARE_S = 0.05  # seconds for one operation in one format: three formats and two operations of it

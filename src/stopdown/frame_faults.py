@@ -154,13 +154,13 @@ def _measure_uniform(index: int, frame: Frames) -> _Uniform | None:
 
 
 _UNIFORM = {
-    "black": "Black without NaN often is an overflow that was clamped or cast on its way. Run "
+    "black": "Black without NaN is often an overflow that was clamped or cast on its way. Run "
     "again with --precision text_encoder=fp32,vae=fp32, then with --precision fp32, to see which "
-    "component loses the picture.",
-    "grey": "One grey all over is how positions, timesteps or latents that collapsed in 16 bits "
-    "look. Run again with --precision transformer=fp32, then with --precision fp32.",
-    "flat": "One colour all over is how positions, timesteps or latents that collapsed in 16 bits "
-    "look. Run again with --precision transformer=fp32, then with --precision fp32.",
+    "component is at fault.",
+    "grey": "A uniform grey results if positions, timesteps or latents become equal in 16 "
+    "bits. Run again with --precision transformer=fp32, then with --precision fp32.",
+    "flat": "A uniform colour results if positions, timesteps or latents become equal in 16 "
+    "bits. Run again with --precision transformer=fp32, then with --precision fp32.",
 }
 
 
@@ -189,7 +189,7 @@ def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
         f"than {looks[-1].change:.2f} of 255 (limit {_STILL:g})."
     )
     remedy = (
-        "A clip that stands still is how a motion module that lost its input looks. Run again "
+        "A clip stands still if a motion module has lost its input. Run again "
         "with --precision transformer=fp32, then with another --seed; ignore this when the prompt "
         "asks for a still picture."
     )
@@ -205,8 +205,9 @@ def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
         f"by at most {max(hits.values()):.2f} (a picture has more than {_KINSHIP})."
     )
     remedy = (
-        "Noise without NaN is how an encoder whose fp32 layers were lowered, or a broken attention "
-        "kernel looks. Run again with --precision text_encoder=fp32, then with --precision fp32, "
+        "Noise without NaN results if fp32 layers of an encoder were cast to 16 bits, or from a "
+        "broken attention "
+        "kernel. Run again with --precision text_encoder=fp32, then with --precision fp32, "
         "and without SageAttention or torch.compile if you use them."
     )
     return [FrameFault("noise", tuple(hits), evidence, remedy)]

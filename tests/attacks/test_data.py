@@ -876,4 +876,4 @@ def take_journal(name: str, make: Damage, code: int, message: str) -> Attack:
 def test_a_journal_that_is_damaged(row: Attack, tmp_path: Path) -> None:
     """It is begun anew with a word, or refused where something else is in its folder."""
     outcome = run_attack(row, tmp_path)
-    assert row.exit_code or "It is begun anew." in outcome.stderr
+    assert row.exit_code or "The journal is started again." in outcome.stderr

@@ -105,7 +105,7 @@ def test_items_have_fields_of_their_own(
     assert run("batch", tiny, "--prompts", "-", "-o", "again", *SIZES)[0] == 0
     stdin.close()
     record = read_summary("again")
-    assert record.notes == ("Line 2 asks for the same as line 1.",)
+    assert record.notes == ("Line 2 is the same item as line 1.",)
     assert [x.item for x in record.items] == [one.item]
 
 
@@ -258,7 +258,7 @@ def test_ctrl_c_keeps_what_is_finished(
     code, _, err = run(*words)
     assert code == 130
     assert "1 of 3 items are finished in " in err
-    assert "the same command goes on from there." in err
+    assert "the same command continues from there." in err
     assert len(read_outputs()) == 1
     code, out, _ = run(*words)
     assert (code, "3 items: 2 made, 1 skipped" in out) == (0, True)

@@ -88,7 +88,7 @@ def test_fix_writes_a_folder_in_one_precision(run: Run, tmp_path: Path) -> None:
         tmp_path / "mended",
     )
     assert "mended vae: cast to fp32, as its config says" in out, err
-    assert "after loading it call stopdown.mend(pipe)" in out
+    assert "after loading it, call stopdown.mend(pipe)" in out
     assert code == 0
     (weights,) = (tmp_path / "mended" / "vae").glob("*.safetensors")
     with safe_open(str(weights), framework="pt") as file:

@@ -224,7 +224,7 @@ def test_what_stops_a_program_without_values_is_said() -> None:
 def test_bad_input_is_refused() -> None:
     """One message each: nobody knows how it runs, nothing is called, and options of pipelines."""
     program = make_program("engine")
-    with pytest.raises(InputError, match="A DiffusionEngine is no pipeline, so nobody knows") as no:
+    with pytest.raises(InputError, match="A DiffusionEngine is not a pipeline, so") as no:
         check(program.given)
     assert no.value.remedy == "Give a function that runs it: check(program, run=lambda: ...)."
     with pytest.raises(InputError, match=r"The run called no module of the DiffusionEngine\."):

@@ -155,7 +155,7 @@ def test_it_comes_off_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_is_refused() -> None:
     """One message each."""
     program = make_program("engine")
-    with pytest.raises(InputError, match="A DiffusionEngine is no pipeline, so nobody knows") as no:
+    with pytest.raises(InputError, match="A DiffusionEngine is not a pipeline, so") as no:
         compare(program.given, "a cat")
     assert no.value.remedy == "Give a function that runs it: compare(program, lambda: ...)."
     with pytest.raises(OptionError, match="A request with more than a seed was given"):

@@ -683,8 +683,8 @@ def test_an_effect_beyond_the_limit_is_refused(
         f"{count_left(plan) - 3} more, and without that its "
         "output is 2.5e-01 off in 9 calls; up to 4.9e-04 passes. Files can only contain weights and "
         "configs, but no multiplications, fp32 modules or "
-        "casts. Write as stored what cannot be: "
-        'leave="unet". Or take the difference: allow="eps". Or run the plan itself: stopdown '
+        "casts. Write unchanged what cannot be converted: "
+        'leave="unet". Or accept the difference: allow="eps". Or run the plan itself: stopdown '
         f"generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []
@@ -713,7 +713,8 @@ def test_what_folds_cannot_do_is_refused(
         f"{folder} cannot be written in fp16 for programs without Stopdown. transformer: Powers of "
         "two in its weights alone do not keep it in fp16's range; its plan has 3 multiplies and "
         "fp32 sums inside patch_embed. Files can only contain weights and configs, but no multiplications, "
-        'fp32 modules or casts. Write as stored what cannot be: leave="transformer". Or run the plan '
+        "fp32 modules or casts. Write unchanged what cannot be converted: "
+        'leave="transformer". Or run the plan '
         f"itself: stopdown generate {folder} --precision PLAN."
     )
     assert list(tmp_path.iterdir()) == []

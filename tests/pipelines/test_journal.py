@@ -167,7 +167,7 @@ def test_what_is_damaged_is_made_anew(folder: Path, harm: Callable[[Path], None]
     assert (use.answered, use.written) == (2, whole.written - 2)
     (note,) = use.notes
     assert note.startswith(f"Call 2 of the journal {folder} is ")
-    assert note.endswith("It is made anew from there.")
+    assert note.endswith("The calls from there on are made again.")
 
 
 @pytest.mark.usefixtures("each_device")

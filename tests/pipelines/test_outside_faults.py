@@ -270,7 +270,7 @@ def test_an_output_that_cannot_be_looked_at_is_said(monkeypatch: pytest.MonkeyPa
         with guard(pipe, announce=quiet), pytest.raises(NonFiniteError) as caught:
             call_pipeline(pipe, NAME)
     assert caught.value.what.endswith(
-        "What was watched of the components gave finite values. "
+        "Every component that was watched gave finite values. "
         "No tensor could be looked at in what `transformer` gave."
     )
 

@@ -201,7 +201,7 @@ def test_where_gradients_are_wanted_nothing_is_changed() -> None:
     output.sum().backward()
     (repair,) = handle.repairs
     assert (repair.action, repair.module_path) == ("none", "UNet:blocks.1.wide")
-    assert "Its gradients are wanted" in said[0]
+    assert "The call computes gradients" in said[0]
 
 
 def test_a_module_that_is_called_inside_of_another_is_said() -> None:
@@ -236,7 +236,7 @@ def test_what_holds_no_module_is_refused(given: Any, what: str) -> None:
         guard(given)
     assert caught.value.what == what
     assert caught.value.expected.startswith(
-        "Taken are a Diffusers pipeline, a module, a dict such as"
+        "Accepted are a Diffusers pipeline, a module, a dict such as"
     )
 
 
@@ -339,7 +339,9 @@ def test_a_plan_is_made_and_applied(kind: str) -> None:
 def test_a_plan_needs_a_run() -> None:
     """One message for a program that nobody can run, and for a run that calls nothing."""
     program = make_program("module")
-    with pytest.raises(InputError, match="A UNet is no pipeline, so nobody knows how it is run"):
+    with pytest.raises(
+        InputError, match="A UNet is not a pipeline, so it is not known how to run it"
+    ):
         make_plan(program.given)
     with pytest.raises(InputError, match=r"The run called no module of the UNet\."):
         make_plan(program.given, run=lambda: None)

@@ -205,7 +205,7 @@ def test_a_run_keeps_its_repair_when_asked(save_tiny: Any, tmp_path: Path) -> No
     first = generate(options, heard)
     assert [(r.component, r.action) for r in first.repairs] == [("text_encoder", "rescaled")]
     assert heard.texts[-1] == (
-        f"The repair holds for this run; --keep-repairs writes it into {path}."
+        f"The repair only lasts for this run; --keep-repairs writes it into {path}."
     )
     assert (first.updated_plan, path.read_bytes()) == (None, bare)
     second = generate(dataclasses.replace(options, keep_repairs=True), heard)

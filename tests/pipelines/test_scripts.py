@@ -228,7 +228,7 @@ def test_without_a_device_the_script_is_told_of_the_option(run: Run, capsys: Any
     assert record.exit_code == 1
     assert said == [
         "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
-        "options of Stopdown stand before the script."
+        "options of Stopdown go before the script."
     ]
 
 
@@ -314,8 +314,8 @@ def test_other_weights_begin_anew(run: Run, save_tiny: SaveTiny) -> None:
     assert [len(one.repairs) for one in record.runs] == [1, 1]
     assert record.runs[1].reused == ()
     assert (
-        "The weights of AutoencoderKL were changed since an earlier call repaired it; that repair is "
-        "left away." in said
+        "The weights of AutoencoderKL were changed since an earlier call repaired it; that repair is left "
+        "out." in said
     )
 
 
@@ -338,7 +338,7 @@ def test_repairs_go_into_a_plan(run: Run, save_tiny: SaveTiny, tmp_path: Path) -
     text = PAINT + "paint()\npaint()"
     record, said = run(text, folder, "bfloat16", precision=str(path))
     assert [len(one.repairs) for one in record.runs] == [1, 0]
-    assert said[-1] == f"The repair holds for this run; --keep-repairs writes it into {path}."
+    assert said[-1] == f"The repair only lasts for this run; --keep-repairs writes it into {path}."
     assert path.read_bytes() == bare
     _, said = run(text, folder, "bfloat16", precision=str(path), keep_repairs=True)
     assert said[-1] == f"The repair was written into {path}, for the next run."
@@ -383,7 +383,7 @@ def test_a_fault_is_told_what_a_script_can_do(
     record, said = run(PAINT + "paint()", folder, "float16", on_fault="raise")
     assert record.exit_code == 1
     assert said[-1].endswith(
-        "Use stopdown run --on-fault repair, which mends it and goes on; or the script can load it in "
+        "Use stopdown run --on-fault repair, which repairs it and continues; or the script can load it in "
         "bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)."
     )
     assert "--precision" not in said[-1]

@@ -131,7 +131,7 @@ def test_hidden_states_are_kept_where_that_is_possible(save: Any, tmp_path: Path
     encoder = find_encoder(save("CLIP text", "residual"))
     assert encoder is not None
     record = convert_encoder(encoder, tmp_path / "scaled")
-    assert "hidden states between its layers are times powers of two" in " ".join(
+    assert "Hidden states between its layers are multiplied by powers of two" in " ".join(
         record.components[0].reasons
     )
     wanted, found = (run_states(x, torch.float32) for x in (encoder.folder, tmp_path / "scaled"))

@@ -67,7 +67,7 @@ def test_alert_at_a_step(name: str, kind: Any) -> None:
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith("; bf16 ends at 3.3895e+38).")
     assert error.remedy == (
-        f'Use `precision="{component}=fp32"`. Or have it repaired in the run: `on_fault="repair"`.'
+        f'Use `precision="{component}=fp32"`. Or let the run repair it: `on_fault="repair"`.'
     )
 
 
@@ -93,7 +93,7 @@ def test_alert_at_every_component_call(name: str, component: str) -> None:
     assert error.what.startswith(f"`{component}` gave ")
     assert error.what.endswith(" values, in fp32.")
     assert error.remedy == (
-        "More precision is not to be had: its weights may be damaged, or an input may be out of "
+        "It already runs in fp32: its weights may be damaged, or an input may be out of "
         "range. Load the model again from its source."
     )
 
@@ -131,9 +131,9 @@ def test_the_whole_message() -> None:
     assert error.expected.startswith("Its inputs were finite (largest ")
     assert error.expected.endswith(f'; fp16 ends at 65504). fp16 was chosen for it: "{reason}"')
     assert error.remedy == (
-        'Use `precision="transformer=bf16"`, or fp32 where bf16 is slow or missing. Or run it in fp16 by a '
-        'plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`. Or have it repaired '
-        'in the run: `on_fault="repair"`.'
+        'Use `precision="transformer=bf16"`, or fp32 where bf16 is slow or missing. Or run it in fp16 '
+        'with a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`. Or let the run '
+        'repair it: `on_fault="repair"`.'
     )
     assert str(error) == f"{error.what} {error.expected} {error.remedy}"
 
@@ -235,7 +235,7 @@ def test_steps_are_those_of_the_run() -> None:
         (
             "fp16",
             'Use `precision="vae.decode=bf16"`, or fp32 where bf16 is slow or missing. Or run it in fp16 '
-            'by a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.',
+            'with a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.',
         ),
         ("bf16", 'Use `precision="vae.decode=fp32"`.'),
     ],

@@ -217,7 +217,7 @@ def test_the_page_of_a_profile(run: Run) -> None:
     code, out, _ = run("--device", "T4")
     assert code == 0
     assert "NVIDIA T4, compute capability 7.5, 15.9 GiB" in out or "16.0 GiB" in out
-    assert "(from its profile; nothing was tried)" in out
+    assert "(from its profile; nothing was measured)" in out
     assert "Known faults of this device" in out
     assert "allow_fp16_reduced_precision_reduction" in out
 

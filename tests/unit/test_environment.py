@@ -446,7 +446,7 @@ def test_measurements_join_the_verdict() -> None:
         "works": True,
         "time_ratio": 2.0,
         "reason": "Emulated. Measured here, a matmul takes 4 and a convolution 1 times the time of "
-        "fp32: it saves memory and is slower.",
+        "fp32: it saves memory but is slower.",
     }
 
 
@@ -454,8 +454,8 @@ def test_measurements_join_the_verdict() -> None:
     ("seconds", "words"),
     [
         (0.85, "it is faster"),
-        (1.05, "it saves memory and no time"),
-        (1.2, "it saves memory and is slower"),
+        (1.05, "it saves memory but no time"),
+        (1.2, "it saves memory but is slower"),
     ],
 )
 def test_speed_is_said_in_words(seconds: float, words: str) -> None:

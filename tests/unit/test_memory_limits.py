@@ -195,7 +195,8 @@ def test_the_next_run_begins_with_what_worked(
     assert second.strategy != first.steps_down[0].before
     assert second.steps_down == ()
     assert heard.texts == [
-        f"Passed over, because of what the plan has learnt: {first.steps_down[0].before}."
+        "Not used, because the plan has recorded that they ran out of memory: "
+        f"{first.steps_down[0].before}."
     ]
 
 

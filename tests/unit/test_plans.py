@@ -331,7 +331,7 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
         "is X:y (add).",
         "For that 1 tensor is scaled by exponents -2..-2.",
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
-        "Kept as they are for want of a rule: bessel.",
+        "Left unchanged because there is no rule for them: bessel.",
     )
     assert entry.scaling == scaling
 
@@ -347,8 +347,8 @@ def test_reasons_name_modules_whose_sums_are_fp32(share: float, rest: str, tmp_p
         ComponentPlan("transformer", "X", "", "fp32"), scaling, "fp16", 3
     )
     assert entry.reasons[-1] == (
-        "Inside embed sums are fp32, because nothing there can be scaled; what multiplies matrices "
-        f"runs in fp16{rest}"
+        "Inside embed sums are fp32, because nothing there can be scaled; matrix products run in "
+        f"fp16{rest}"
     )
     assert "fp32 sums in embed" in applier.describe_entry(entry, "plan.json")
     assert file_exponents.describe_rest(entry) == "1 multiply and fp32 sums inside embed"

@@ -107,7 +107,8 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
         "Its weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
         "that has is 8.0); torch emulates it in fp32, and says that it is supported all the same. "
         "Measured here, a matmul takes 4 and a convolution 4 times the time of fp32: it saves "
-        "memory and is slower. In fp16, which ends at 65504, values of bf16-trained models may "
+        "memory but is "
+        "slower. In fp16, which ends at 65504, values of bf16-trained models may "
         "overflow."
     )
 

@@ -571,7 +571,7 @@ class _Progress:
         except (KeyboardInterrupt, SystemExit):
             self.announce(
                 f"{self.done} of {self.total} items are finished in {store.place}: the same command "
-                "goes on from there."
+                "continues from there."
             )
             raise
 

@@ -51,7 +51,7 @@ _OF_MODELS = (
 """Options about a model; with one of them a file is checked as the model that it holds."""
 
 NOT_WRITTEN = (
-    "casts of arguments are no part of a folder: after loading it call stopdown.mend(pipe)."
+    "a folder cannot contain casts of arguments: after loading it, call stopdown.mend(pipe)."
 )
 
 

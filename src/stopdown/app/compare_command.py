@@ -203,7 +203,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
                 progress=display.progress,
             )
         except (KeyboardInterrupt, SystemExit):
-            text = f"What is done is kept in {folder}: the same command goes on from there."
+            text = f"What is done is kept in {folder}: the same command continues from there."
             display.announce(text)
             raise
         made = dataclasses.replace(

@@ -175,8 +175,7 @@ def _miss_plan(options: ConvertOptions) -> OptionError:
     return OptionError(
         f"{options.source} was given without --plan.",
         expected="A LoRA needs the exponents of the model that it is used with. A model needs a "
-        "plan, unless it is a text "
-        "encoder.",
+        "plan, unless it is a text encoder.",
         remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
         "plan.json",
     )
@@ -227,7 +226,8 @@ def print_conversion(made: Conversion, console: Console) -> None:
     lines = [f"Written: {made.output} in {made.elapsed_s:.1f} s. Load it: {made.load}"]
     if made.unread:
         lines.insert(
-            0, f"Copied, because Diffusers does not read them: {list_some(made.unread, 5)}."
+            0,
+            f"Copied unchanged, because Diffusers does not read them: {list_some(made.unread, 5)}.",
         )
     for line in ["", *lines]:
         console.print(line, soft_wrap=True, highlight=False, markup=False)

@@ -112,7 +112,7 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
 
     memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
-    origin = "" if device.tried else " (from its profile; nothing was tried)"
+    origin = "" if device.tried else " (from its profile; nothing was measured)"
     title = Text.assemble((device.device, "bold"), f"{capability}{memory}{origin}")
     console.print(title, soft_wrap=True)
     for entry in device.formats:

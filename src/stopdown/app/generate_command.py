@@ -171,8 +171,7 @@ class GenerateOptions(RequestOptions):
         str,
         typer.Option(
             help="With torchrun: how to distribute a step over the processes. context: by "
-            "tokens. guidance: with and without the prompt. auto: context if the model "
-            "supports it."
+            "tokens. guidance: with and without the prompt. auto: context if the model supports it."
         ),
     ] = "auto"
     json: Annotated[

@@ -97,8 +97,7 @@ class PlanOptions(RequestOptions):
         Literal["measured", "bound", "auto"],
         typer.Option(
             help="Where the ranges of values come from. measured: from the measured runs. bound: "
-            "from bounds for every input, if there are any. auto: from bounds if they cost "
-            "nothing."
+            "from bounds for every input, if there are any. auto: from bounds if they cost nothing."
         ),
     ] = "measured"
     call: Annotated[

@@ -300,7 +300,7 @@ def _keep_repairs(
     if path is None or after is None or after is before:
         return
     if not options.keep_repairs:
-        remark(f"The repair holds for this run; --keep-repairs writes it into {path}.")
+        remark(f"The repair only lasts for this run; --keep-repairs writes it into {path}.")
         return
     write_plan(after, path)
     remark(f"The repair was written into {path}, for the next run.")
@@ -337,7 +337,7 @@ def _execute(start: Callable[[], Any], remark: Callable[[str], None]) -> int:
         if "CUDA" in str(error) or "accelerator" in str(error):
             remark(
                 "There is no such device here. `stopdown run --device cpu SCRIPT` sends it elsewhere: "
-                "options of Stopdown stand before the script."
+                "options of Stopdown go before the script."
             )
         return 1
     return 0

@@ -156,7 +156,7 @@ class Prepared:
                 digest = _check_item(self.chosen, item, request)
             signed = _sign(shared, request, digest)
             if signed in tasks:
-                notes.append(f"Line {item.line} asks for the same as line {tasks[signed].line}.")
+                notes.append(f"Line {item.line} is the same item as line {tasks[signed].line}.")
                 continue
             tasks[signed] = Task(signed, _name_item(item, signed), item.line, request, item.image)
         return tuple(tasks.values()), tuple(notes)

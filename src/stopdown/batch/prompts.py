@@ -148,7 +148,9 @@ def _read_csv(given: str, text: str) -> Iterator[Item]:
     try:
         for row in reader:
             if None in row or None in row.values():
-                raise _refuse(given, reader.line_num, "it has not as many fields as the first.")
+                raise _refuse(
+                    given, reader.line_num, "it has a different number of fields than the first."
+                )
             said = {name.strip(): value.strip() for name, value in row.items()}
             yield _make_item(given, reader.line_num, {k: v for k, v in said.items() if v})
     except csv.Error as error:

@@ -22,8 +22,8 @@ CARD_LINE = "converted to fp16 by Stopdown"
 
 _ADAPTERS = (
     "**Adapters (LoRA, DoRA, IP-Adapter) and ControlNets that were trained for the original do "
-    "not fit these weights**: what they add is of another scale, and the picture is wrong "
-    "without an error. Convert a LoRA as well, with this model as its plan: "
+    "not fit these weights**: what they add has another scale, and the picture is wrong without an "
+    "error. Convert the LoRA, too, with this model as its plan: "
     "`stopdown convert LORA OUT --plan THIS`."
 )
 
@@ -78,8 +78,9 @@ def word_card(record: Conversion, where: str) -> str:
     what = "No weight had to be rescaled. It was cast to fp16."
     if rescaled:
         what = (
-            f"The weights of {', '.join(rescaled)} are rescaled: stored times powers of two, so that no "
-            f"value of theirs overflows fp16. The model computes what the original computes.\n\n{_ADAPTERS}"
+            f"The weights of {', '.join(rescaled)} are rescaled: multiplied by powers of two so "
+            "that no value overflows in fp16. The model computes the same as the "
+            f"original.\n\n{_ADAPTERS}"
         )
     rows = "".join(_word_row(entry) for entry in record.components)
     return (

@@ -309,11 +309,11 @@ def _refuse(work: _Work, allow_eps: bool) -> None:
     parts = [f"{name}: {why}" for name, why in work.problems.items()]
     is_eps = not allow_eps and any(name in work.expressed for name in work.problems)
     leave = " ".join(f'leave="{name}"' for name in work.problems)
-    ways = [f"Write as stored what cannot be: {leave}."]
+    ways = [f"Write unchanged what cannot be converted: {leave}."]
     if is_eps and not work.has_config and _has_fields(work):
         ways.append('Or write a folder, whose config sets eps: to="diffusers".')
     if is_eps:
-        ways.append('Or take the difference: allow="eps".')
+        ways.append('Or accept the difference: allow="eps".')
     ways.append(f"Or run the plan itself: stopdown generate {work.source.name} --precision PLAN.")
     raise OptionError(
         f"{work.source.name} cannot be written in fp16 for programs without Stopdown. "
@@ -548,15 +548,15 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
         )
     elif work.is_quantised:
         yield (
-            "Codes and formats are those of the source, powers of two went into scales: it is bit for bit "
-            "the original."
+            "Codes and formats are those of the source, and powers of two are in the scales: it "
+            "equals the original, bit for bit."
         )
     else:
-        yield "But for rounding its weights to fp16 it is bit for bit the original."
+        yield "Apart from rounding its weights to fp16, it equals the original, bit for bit."
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
-            f"In the measured calls its values stay {read_headroom(found.scaling):.1f} bits below the end "
-            "of fp16; nothing watches them without Stopdown."
+            f"In the measured calls its values stay {read_headroom(found.scaling):.1f} bits below "
+            "the end of fp16. Without Stopdown, nothing watches them."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
         yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."

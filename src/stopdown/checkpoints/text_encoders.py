@@ -222,8 +222,9 @@ def convert_encoder(
         found, entry, reasons = _express(encoder, module, certify, "eps" in allow)
         if kept := find_kept_fp32(type(module), "fp16"):
             reasons.append(
-                f"Its class holds {', '.join(kept)} in fp32 once loaded, which it does not need any more: "
-                ".half() is right as well."
+                f"Its class holds {', '.join(kept)} in fp32 once loaded, which is no longer "
+                "necessary: .half() gives right results, "
+                "too."
             )
         described = describe_component(encoder.name, module, found, reasons, fields=found.fields)
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
@@ -375,8 +376,9 @@ def _list_reasons(
         )
     if not states and not is_unread and found.scaling.exponents:
         yield (
-            "What it returns is right; hidden states between its layers are times powers of two, so a "
-            "program that reads those (output_hidden_states) gets others."
+            "Its output is right. Hidden states between its layers are multiplied by powers of two, "
+            "so a program that reads them (output_hidden_states) gets scaled "
+            "values."
         )
 
 

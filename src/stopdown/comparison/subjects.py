@@ -52,7 +52,7 @@ MEANINGS = {
     "bf16": "Weights and arithmetic in bf16.",
     "fp16": "Weights and arithmetic in fp16 as Diffusers loads it; nothing is repaired.",
     "autocast": "Weights in fp32, run under torch.autocast in fp16.",
-    "clamp": "fp16, with the output of every layer brought back to 65504 and NaN to 0.",
+    "clamp": "fp16, with the output of every layer limited to 65504 and NaN replaced by 0.",
     "plan": "fp16, with a plan that was made for this comparison.",
     "auto": "What Stopdown chooses on this device.",
 }

@@ -26,5 +26,5 @@ class Thresholds(Displayed):
     source: str = (
         "33 dB and 0.95 are where viewers begin to call a picture good (mean opinion score 4 of 5) "
         "in Zinner, Hohlfeld, Abboud and Hossfeld, Impact of frame rate and resolution on objective "
-        "QoE metrics, QoMEX 2010. FLIP and flicker have no limit of that kind, so none is asked."
+        "QoE metrics, QoMEX 2010. There are no such limits for FLIP and flicker, so they are not limited."
     )

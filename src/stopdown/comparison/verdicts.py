@@ -60,9 +60,9 @@ def _judge(cell: Cell, reference: Cell, thresholds: Thresholds) -> tuple[str, li
     if broken := list(_list_breaks(cell, reference)):
         return "broken", broken
     if cell.precision == reference.precision:
-        return "reference", ["The others are measured against it."]
+        return "reference", ["The others are compared with it."]
     if cell.measures is None:
-        return "other", ["There is no reference to measure it against."]
+        return "other", ["There is no reference to compare it with."]
     misses = list(_list_misses(cell.measures, thresholds))
     if misses:
         return "other", misses
@@ -105,7 +105,7 @@ def _list_misses(measures: Measures, thresholds: Thresholds) -> Iterable[str]:
 
 def _describe_measures(measures: Measures) -> str:
     if measures.identical:
-        return "Bit for bit the reference."
+        return "Equal to the reference, bit for bit."
     parts = [f"PSNR {measures.psnr_db:.1f} dB"]
     parts += [f"SSIM {measures.ssim:.4f}"] if measures.ssim is not None else []
     parts += [f"FLIP {measures.flip:.4f}"] if measures.flip is not None else []
@@ -135,7 +135,7 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
 def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:
     count = len(cells)
     if verdict == "reference":
-        yield "The others are measured against it."
+        yield "The others are compared with it."
         return
     counts = {word: sum(cell.verdict == word for cell in cells) for word in WORST_FIRST}
     words = {

@@ -224,7 +224,7 @@ def _check_backends(file: WeightFile, profile: Profile | None) -> Iterator[Findi
     if is_wide and RESCALED_ENTRY not in file.metadata and not _list_adapters(file):
         narrow = [x.title for x in profiles if x.formats["bf16"].state != "native"]
         if narrow:
-            evidence = f"Without bf16 arithmetic: {', '.join(narrow)}."
+            evidence = f"Devices without bf16: {', '.join(narrow)}."
             kind = "range-unplanned" if profile else "fp16-unplanned"
             yield make_finding(kind, file.path.name, evidence)
 

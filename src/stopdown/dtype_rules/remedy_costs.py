@@ -49,7 +49,11 @@ def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
         ),
         _price("bf16", seen, profile, lambda _: "bf16", bf16_note),
         _price(
-            "fp32", seen, profile, lambda _: "fp32", "Always right; the yardstick of the others."
+            "fp32",
+            seen,
+            profile,
+            lambda _: "fp32",
+            "Always right; the others are compared with it.",
         ),
     )
 

@@ -23,7 +23,7 @@ _OPAQUE = (
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
 )
 _TAKEN = (
-    'Taken are a Diffusers pipeline, a module, a dict such as {"unet": module, "vae.decode": '
+    'Accepted are a Diffusers pipeline, a module, a dict such as {"unet": module, "vae.decode": '
     '(vae, "decode")}, and an object that holds modules.'
 )
 

@@ -172,7 +172,7 @@ def check_run(program: Any, run: Any, arguments: Any, name: str) -> bool:
         )
     find_components(program)  # refuses what holds no module
     if run is None:
-        raise explain_run(f"A {kind} is no pipeline, so nobody knows how it is run.", name)
+        raise explain_run(f"A {kind} is not a pipeline, so it is not known how to run it.", name)
     return True
 
 

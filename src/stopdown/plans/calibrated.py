@@ -192,7 +192,7 @@ def _plan_program(
     """Of a program that is no pipeline: the components that a run of it calls."""
     if run is None:
         raise explain_run(
-            f"A {opened.name} is no pipeline, so nobody knows how it is run.", "make_plan"
+            f"A {opened.name} is not a pipeline, so it is not known how to run it.", "make_plan"
         )
     with Patches() as patches:
         _widen(opened.pipe, patches)
@@ -451,19 +451,22 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         share = f", but for {100 * scaling.fp32_flops:.1f} % of that work"
         reasons.append(
             f"Inside {', '.join(scaling.stream.cast_output_down)} sums are fp32, because nothing "
-            "there can be scaled; what multiplies matrices runs in "
+            "there can be scaled; matrix products run in "
             f"fp16{share if scaling.fp32_flops else ''}."
         )
     elif scaling.stream is not None:
         count = len(scaling.stream.cast_output_up)
         reasons.append(
-            f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; what "
-            "multiplies many rows by matrices runs in fp16."
+            f"Its residual stream is fp32, written by {count} module{'s' * (count != 1)}; large "
+            "matrix products run in fp16."
         )
     if scaling.trial is not None:
         reasons += [f"{describe_trial(scaling.trial).capitalize()}.", scaling.trial.note]
     if scaling.pinned:
-        reasons.append(f"Kept as they are for want of a rule: {', '.join(sorted(scaling.pinned))}.")
+        reasons.append(
+            "Left unchanged because there is no rule for them: "
+            f"{', '.join(sorted(scaling.pinned))}."
+        )
     return [reason for reason in reasons if reason]
 
 

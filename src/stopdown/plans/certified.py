@@ -51,7 +51,9 @@ from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Plan, Trial
 from stopdown.scaling.search import scale_unmeasured
 
-_UNTRIED = Trial(note="A certificate has weights and no inputs: its calls were not tried.")
+_UNTRIED = Trial(
+    note="A certificate is computed from the weights, without inputs, so no call was tried."
+)
 
 
 @dataclass

@@ -78,7 +78,7 @@ class Culprit:
         if self.kind == "weight":
             return f"The weight {module_path} is not finite."
         if not self.operation:
-            return "Where it began could not be seen."
+            return "It could not be found where the fault began."
         said = f"It begins at `{module_path}` ({self.operation} in {self.dtype})"
         if self.operands:
             said += f": its operands are finite ({', '.join(self.operands)})"

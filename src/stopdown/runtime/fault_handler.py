@@ -100,12 +100,12 @@ class FaultHandler:
             self._announce_repair(fault)
         case = _Case(fault, self._find_culprit(fault), begun)
         if self.on_fault == "warn":
-            self._note(case, "none", "on_fault is warn: the run goes on as it is.")
+            self._note(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output
         if self.on_fault == "raise":
             raise self._make_error(case)
         if fault.is_tracked:
-            self._note(case, "none", "Its gradients are wanted, so nothing was changed.")
+            self._note(case, "none", "The call computes gradients, so nothing was changed.")
             return fault.output
         return self._repair(case)
 
@@ -127,7 +127,7 @@ class FaultHandler:
         case = _Case(fault, Culprit("input", ", ".join(fault.check.inputs)), begun)
         if self.on_fault == "raise":
             raise self._make_error(case)
-        self._note(case, "none", "What it gave was finite all the same: the run goes on.")
+        self._note(case, "none", "Its output was finite nevertheless, so the run continues.")
         return fault.output
 
     def _repair(self, case: _Case) -> Any:
@@ -143,7 +143,7 @@ class FaultHandler:
                 return output
         state.put_on(before)
         error = self._make_error(case)
-        self._note(case, "none", "Nothing that was tried gave a finite result.")
+        self._note(case, "none", "No repair gave a finite result.")
         raise error
 
     def _try(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> tuple[bool, Any]:
@@ -245,7 +245,7 @@ class FaultHandler:
             found += f" Tried without success: {' '.join(case.tried)}"
         error = make_error(case.fault, found)
         if self.on_fault == "raise" and case.fault.precision != "fp32":
-            error.remedy += ' Or have it repaired in the run: `on_fault="repair"`.'
+            error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error
 
     def _note(self, case: _Case, action: str, reason: str) -> None:

@@ -114,7 +114,7 @@ def suggest_remedy(callee: Callee, precision: str) -> str:
     """What to type after a component gave NaN or Inf in a precision."""
     if precision == "fp32":
         return (
-            "More precision is not to be had: its weights may be damaged, or an input may be out of "
+            "It already runs in fp32: its weights may be damaged, or an input may be out of "
             "range. Load the model again from its source."
         )
     if precision == "fp16":

@@ -636,7 +636,7 @@ class Guard:
             step=None,
             evidence=f"{origin.what} {what}",
             action="none",
-            reason="No component made it, so there is nothing to repair.",
+            reason="No component caused it, so there is nothing to repair.",
         )
         self._log.keep(repair)
         if self.options.on_fault != "warn":

@@ -214,7 +214,7 @@ class Journal(_Layers):
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
-            self._announce(f"The journal {self.folder} has {count} calls; the run goes on there.")
+            self._announce(f"The journal {self.folder} has {count} calls; the run continues there.")
         self._count_repairs = count_repairs
         self._put_layers(pipe, patches)
 
@@ -331,7 +331,10 @@ class Journal(_Layers):
 
     def _rebuild(self, number: int, why: str) -> None:
         self._drop_from(number)
-        self._note(f"Call {number} of the journal {self.folder} {why}. It is made anew from there.")
+        self._note(
+            f"Call {number} of the journal {self.folder} {why}. The calls from there on are "
+            "made again."
+        )
 
     def _drop_from(self, number: int) -> None:
         for path in self._list_entries():
@@ -358,7 +361,7 @@ class Journal(_Layers):
         except UnreadableError:
             if not path.exists() and not self._list_entries():
                 return None
-        self._note(f"The head of the journal {self.folder} {why}. It is begun anew.")
+        self._note(f"The head of the journal {self.folder} {why}. The journal is started again.")
         return None
 
     def _refuse_differences(self, wanted: dict[str, Any]) -> None:

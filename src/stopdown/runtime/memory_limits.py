@@ -126,7 +126,10 @@ def fit_run(
         find_failed(plan, str(device), limit_bytes, _count_pixels(size)) if size is not None else ()
     )
     if failed:
-        announce(f"Passed over, because of what the plan has learnt: {', '.join(failed)}.")
+        announce(
+            "Not used, because the plan has recorded that they ran out of memory: "
+            f"{', '.join(failed)}."
+        )
     offloader = make_offloader(
         loaded.pipe,
         fit,

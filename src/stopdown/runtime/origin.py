@@ -87,7 +87,7 @@ def _say_finite(unwatched: Iterable[str]) -> str:
     said = " ".join(unwatched)
     if not said:
         return "Every component gave finite values."
-    return f"What was watched of the components gave finite values. {said}"
+    return f"Every component that was watched gave finite values. {said}"
 
 
 def _take_first(step: Any) -> list[torch.Tensor]:

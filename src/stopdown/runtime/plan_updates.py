@@ -14,7 +14,7 @@ from stopdown.plans.calibrated import describe_scaling
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.runtime.repairs import Adjustment
 
-_NOT_BOUNDED = "Its bounds did not hold in a run: it is not certified any more."
+_NOT_BOUNDED = "Its bounds did not hold in a run, so it is no longer certified."
 
 
 def adjustments_of(entry: ComponentPlan) -> tuple[Adjustment, ...]:

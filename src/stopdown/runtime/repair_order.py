@@ -61,11 +61,12 @@ def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
         why = "The same call was finite when it was run again."
         found.append(Remedy("replay", situation.precision, why))
     if situation.precision == "fp16" and situation.kind in _BY_RANGE:
-        why = "The values do not fit into fp16; exponents bring them there, and the function stays."
+        why = "The values do not fit into fp16. Exponents bring them into range, and the function "
+        "stays the same."
         found.append(Remedy("rescale", "fp16", why))
     if situation.precision in ("fp16", "bf16"):
         for path in situation.around[:_MOST_FP32_MODULES]:
-            why = f"The fault stays inside of {path}; it alone goes to fp32."
+            why = f"The fault is inside {path}; only this module runs in fp32."
             found.append(Remedy("fp32-module", "fp32", why, path))
         found += _list_casts(situation)
     return tuple(found)
@@ -76,7 +77,7 @@ def _list_casts(situation: Situation) -> list[Remedy]:
     if situation.precision == "fp16" and situation.has_bf16:
         why = "bf16 has the range of fp32, and the device computes it natively."
         casts.append(Remedy("cast", "bf16", why))
-    why = "fp32 holds whatever 16 bits do not."
+    why = "fp32 holds values that 16 bits cannot."
     if situation.precision == "fp16" and not situation.has_bf16:
-        why = "The device has no bf16 of its own; fp32 holds what fp16 does not."
+        why = "The device does not compute bf16 natively; fp32 holds values that fp16 cannot."
     return [*casts, Remedy("cast", "fp32", why)]

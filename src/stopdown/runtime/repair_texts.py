@@ -16,7 +16,7 @@ def describe_repair(repair: Repair) -> str:
         "replayed": "The call was run again",
         "none": "It was not repaired",
     }[repair.action]
-    again = "" if repair.action == "none" else " That call was run again, and the run goes on."
+    again = "" if repair.action == "none" else " The call was run again, and the run continues."
     return f"{repair.evidence} {done}: {repair.reason}{again}"
 
 

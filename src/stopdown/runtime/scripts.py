@@ -300,7 +300,7 @@ class ScriptGuard:
         while self._repair_cache.outdated:
             self.announce(
                 f"The weights of {self._repair_cache.outdated.pop()} were changed since an earlier call "
-                "repaired it; that repair is left away."
+                "repaired it; that repair is left out."
             )
         return made
 
@@ -317,7 +317,7 @@ class ScriptGuard:
         """What to type after a fault that ended a call: the script has no `--precision`."""
         wide = "the script can load it in bf16 or fp32: from_pretrained(..., dtype=torch.bfloat16)"
         if self.on_fault == "raise":
-            return f"Use stopdown run --on-fault repair, which mends it and goes on; or {wide}."
+            return f"Use stopdown run --on-fault repair, which repairs it and continues; or {wide}."
         return f"Nothing that was tried helped; {wide}."
 
     def _look(self, name: str, output: Any) -> None:
