@@ -174,7 +174,15 @@ def test_without_their_exponents_loras_are_wrong(
 
 def make_configs() -> dict[str, Any]:
     """Kinds of adapters besides LoRA without a bias, by name."""
-    from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig
+    from peft import (
+        BOFTConfig,
+        GloraConfig,
+        IA3Config,
+        LoHaConfig,
+        LoKrConfig,
+        LoraConfig,
+        OFTConfig,
+    )
 
     layers = ["attn.to_q", "attn.to_v", "to_out.0", "net.2", "proj_out", "norm1.linear"]
     biased = ["to_out.0", "net.2", "norm1.linear"]
@@ -185,6 +193,12 @@ def make_configs() -> dict[str, Any]:
         "loha": LoHaConfig(r=2, target_modules=layers),
         "lokr": LoKrConfig(r=2, target_modules=["attn.to_v", "to_out.0"]),
         "lokr of four": LoKrConfig(r=2, decompose_both=True, target_modules=["to_out.0"]),
+        "glora": GloraConfig(r=2, config_D_E="vector", target_modules=layers),
+        "glora of columns": GloraConfig(
+            config_A_B="vector", config_C="vector", config_D_E="vector", target_modules=biased
+        ),
+        "oft": OFTConfig(r=0, oft_block_size=4, target_modules=layers),
+        "boft": BOFTConfig(boft_block_size=4, target_modules=["attn.to_v", "to_out.0"]),
         "ia3": IA3Config(target_modules=layers, feedforward_modules=["net.2"]),
     }
 
@@ -195,14 +209,21 @@ def fill(module: torch.nn.Module, seed: int = 3) -> dict[str, torch.Tensor]:
     for name, tensor in module.named_parameters():
         if ".a." in f"{name}.":
             drawn = torch.rand(tensor.shape, generator=made) + 0.5
-            is_factor = "magnitude" in name or "ia3" in name
+            is_factor = "magnitude" in name or "ia3" in name or "boft_s" in name
             tensor.data.mul_(drawn) if is_factor else tensor.data.copy_((drawn - 1) * 4)
             found[name] = tensor.detach().clone()
     return found
 
 
 @pytest.mark.filterwarnings("ignore:Unmerge result can be inaccurate")  # of IA3
-@pytest.mark.parametrize("kind", ["dora", "bias", "rslora", "loha", "lokr", "lokr of four", "ia3"])
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dora", "bias", "rslora", "loha", "lokr", "lokr of four", "glora", "glora of columns", "oft",
+        "boft", "ia3",
+    ],
+)  # fmt: skip
 def test_other_kinds_of_adapters_are_exact(find_scaling: Any, kind: str) -> None:
     """By PEFT alone: loaded, merged, taken out, and when the exponents come off beneath a merged one."""
     from peft import inject_adapter_in_model

@@ -325,6 +325,12 @@ def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...])
         wanted = (parts["lora_B"].shape[0], *parts["lora_A"].shape[1:])
         same = wanted[:2] == shape[:2] or (len(shape) < 2)
         return None if same else _show(tuple(wanted))
+    if "b1" in parts and "b2" in parts:  # `b1 b2`, or `b2 b1` in older versions
+        both = [(len(parts[x]), *parts[y].shape[1:]) for x, y in (("b1", "b2"), ("b2", "b1"))]
+        return None if tuple(shape[:2]) in [x[:2] for x in both] else _show(both[0])
+    if "oft_blocks" in parts:
+        rows = parts["oft_blocks"].shape[-3:-1].numel()
+        return None if rows == shape[0] else f"{rows} rows"
     if "diff" in parts:
         return None if tuple(parts["diff"].shape) == tuple(shape) else _show(parts["diff"].shape)
     return None

@@ -25,8 +25,12 @@ _ROLES = {
     "alpha": r"alpha",
     "diff_b": r"diff_b|b_norm",
     "diff": r"diff|w_norm|set_weight",
+    **{role: rf"{role}\.weight" for role in ("a1", "a2", "b1", "b2")},
 }
-_FACTORS = r"hada_w[12]_[ab]|hada_t[12]|lokr_w[12](_[ab])?|lokr_t2|oft_blocks|oft_diag"
+_FACTORS = (
+    r"hada_w[12]_[ab]|hada_t[12]|lokr_w[12](_[ab])?|lokr_t2|oft_blocks|oft_diag|rescale"
+    r"|oft_(embedding_)?R\.weight"
+)
 _SUFFIX = re.compile(
     r"^(?P<stem>.*?)[._](?:"
     + "|".join(f"(?P<{role.replace('.', '_dot_')}>{form})" for role, form in _ROLES.items())

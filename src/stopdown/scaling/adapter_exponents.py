@@ -8,6 +8,11 @@ has to be stored so too:
     LoHa    W + s (a1 b1) * (a2 b2)   a1's rows take k
     LoKr    W + s kron(w1, w2)        k of row `i c + j` is split into one of i and one of j
 
+    GLoRA   W + s (W A + B)       the rows of B's left matrix take k; A stays
+    GLoRA   W (1 + A) + B         of PEFT: B's rows take k, what is added to the bias its exponents
+    OFT     W R                   of PEFT: R, and the scales of BOFT, stay
+    OFT     R W                   of kohya and LyCORIS: R mixes rows, so those of a block must have one k
+
 A strength, an alpha and a rank are factors besides and stay. IA3 multiplies and needs nothing.
 
 **Catches** every kind of adapter, and every shape, for which there is no such rule: it is refused.
@@ -17,6 +22,7 @@ A strength, an alpha and a rank are factors besides and stay. IA3 multiplies and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,7 +38,9 @@ Parts = Mapping[str, torch.Tensor]
 ROOM_BITS = -6.0
 """Amax of a matrix from which fp16 holds values 256 times smaller without loss: it ends at 2**-14."""
 
-_FREE = frozenset({"ia3_l", "magnitude", "lora_B.bias", "diff_b", "lora_mid"})
+_FREE = re.compile(
+    r"ia3_l|magnitude|lora_B\.bias|diff_b|lora_mid|rescale|a[12]|glora_[ACDE]\..*|(oft_(embedding_)?|boft_)[Rs].*"
+)
 
 
 def spread_rows(blocks: Blocks, count: int) -> torch.Tensor:
@@ -60,28 +68,36 @@ def find_part_exponents(
     made: dict[str, torch.Tensor] = {}
     for family in families:
         made |= _FAMILIES[family](parts, rows)
-    made |= _scale_biases(parts, bias)
+    made |= _scale_biases(parts, rows, bias)
     if "magnitude" in parts and rows.any():
         made["magnitude"] = _spread(parts["magnitude"], rows, _find_row_dim(parts, rows))
     return {role: exponents for role, exponents in made.items() if bool(exponents.any())}
 
 
 def _find_family(role: str) -> str:
-    if role in _FREE:
+    if _FREE.fullmatch(role):
         return "free"
     for family in _FAMILIES:
-        if role.startswith(family):
+        if role.startswith(family) and (family != "b" or role in ("b1", "b2")):
             return family
     raise ScalingError(f"there is no rule for {role}")
 
 
-def _scale_biases(parts: Parts, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+def _scale_biases(
+    parts: Parts, rows: torch.Tensor, bias: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
     named = [role for role in ("lora_B.bias", "diff_b") if role in parts]
     if named and bias is None:
         raise ScalingError(
             "it adds a bias to a layer without one, so the exponent of that is unknown"
         )
-    return {role: _spread(parts[role], bias, 0) for role in named if bias is not None}
+    made = {role: _spread(parts[role], bias, 0) for role in named if bias is not None}
+    if "glora_E.X" in parts and bias is not None:
+        made["glora_E.X"] = _spread(parts["glora_E.X"], bias, 0)
+    coupled = next((role for role in ("glora_C.Xd", "glora_C.X") if role in parts), None)
+    if coupled and bias is not None:  # the weight times C is added to the bias
+        made[coupled] = _spread(parts[coupled], bias - rows, -1)
+    return made
 
 
 def _scale_lora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -142,12 +158,51 @@ def _scale_lokr(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return {first: _spread(parts[first], outer, 0), second: _spread(parts[second], inner, dim)}
 
 
+def _scale_glora(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of PEFT: a product, a column or a number."""
+    role = "glora_B.Xd" if "glora_B.Xd" in parts else "glora_B.X"
+    return {role: _spread(parts[role], rows, 0)} if role in parts else {}
+
+
+def _scale_glora_file(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of LyCORIS: `b1 b2`, and `b2 b1` in older versions; the left one has the rows of the weight."""
+    left = [role for role in ("b1", "b2") if len(parts[role]) == len(rows)]
+    if len(left) != 1 and not _is_uniform(rows):
+        raise ScalingError(
+            "which of its matrices has the rows of the weight does not show in their shapes"
+        )
+    role = left[0] if left else "b1"
+    return {role: _spread(parts[role], rows, 0)}
+
+
+def _check_rotation(parts: Parts, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A rotation of rows needs nothing where those that it mixes have one exponent.
+
+    Of others it is none any more, and the skew matrix that a file has of it gives rotations alone.
+    """
+    (role,) = (role for role in parts if role in ("oft_blocks", "oft_diag"))
+    shape = parts[role].shape
+    blocks = [rows] if len(shape) == 4 else rows.split(shape[-1])  # a butterfly mixes all rows
+    for number, block in enumerate(blocks):
+        if not _is_uniform(block):
+            first = number * shape[-1] if len(blocks) > 1 else 0
+            named = ", ".join(f"2**{x}" for x in sorted(set(block.tolist())))
+            raise ScalingError(
+                f"it rotates rows {first} to {first + len(block) - 1} of the weight into each other, and "
+                f"those have several exponents ({named}), which no rotation can have"
+            )
+    return {}
+
+
 _FAMILIES = {
     "lora_embedding": _scale_embedding,
     "lora_": _scale_lora,
     "hada_": _scale_loha,
     "lokr_": _scale_lokr,
     "diff": _scale_diff,
+    "glora_B": _scale_glora,
+    "oft_": _check_rotation,
+    "b": _scale_glora_file,
 }
 
 

@@ -6,8 +6,8 @@ merged into its weight or taken out again; saving and loading see them as they w
 loaded, fused, weighed, switched and deleted in any order, by Diffusers, Transformers or PEFT, and in fp32
 every bit is that of the same steps on the original.
 
-**Catches** LoRA, DoRA, LoHa and LoKr of linears, convolutions and embeddings, with biases, several at once;
-a kind without a rule is refused, by name, when the layer is called.
+**Catches** LoRA, DoRA, LoHa, LoKr, GLoRA, OFT, BOFT of linears, convolutions and embeddings, with biases,
+several at once; a kind without a rule is refused, by name, when the layer is called.
 **Does not catch** adapters that are no wrapped layers (IP-Adapter), and values written into a
 parameter's `.data` other than by `load_lora_adapter(hotswap=True)`.
 """
@@ -37,6 +37,9 @@ FOLDS = "stopdown_adapter_folds"
 """Attribute of a module whose adapters are followed."""
 
 _ROLES = {"lora_magnitude_vector": "magnitude"}
+
+_PAST_LAYER = {"magnitude": "DoRA", "glora_": "GLoRA", "boft_": "BOFT"}
+"""Roles of adapters that compute with the weight of a layer themselves, past what it returns."""
 
 
 def is_adapter_layer(module: object) -> bool:
@@ -237,8 +240,10 @@ class _FollowedLayer:
     def _find_exponents(
         self, base: Any, parts: Mapping[str, torch.Tensor], factor: int
     ) -> dict[str, torch.Tensor]:
-        if "magnitude" in parts and _read_factor(self._folds, base):
-            raise ScalingError("it is a DoRA, and the layer's output is multiplied besides")
+        past = next((kind for kind in _PAST_LAYER if any(x.startswith(kind) for x in parts)), None)
+        if past and _read_factor(self._folds, base):
+            kind = _PAST_LAYER[past]
+            raise ScalingError(f"it is a {kind}, and the layer's output is multiplied besides")
         if "magnitude" in parts and _is_fresh(base.weight, parts):
             parts = {role: part for role, part in parts.items() if role != "magnitude"}
         rows = _read_rows(self._folds, base, "weight", factor)
@@ -345,7 +350,7 @@ def _is_used(layer: Any, name: str) -> bool:
 
 @torch.no_grad()
 def _measure_layer(layer: Any, name: str) -> float:
-    if not hasattr(layer, "get_delta_weight"):
+    if not hasattr(layer, "get_delta_weight") or hasattr(layer, "oft_R"):  # that is a rotation
         return 0.0
     if (followed := vars(layer).get(FOLLOWED)) is not None:
         followed.follow()
