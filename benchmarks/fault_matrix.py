@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +41,13 @@ from fault_cases import (  # noqa: E402 (the path is set above)
 )
 from pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
-from stopdown.calibration import calibrating  # noqa: E402
+from stopdown.call_names import name_component  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.pipelines.call_interception import find_module  # noqa: E402
 from stopdown.pipelines.components import find_callees  # noqa: E402
 from stopdown.pipelines.tiny_pipelines import overflow_  # noqa: E402
+from stopdown.plans.call_recorder import record_run  # noqa: E402
+from stopdown.plans.exponents import scale_component  # noqa: E402
 from stopdown.records import Scaling  # noqa: E402
 from stopdown.scaling import cast_, fold_scaling  # noqa: E402
 
@@ -115,7 +117,7 @@ _PLANNED: dict[tuple[str, str, str], float] = {}
 
 def _measure_planned(case: Case) -> float:
     reference, scaling = _plan_case(case)
-    pipe, module, _ = _open_case(case, torch.float16)  # loaded as the repaired one was
+    pipe, module = _open_case(case, torch.float16)  # loaded as the repaired one was
     with _faulty_from_start(pipe, module, case):
         rescaling = fold_scaling(module, scaling)
         cast_(module, torch.float16, rescaling)
@@ -125,23 +127,20 @@ def _measure_planned(case: Case) -> float:
 
 def _plan_case(case: Case) -> tuple[np.ndarray[Any, Any], Scaling]:
     """The pixels of fp32, and exponents from all calls of a run there."""
-    pipe, module, methods = _open_case(case, torch.float32)
+    pipe, module = _open_case(case, torch.float32)
     with _faulty_from_start(pipe, module, case):
         reference = call_pipeline(pipe, case.pipeline, steps=STEPS)
-        with calibrating(module, methods) as calibration:
-            call_pipeline(pipe, case.pipeline, steps=STEPS)
-        return reference, calibration.find_scaling()
+        recorded = record_run(pipe, lambda: call_pipeline(pipe, case.pipeline, steps=STEPS))
+        calls = recorded[name_component(case.component)]
+        return reference, scale_component(module, calls, torch.float16)[0]
 
 
-def _open_case(
-    case: Case, dtype: torch.dtype
-) -> tuple[Any, torch.nn.Module, tuple[Literal["forward", "encode", "decode"], ...]]:
-    """A pipeline that has run before, the component at fault, and its methods."""
+def _open_case(case: Case, dtype: torch.dtype) -> tuple[Any, torch.nn.Module]:
+    """A pipeline that has run before, and the component at fault."""
     pipe = testing.make_pipeline(case.pipeline, dtype=dtype)
     call_pipeline(pipe, case.pipeline, steps=STEPS)
     callees = find_callees(pipe)
-    module = next(find_module(callee) for callee in callees if callee.name == case.component)
-    return pipe, module, tuple(callee.method for callee in callees if find_module(callee) is module)
+    return pipe, next(find_module(x) for x in callees if x.name == case.component)
 
 
 def _faulty_from_start(pipe: Any, module: torch.nn.Module, case: Case) -> Any:

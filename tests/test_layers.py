@@ -34,10 +34,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("bounds", "pipelines"),
     ("scaling",),  # its exponents rest on bounds where they are asked for
     ("memory",),  # dry runs of whole pipelines; plans and the guard ask it what fits
-    ("calibration", "plans"),
+    ("plans",),
     # they write, judge and foresee what plans make; what the guards of several ranks agree by
     ("checkpoints", "doctor", "dtype_rules", "parallel"),
-    ("runtime",),  # a guard measures with `calibration` and puts plans on with `plans`
+    ("runtime",),  # a guard puts plans on with `plans`
     ("batch",),  # its workers make runs with `runtime`
     ("benchmark",),  # its runs are those of plans, memory strategies and the guard
     ("comparison",),  # its runs are opened by `plans` and looked at by the guard of `runtime`

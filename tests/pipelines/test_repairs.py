@@ -58,7 +58,7 @@ def test_a_module_with_a_fault_inside_is_kept_in_fp32() -> None:
     (repair,) = handle.repairs
     assert (repair.action, repair.module_path) == ("fp32-module", f"transformer:{MODULE_PATH}")
     assert (repair.kind, repair.step, repair.replays, repair.tried) == ("written", 1, 1, ())
-    assert "it alone goes to fp32" in repair.reason
+    assert "only this module runs in fp32" in repair.reason
     assert error < 2e-3
     (seen,) = (call for call in handle.record.calls if call.component == "transformer")
     assert seen.precisions == ("fp16", "fp32")

@@ -1,16 +1,16 @@
-"""Tests of calibration: ranges merged over calls, and nothing left on the module."""
+"""Tests of calibration: ranges merged over calls."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from stopdown.calibration import Calibration, calibrating
+from stopdown.runtime.calibration import Calibration
 from stopdown.scaling import fold_scaling
 
 
 class Stream(nn.Module):
-    """A linear into a norm, with a second method."""
+    """A linear into a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -18,9 +18,6 @@ class Stream(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.embed(x))
-
-    def decode(self, x: torch.Tensor) -> torch.Tensor:
-        return self.forward(x * 2)
 
 
 def _make() -> Stream:
@@ -56,15 +53,3 @@ def test_other_lengths_meet_in_the_parameters() -> None:
     rescaling = fold_scaling(module, scaling)
     assert torch.equal(module(x), reference)
     rescaling.undo()
-
-
-def test_watching_a_run_changes_nothing() -> None:
-    """Calls made inside the block answer as before and are counted; the methods are then bare."""
-    module, x = _make(), torch.randn(2, 4)
-    reference = module(x), module.decode(x)
-    with calibrating(module, ("forward", "decode")) as calibration:
-        assert torch.equal(module(x), reference[0])
-        assert torch.equal(module.decode(x), reference[1])
-    assert calibration.calls == 2
-    assert "forward" not in vars(module)
-    assert "decode" not in vars(module)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from stopdown.autocast import list_autocast, read_autocast, without_autocast
-from stopdown.calibration import Calibration
 from stopdown.errors import ScalingError
 from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.number_formats import FORMATS, name_dtype
@@ -31,6 +30,7 @@ from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
 from stopdown.records import ResidualStream, Scaling
+from stopdown.runtime.calibration import Calibration
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom

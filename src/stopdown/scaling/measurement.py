@@ -68,14 +68,29 @@ def _measure_kind(
 ) -> list[Measured]:
     """One capture with the merged ranges of a kind's calls; more where its path depends on values."""
     found: list[Measured] = []
-    for call, args, kwargs in kind:
-        answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
-        same = (i for i, known in enumerate(found) if known.capture.answers == answers)
-        if (known := next(same, None)) is not None:
-            found[known] = measure_again(found[known], module, args, kwargs)
-        else:
-            found.append(measure_call(call, args, kwargs, dtype=dtype, stream=stream))
+    for call in kind:
+        add_call(found, module, call, dtype, stream)
     return found
+
+
+def add_call(
+    found: list[Measured],
+    module: torch.nn.Module,
+    one: Call,
+    dtype: torch.dtype,
+    stream: ResidualStream | None = None,
+) -> None:
+    """Measure one more call of a kind: merged with that of its path, or an entry of its own.
+
+    Cost: a forward in fp32; a capture as well (seconds) for a path that was not seen.
+    """
+    call, args, kwargs = one
+    answers = note_answers(call, args, kwargs) if found and found[0].capture.answers else ()
+    same = (i for i, known in enumerate(found) if known.capture.answers == answers)
+    if (known := next(same, None)) is not None:
+        found[known] = measure_again(found[known], module, args, kwargs)
+    else:
+        found.append(measure_call(call, args, kwargs, dtype=dtype, stream=stream))
 
 
 def capture_streamed(
