@@ -63,10 +63,10 @@ def fp16_convolutions() -> Iterator[None]:
 
     def convolve(x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
         flags = (False, False, True, True)  # benchmark, deterministic, cuDNN, TF32: not the CPU's
-        if x.dtype != torch.float16:
-            return own(x, weight, bias, *rest, *flags)
-        wide = [None if tensor is None else tensor.float() for tensor in (x, weight, bias)]
-        return own(*wide, *rest, *flags).half()
+        given = (x, weight, bias)
+        if any(y is not None and y.dtype != torch.float16 for y in given):  # or a mixture of dtypes
+            return own(*given, *rest, *flags)
+        return own(*(y if y is None else y.float() for y in given), *rest, *flags).half()
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("convolution", convolve, "CPU")

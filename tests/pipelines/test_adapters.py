@@ -71,10 +71,11 @@ def build() -> Any:
 def make_arguments(pipe: Any) -> dict[str, Any]:
     """Of one call of the transformer."""
     config, made = pipe.transformer.config, torch.Generator().manual_seed(0)
+    there = pipe.transformer.device
     return {
-        "hidden_states": torch.randn(1, 2, config.in_channels, 4, 4, generator=made),
-        "encoder_hidden_states": torch.randn(1, 8, config.text_embed_dim, generator=made),
-        "timestep": torch.tensor([500]),
+        "hidden_states": torch.randn(1, 2, config.in_channels, 4, 4, generator=made).to(there),
+        "encoder_hidden_states": torch.randn(1, 8, config.text_embed_dim, generator=made).to(there),
+        "timestep": torch.tensor([500], device=there),
         "return_dict": False,
     }
 
@@ -156,6 +157,7 @@ def test_another_strength_and_taking_out_are_said(styled: tuple[Any, Plan]) -> N
 
 @pytest.mark.parametrize("fuse", [False, True], ids=["loaded", "fused and unloaded"])
 @pytest.mark.parametrize("cast", [False, True], ids=["fp32", "fp16"])
+@pytest.mark.usefixtures("each_device")
 def test_a_lora_loaded_after_the_plan_takes_its_exponents(
     bare_plan: Plan, tmp_path: Path, fuse: bool, cast: bool
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_lora_loaded_after_the_plan_takes_its_exponents(
             assert torch.equal(call_transformer(pipe, dtype), before)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_plan_comes_off_beneath_a_fused_lora(bare_plan: Plan, tmp_path: Path) -> None:
     """What was fused while it was on stays fused; what of a LoRA was loaded in fp16 is rounded so."""
     original, pipe = build(), build()
@@ -198,6 +201,7 @@ def test_a_plan_comes_off_beneath_a_fused_lora(bare_plan: Plan, tmp_path: Path) 
     assert relative_l2(call_transformer(pipe), bare) < 1e-5
 
 
+@pytest.mark.usefixtures("each_device")
 def test_an_unscaled_lora_on_scaled_weights_is_wrong(
     bare_plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +226,7 @@ def test_an_unscaled_lora_on_scaled_weights_is_wrong(
         assert torch.equal(call_transformer(pipe), call_transformer(original))
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_lora_beyond_the_headroom_is_said(bare_plan: Plan, tmp_path: Path) -> None:
     """Once, with the layer, the bits that it adds and those that there are; a small one is not."""
     pipe = build()
@@ -257,6 +262,7 @@ def test_a_certificate_with_a_lora_bounds_what_it_adds(tmp_path: Path, save_tiny
     assert relative_l2(found["styled"], reference) < 0.01
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_certificate_does_not_cover_a_lora(bare_plan: Plan, tmp_path: Path) -> None:
     """Its bounds are those of the weights alone, so any adapter is said."""
     entry = find_entry(bare_plan)

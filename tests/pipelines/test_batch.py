@@ -50,6 +50,7 @@ def read_outputs(folder: str | Path = "out") -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("*.mp4"))}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     """Three prompts: three videos with records; again: nothing is made; a line more: that one alone."""
     code, out, err = run("batch", tiny, "--prompts", "prompts.txt", "-o", "out", *SIZES)
@@ -78,6 +79,7 @@ def test_each_item_is_made_once(run: Run, tiny: str) -> None:
     assert not list(Path("out").glob(".*"))
 
 
+@pytest.mark.usefixtures("each_device")
 def test_generate_makes_the_same(run: Run) -> None:
     """An item of a batch has the bits that generate gives for the same prompt, seed and sizes."""
     Path("items.jsonl").write_text('{"prompt": "a red circle", "seed": 3, "name": "circle"}\n')
@@ -87,6 +89,7 @@ def test_generate_makes_the_same(run: Run) -> None:
     assert Path("out/circle.mp4").read_bytes() == Path("circle.mp4").read_bytes()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_items_have_fields_of_their_own(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +122,7 @@ class _Bytes:
         return self._content[:most]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_fault_that_stays_is_a_result(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +243,7 @@ def test_wrong_options_are_refused(
     assert not list(Path().glob("out/*.mp4"))
 
 
+@pytest.mark.usefixtures("each_device")
 def test_ctrl_c_keeps_what_is_finished(
     run: Run, tiny: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +345,7 @@ def test_two_batches_do_not_share_a_folder(run: Run, tiny: str) -> None:
     assert "Another batch is writing to" in err
 
 
+@pytest.mark.usefixtures("each_device")
 def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
     """From Python the summary comes back, and nothing is printed."""
     (tmp_path / "p.txt").write_text("a red circle\n")
@@ -358,6 +364,7 @@ def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
 PICTURE = ("--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
     """With --memory each item has the bits of generate within it, its strategy, and a hash of its own."""
     folder = save_tiny("sd", "fp32")
@@ -378,6 +385,7 @@ def test_items_stay_within_memory(run: Run, save_tiny: Any) -> None:
     assert Path(f"within/{item.output}").read_bytes() == Path("green.png").read_bytes()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_strategy_is_put_on_once_for_all_items(
     run: Run, save_tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,6 +408,7 @@ def test_a_strategy_is_put_on_once_for_all_items(
     assert fitted == [(32, 32), (48, 32)]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_items_have_a_lora_and_a_scheduler(run: Run, save_tiny: Any, tmp_path: Path) -> None:
     """As with generate: the same bits, recorded by the hash."""
     pytest.importorskip("peft")

@@ -121,6 +121,7 @@ CLASSES = {
 
 
 @pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.usefixtures("each_device")
 def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, name: str) -> None:
     """Every family writes the very pixels of plain Diffusers, and the record names its class."""
     record = run(name)
@@ -217,6 +218,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
         ),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_mixed_precisions_really_run(
     run: Any, save_tiny: SaveTiny, out: Path, name: str, precision: str, expected: dict[str, str]
 ) -> None:
@@ -229,6 +231,7 @@ def test_mixed_precisions_really_run(
     assert sum(call.non_finite for call in record.calls) == 0
 
 
+@pytest.mark.usefixtures("each_device")
 def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
     """Without a request each component runs in what its decision says, with a reason."""
     record = run("cogvideox", precision="auto")
@@ -239,6 +242,7 @@ def test_auto_runs_what_it_decided(run: Any, out: Path) -> None:
         assert decision.reason.startswith("Its weights are stored in bf16. ")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     """T5's wo stays fp32 in fp16: the decision says so, and the call's precisions show it."""
     record = run("cogvideox", precision="fp16", frames=1)
@@ -260,6 +264,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
         ("wan", "transformer", " at step 1 of 2"),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_overflow_in_fp16_stops_the_run(
     run: Any, out: Path, name: str, component: str, place: str
 ) -> None:
@@ -288,6 +293,7 @@ def test_overflow_in_fp16_stops_the_run(
         ("wan", "transformer"),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_overflow_in_fp16_is_repaired(run: Any, out: Path, name: str, component: str) -> None:
     """By itself a run mends the component at fault, runs that call again and writes a right picture."""
     record = run(name, overflow=component, precision="fp16")
@@ -299,6 +305,7 @@ def test_overflow_in_fp16_is_repaired(run: Any, out: Path, name: str, component:
     assert next(out.iterdir()).exists()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_remedy_works(run: Any, out: Path) -> None:
     """What the error says to type gives a picture."""
     record = run("cogvideox", overflow="transformer", precision="transformer=bf16", frames=1)
@@ -342,6 +349,7 @@ def test_a_frozen_clip_is_a_finding(run: Any, monkeypatch: pytest.MonkeyPatch) -
     assert finding.evidence.startswith("All 9 frames show the same picture")
 
 
+@pytest.mark.usefixtures("each_device")
 def test_nan_in_the_frames_themselves_is_an_error(
     run: Any, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +366,7 @@ def test_nan_in_the_frames_themselves_is_an_error(
 @pytest.mark.parametrize(
     "suffix", ["clip.mp4", pytest.param("clip.gif", marks=pytest.mark.slow), "frames/"]
 )
+@pytest.mark.usefixtures("each_device")
 def test_the_same_options_give_the_same_bytes(run: Any, out: Path, suffix: str) -> None:
     """Two runs write equal files; another seed writes others."""
     written = []
@@ -369,6 +378,7 @@ def test_the_same_options_give_the_same_bytes(run: Any, out: Path, suffix: str) 
     assert written[0] == written[1] != written[2]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path) -> None:
     """The JSON beside the output is the record that was returned, with every fact of the run."""
     output = str(out / "clip.mp4")
@@ -418,6 +428,7 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
     assert (content["schema"], content["kind"], content["output"]) == (2, "run", output)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_display_sees_every_stage(save_tiny: SaveTiny, media: Path, out: Path) -> None:
     """Loading counts bytes, denoising counts steps, encoding and decoding are told of."""
     seen: list[tuple[str, str, int, int]] = []
@@ -463,6 +474,7 @@ def test_frames_cut_a_video(run: Any, media: Path, out: Path) -> None:
         run("cogvideox-video", frames=6, output=str(out / "other"))
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_full_disk_leaves_nothing(run: Any, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills up while the file is written is said so, and no part of it stays."""
 
@@ -480,6 +492,7 @@ def test_a_full_disk_leaves_nothing(run: Any, out: Path, monkeypatch: pytest.Mon
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.usefixtures("each_device")
 def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What PyTorch says when memory ends becomes a message with what to do; exit code 1."""
     import diffusers
@@ -498,6 +511,7 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_what_a_pipeline_refuses_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ValueError of the pipeline's own checks reaches the user as its sentence."""
     import diffusers
@@ -545,6 +559,7 @@ def test_a_single_file_runs_with_its_configs(
         np.testing.assert_array_equal(read_video(out / "frames"), plain)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_single_file_takes_mixed_precisions(
     single_file: Path, save_tiny: SaveTiny, media: Path, out: Path
 ) -> None:

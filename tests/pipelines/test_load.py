@@ -22,6 +22,7 @@ from stopdown.runtime.guard import guard
 SaveTiny = Callable[..., Path]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_loaded_pipeline_is_that_of_plain_diffusers(save_tiny: SaveTiny) -> None:
     """In fp32 its class and its pixels are those of `from_pretrained`."""
     import diffusers
@@ -37,6 +38,7 @@ def test_a_loaded_pipeline_is_that_of_plain_diffusers(save_tiny: SaveTiny) -> No
     )
 
 
+@pytest.mark.usefixtures("each_device")
 def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
     """The pipeline runs as it is, watched or not, and its decisions stand on it."""
     precision = "text_encoder=fp32,transformer=bf16,vae=fp32"
@@ -56,6 +58,7 @@ def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
     assert transformer.precisions == ("bf16",)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_single_file_is_loaded_with_its_configs(save_tiny: SaveTiny, tmp_path: Path) -> None:
     """Decisions come from the file's header and the folder of configs."""
     file = save_single_file(tmp_path / "tiny.safetensors")
@@ -115,6 +118,7 @@ def test_what_is_no_precision_is_refused(asked: Any) -> None:
         write_request(asked)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_dtype_and_parts_reach_the_pipeline(save_tiny: SaveTiny) -> None:
     """As in Diffusers a scheduler can be given, and a part left out; the dtype is what was asked for."""
     import diffusers

@@ -85,6 +85,7 @@ def plan_of() -> Callable[[str], tuple[Any, Plan]]:
     "name",
     ["cogvideox", "cogview3plus", pytest.param("svd", marks=pytest.mark.slow)],  # 30 s for svd
 )
+@pytest.mark.usefixtures("each_device")
 def test_a_pipeline_that_is_black_in_fp16_is_right_with_its_plan(
     name: str, plan_of: Callable[[str], tuple[Any, Plan]]
 ) -> None:
@@ -119,7 +120,7 @@ def build_any_size(name: str) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             made = type(pipe.transformer).from_config(config)
-        pipe.transformer = made.eval().requires_grad_(False)
+        pipe.transformer = made.eval().requires_grad_(False).to(pipe.vae.device)
     if name == "control":
         pipe = diffusers.CogVideoXFunControlPipeline(**pipe.components)
     pipe.set_progress_bar_config(disable=True)
@@ -138,6 +139,7 @@ def build_any_size(name: str) -> Any:
         pytest.param("control", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.usefixtures("each_device")
 def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(name: str) -> None:
     """In fp32 bit for bit, and finite and near in fp16, at the planned, configured and other sizes."""
     pipe = build_any_size(name)
@@ -170,6 +172,7 @@ def test_a_plan_for_a_size_whose_positions_are_computed_is_right_at_every_size(n
         assert measure_error(low, reference) < 0.01
 
 
+@pytest.mark.usefixtures("each_device")
 def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
     plan_of: Callable[[str], tuple[Any, Plan]],
 ) -> None:
@@ -183,6 +186,7 @@ def test_nothing_stays_in_fp32_not_even_what_its_authors_keep(
             assert {p.dtype for p in module.parameters()} == {torch.float16}
 
 
+@pytest.mark.usefixtures("each_device")
 def test_undoing_twice_is_harmless(plan_of: Callable[[str], tuple[Any, Plan]]) -> None:
     """A plan that was taken off stays off, and its handle says what it is."""
     pipe, plan = plan_of("cogvideox")
@@ -193,6 +197,7 @@ def test_undoing_twice_is_harmless(plan_of: Callable[[str], tuple[Any, Plan]]) -
         applied.undo()
 
 
+@pytest.mark.usefixtures("each_device")
 def test_every_difference_is_in_one_refusal(
     plan_of: Callable[[str], tuple[Any, Plan]],
 ) -> None:
@@ -250,6 +255,7 @@ def test_components_that_cannot_be_scaled_fall_back_with_the_reason() -> None:
         assert bool(run(pipe, "cogview3plus").isfinite().all())
 
 
+@pytest.mark.usefixtures("each_device")
 def test_the_command_line_plans_and_generates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +299,7 @@ def _generate(source: Path, clip: Path, precision: str) -> None:
     generate(options)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_a_plan_keeps_residual_streams_in_fp32() -> None:
     """It says so, survives its file, is exact in fp32, finite and nearer in fp16, and comes off."""
     pipe = build("cogview3plus")

@@ -75,6 +75,7 @@ def take_classes() -> list[Any]:
     ]
 
 
+@pytest.mark.usefixtures("each_device")
 def test_an_overflow_is_repaired_and_the_exit_code_kept(
     run: Run, save_tiny: SaveTiny, tmp_path: Path
 ) -> None:
