@@ -29,7 +29,7 @@ from stopdown.plans.plan_files import seal_plan
 from stopdown.plans.quantised_bounds import bound_weights
 from stopdown.records import Plan, to_json
 from stopdown.scaling import find_folds, measure_call
-from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, measure_loss, put_bounds
+from stopdown.scaling.fold_bounds import MOST_LOSS, FoldBound, put_bounds
 from weight_file_samples import Tensors, draw, quantise_fp8, quantise_int8, write_gguf, write_sample
 
 Run = Callable[..., tuple[int, str, str]]
@@ -136,6 +136,12 @@ def test_gguf_scales_are_where_the_table_says(tmp_path: Path, kind: str) -> None
     assert old.shape == (4, 3 * values)
     assert np.array_equal(np.ldexp(old, rows.numpy()[:, None]), new, equal_nan=True)
     assert np.isfinite(new).all()
+
+
+def measure_loss(scales: torch.Tensor, exponent: int) -> float:
+    """Relative L2 error of scales that were multiplied and rounded."""
+    exact = scales.double() * 2.0**exponent
+    return float((exact.to(scales.dtype).double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize(

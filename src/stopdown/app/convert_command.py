@@ -241,6 +241,6 @@ def _describe_row(entry: ConvertedComponent) -> tuple[str, ...]:
     return (
         entry.component,
         entry.precision,
-        str(entry.folded) if entry.precision == "fp16" else "",
+        "" if entry.precision == "as stored" else str(entry.folded),
         ", ".join(f"{name}={_shorten(value)}" for name, value in entry.fields.items()),
     )

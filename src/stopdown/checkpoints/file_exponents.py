@@ -184,10 +184,10 @@ class _Search:
     @functools.cached_property
     def _kinds(self) -> list[Kind]:
         """Captures of all kinds of calls; a made-up call that cannot be captured is left out."""
-        kinds = []
+        kinds: list[Kind] = []
         for group in group_calls(self.calls):
             try:
-                kinds.append(measure_kind(self.module, group, torch.float16))
+                kinds += measure_kind(self.module, group, torch.float16)
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise

@@ -22,11 +22,9 @@ from stopdown.errors import CaptureError, ScalingError, StopdownError, take_firs
 from stopdown.plans.call_recorder import RecordedCall, sign_call
 from stopdown.records import Scaling
 from stopdown.scaling import (
-    measure_again,
-    measure_call,
     scale_calls,
 )
-from stopdown.scaling.measurement import Kind
+from stopdown.scaling.measurement import Kind, measure_kinds
 from stopdown.scaling.rescale import Call as PlainCall
 from stopdown.scaling.weights import check_weights
 
@@ -114,13 +112,9 @@ def _runs(module: torch.nn.Module, call: RecordedCall) -> bool:
 
 def measure_kind(
     module: torch.nn.Module, group: Sequence[RecordedCall], dtype: torch.dtype
-) -> Kind:
-    """One capture with the merged ranges of all calls of a kind."""
-    args, kwargs = place_arguments(module, group[0])
-    measured = measure_call(find_call(module, group[0]), args, kwargs, dtype=dtype)
-    for call in group[1:]:
-        measured = measure_again(measured, module, *place_arguments(module, call))
-    return Kind(measured, args, kwargs)
+) -> list[Kind]:
+    """A capture with the merged ranges of a kind's calls; several where its path depends on values."""
+    return measure_kinds(module, [[_place_call(module, call) for call in group]], dtype, None)
 
 
 def find_call(module: torch.nn.Module, call: RecordedCall) -> Callable[..., Any]:

@@ -69,15 +69,6 @@ def read_bounds(module: torch.nn.Module) -> Mapping[str, FoldBound]:
     return found
 
 
-def measure_loss(scales: torch.Tensor, exponent: int) -> float:
-    """Relative L2 error that rounding makes in scales times `2**exponent`; infinite where they overflow.
-
-    Args:
-        scales: of 16 or 8 bits, of any shape; NaN and Inf are left out.
-    """
-    return _measure_loss(*_count_values(scales), exponent)
-
-
 def _count_values(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Magnitudes, each once, and how often it is there: 16 bits have 2**15 of them."""
     bits = torch.int16 if scales.element_size() == 2 else torch.uint8
@@ -88,6 +79,7 @@ def _count_values(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _measure_loss(values: torch.Tensor, counts: torch.Tensor, exponent: int) -> float:
+    """Relative L2 error that rounding makes in values times `2**exponent`; infinite where they overflow."""
     exact = torch.ldexp(values.double(), torch.tensor(exponent))
     rounded = exact.to(values.dtype).double()
     if not bool(rounded.isfinite().all()):
