@@ -139,7 +139,7 @@ def exchange_late(rank: int) -> culprit.Culprit:
     with Patches() as patches, torch.no_grad():
         patches.set_class_attribute(culprit._Tracer, "_look", look_and_tell)
         x = torch.ones(2, 4, dtype=torch.float16)
-        return culprit.find_culprit("model", module, lambda: module(x), {"x": x})[0]
+        return culprit.find_culprit(module, lambda: module(x), {"x": x})[0]
 
 
 def test_values_of_an_exchange_may_come_late() -> None:

@@ -179,7 +179,7 @@ def test_parts_and_wholes_keep_what_is_true(seed: int, dim: int) -> None:
     demand(both, torch.cat([first, other], dim))
     kept = list(shape)
     kept[dim] = 1
-    demand(take(one, shape, tuple(kept), dim, 1, 2), first.narrow(dim, 1, 1))
+    demand(take(one, tuple(kept), dim, 1, 2), first.narrow(dim, 1, 1))
     mixed = torch.where(torch.rand(shape) > 0.5, first, other)
     together = join(one, two, shape, shape)
     assert bool((mixed.abs() <= together.peak + 1e-12).all())

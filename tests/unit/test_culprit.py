@@ -54,7 +54,7 @@ def find(module: nn.Module, x: torch.Tensor | None = None) -> Culprit:
     module.half()
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]]).half() if x is None else x
     with torch.no_grad():
-        culprit, _ = find_culprit("part", module, lambda: module(x), {"x": x})
+        culprit, _ = find_culprit(module, lambda: module(x), {"x": x})
     return culprit
 
 
@@ -157,5 +157,5 @@ def test_nothing_stays_on_the_module(dtype: torch.dtype) -> None:
     """Hooks come off, also when the call raises."""
     module = Net(1.0).to(dtype)
     with pytest.raises(RuntimeError):
-        find_culprit("part", module, lambda: module(torch.zeros(1, 3, dtype=dtype)), {})
+        find_culprit(module, lambda: module(torch.zeros(1, 3, dtype=dtype)), {})
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())

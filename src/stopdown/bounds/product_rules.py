@@ -231,7 +231,7 @@ def convolve(op: Operands) -> Bound | None:
     rows = [
         sum_rows(
             part,
-            _spread_channels(peak, group, groups, values.shape[1], places),
+            _spread_channels(peak, group, values.shape[1], places),
             op.known.floor(weight),
         )
         for group, part in enumerate(flat.chunk(groups))
@@ -246,9 +246,7 @@ def convolve(op: Operands) -> Bound | None:
     return op.made(size.reshape(ones), typical)
 
 
-def _spread_channels(
-    peak: torch.Tensor, group: int, groups: int, width: int, places: int
-) -> torch.Tensor:
+def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
     """`[in * places]`: the peak of the channel that each entry of a flattened kernel multiplies."""
     if peak.numel() == 1:
         return peak

@@ -103,7 +103,7 @@ def make_bound(
         norm = derived
     else:
         norm = torch.minimum(collapse(norm.double(), shape), derived)
-        norm = _fit(norm, shape, dims)
+        norm = _fit(norm, dims)
         peak = collapse(torch.minimum(peak, norm), shape)
     return Bound(peak, norm, dims, min(typical, float(peak.max()) if peak.numel() else 0.0))
 
@@ -129,7 +129,7 @@ def _find_channel(shape: Shape) -> int:
     return len(shape) - 1
 
 
-def _fit(norm: torch.Tensor, shape: Shape, dims: frozenset[int]) -> torch.Tensor:
+def _fit(norm: torch.Tensor, dims: frozenset[int]) -> torch.Tensor:
     for dim in dims:
         norm = norm.amax(dim, keepdim=True)
     return norm
@@ -282,8 +282,7 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
     )
 
 
-def take(bound: Bound, shape: Shape, target: Shape, dim: int, start: int, stop: int, op: int = 1
-         ) -> Bound:  # fmt: skip
+def take(bound: Bound, target: Shape, dim: int, start: int, stop: int, op: int = 1) -> Bound:
     """The bound of a slice along one dimension."""
     peak, norm = bound.peak, bound.norm
     if peak.shape[dim] > 1:

@@ -118,7 +118,7 @@ def slice_(op: Operands) -> Bound | None:
         return loosen(op)
     start, stop = indices
     bound = _behind_cat(source, dim, start, stop, op) or bound
-    return take(bound, before, op.shape, dim, start, stop, op.given.get("step", 1))
+    return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
 
 
 def _behind_cat(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
@@ -149,7 +149,7 @@ def select(op: Operands) -> Bound | None:
         return loosen(op) if bound is not None else None
     kept = (*before[:dim], 1, *before[dim + 1 :])
     index %= max(before[dim], 1)
-    bound = take(bound, before, kept, dim, index, index + 1)
+    bound = take(bound, kept, dim, index, index + 1)
     return reshape(bound, kept, op.shape)
 
 
@@ -165,11 +165,11 @@ def part_of_split(op: Operands) -> Bound | None:
     dim = int(arguments(parent).get("dim", 0)) % len(before)
     if is_kind(parent, "unbind"):
         kept = (*before[:dim], 1, *before[dim + 1 :])
-        return reshape(take(bound, before, kept, dim, number, number + 1), kept, op.shape)
+        return reshape(take(bound, kept, dim, number, number + 1), kept, op.shape)
     sizes = [shape.shape[dim] for shape in parent.meta["val"]]
     start = sum(sizes[:number])
     bound = _behind_cat(source, dim, start, start + sizes[number], op) or bound
-    return take(bound, before, op.shape, dim, start, start + sizes[number])
+    return take(bound, op.shape, dim, start, start + sizes[number])
 
 
 def cat(op: Operands) -> Bound | None:

@@ -195,7 +195,7 @@ def convert(
             check_layouts(work.pipe, [entry.component for entry in work.plan.components])
         with written_beside(target, option="as OUT", replaces=replaces) as part, told_as_oserror():
             unread = _write(work, part, progress)
-            record = _describe(work, target, part, unread, time.perf_counter() - started)
+            record = _describe(work, target, unread, time.perf_counter() - started)
             if place.form != "single":
                 record = write_record(part, record)
         if place.form == "single":
@@ -496,9 +496,7 @@ def _find_inputs(work: _Work, rows: Rows) -> dict[str, int]:
     return inputs
 
 
-def _describe(
-    work: _Work, output: Path, part: Path, unread: tuple[str, ...], elapsed_s: float
-) -> Conversion:
+def _describe(work: _Work, output: Path, unread: tuple[str, ...], elapsed_s: float) -> Conversion:
     components = tuple(_describe_component(work, entry) for entry in work.plan.components)
     return Conversion(
         source=work.source.name,

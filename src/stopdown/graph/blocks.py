@@ -60,7 +60,7 @@ def find_blocks(graph: torch.fx.Graph, parameters: Mapping[str, str]) -> dict[No
     for node in reversed(graph.nodes):
         if is_float(node) and (blocks := _combine(node, wanted)):
             wanted[node] = blocks
-    return _keep_producible(graph, wanted, parameters)
+    return _keep_producible(wanted, parameters)
 
 
 def split_bounds(node: Node) -> tuple[int, tuple[int, ...]]:
@@ -138,7 +138,7 @@ def map_through_view(
 
 
 def _keep_producible(
-    graph: torch.fx.Graph, wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
+    wanted: Mapping[Node, Blocks], parameters: Mapping[str, str]
 ) -> dict[Node, Blocks]:
     """Drop the demands that do not come from parameters, until what is left supports itself."""
     kept = dict(wanted)

@@ -61,10 +61,10 @@ def bound_weights(file: WeightFile) -> dict[str, FoldBound]:
 
     Cost: one pass over the scales, and over the weights in fp16.
     """
-    return {weight.name: _bound(file, weight) for weight in file.weights}
+    return {weight.name: _bound(weight) for weight in file.weights}
 
 
-def _bound(file: WeightFile, weight: FileWeight) -> FoldBound:
+def _bound(weight: FileWeight) -> FoldBound:
     scales = weight.read_scales() if weight.read_scales is not None else None
     if scales is None:
         if weight.is_scaled:

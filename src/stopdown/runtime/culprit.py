@@ -108,7 +108,6 @@ class _Event:
 
 
 def find_culprit(
-    component: str,
     module: torch.nn.Module,
     call: Callable[[], Any],
     arguments: Mapping[str, Any],

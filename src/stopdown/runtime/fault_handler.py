@@ -216,7 +216,7 @@ class FaultHandler:
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
                 repeat = fault.repeat
-                culprit, output = find_culprit(fault.component, guarded.module, repeat, given)
+                culprit, output = find_culprit(guarded.module, repeat, given)
         except StopdownError:
             raise
         except Exception as error:  # code that cannot be looked at: nothing is known
