@@ -89,6 +89,10 @@ def run_encoder(folder: Path, dtype: torch.dtype, **options: Any) -> torch.Tenso
     module = getattr(transformers, kind).from_pretrained(folder, dtype=dtype).eval()
     if options.pop("half", False):
         module.half()  # also what its class keeps in fp32
+    for place, exponent in options.pop("eps", {}).items():
+        path, _, name = place.rpartition(".")
+        norm = module.get_submodule(path)
+        setattr(norm, name, getattr(norm, name) * 2.0**exponent)
     with torch.no_grad():
         found: torch.Tensor = module(input_ids=draw_tokens(), **options).last_hidden_state
     return found
@@ -109,6 +113,7 @@ def test_plain_transformers_is_right_in_fp16(
     reference = run_encoder(folder, torch.float32)
     same = relative_l2(run_encoder(out, torch.float32), reference)
     assert same <= (1e-6 if entry.eps_left else 0.0)
+    assert torch.equal(run_encoder(out, torch.float32, eps=entry.eps_left), reference)
     brain = relative_l2(run_encoder(folder, torch.bfloat16), reference)
     plain = run_encoder(folder, torch.float32, half=True).float()
     assert not bool(plain.isfinite().all()) or relative_l2(plain, reference) > 10 * brain
@@ -117,6 +122,24 @@ def test_plain_transformers_is_right_in_fp16(
         print(f"{name}, {way}: {low:.5f}, bf16 {brain:.5f}, {brain / low:.1f} times")  # noqa: T201
         assert low < brain / 6
     assert all(x.dtype == torch.float16 for x in load_file(out / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: float) -> None:
+    """One field sets the eps of all norms of a Gemma: what keeping it changes is in the card, and is all."""
+    shutil.copytree(save("Gemma 2", "gated product"), folder := tmp_path / "gemma")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
+    encoder, out = find_encoder(folder), tmp_path / "out"
+    assert encoder is not None
+    (entry,) = convert_encoder(encoder, out, certify=True).components
+    said = f"changes by {entry.effect:.1e}" if eps == 1e-2 else "is the same bit for bit"
+    assert said in " ".join(entry.reasons)
+    reference = run_encoder(folder, torch.float32)
+    same = relative_l2(run_encoder(out, torch.float32), reference)
+    assert same == pytest.approx(entry.effect, rel=0.5)
+    assert (same > 1e-6) == (eps == 1e-2)
+    assert torch.equal(run_encoder(out, torch.float32, eps=entry.eps_left), reference)
 
 
 def test_hidden_states_are_kept_where_that_is_possible(save: Any, tmp_path: Path) -> None:

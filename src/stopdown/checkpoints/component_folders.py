@@ -92,6 +92,16 @@ def describe_effect(found: Expressed) -> str:
     )
 
 
+def describe_left(found: Expressed) -> str:
+    """What the eps change that no configuration sets, as sentences."""
+    change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
+    return (
+        f"{len(found.left)} of its norms have an eps that no configuration sets by itself: it stays as it "
+        f"was, beside values that are scaled. With that its output {change} in {found.calls} calls; a "
+        f"change of up to {EFFECT_LIMIT:.1e} passes."
+    )
+
+
 def write_record(folder: Path, record: Conversion) -> Conversion:
     """Put the card and the record into a folder; the record with all that is there beside it."""
     write_card(folder, word_card(record, f"The record is `{RECORD_NAME}`."))

@@ -28,6 +28,7 @@ from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card,
 from stopdown.checkpoints.component_folders import (
     describe_component,
     describe_effect,
+    describe_left,
     fold_to_fp16,
     write_component,
     write_record,
@@ -538,12 +539,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
     elif rests_on_bounds(entry.scaling):
         yield "None of them rests on bounds: with bounds, folds alone would change what it returns."
     if found.left:
-        change = f"changes by {found.effect:.1e}" if found.effect else "is the same bit for bit"
-        yield (
-            f"{len(found.left)} of its norms have an eps that no configuration sets: it stays as it was, "
-            f"beside values that are scaled. With that its output {change} in {found.calls} calls; a "
-            f"change of up to {EFFECT_LIMIT:.1e} passes."
-        )
+        yield describe_left(found)
     elif work.is_quantised:
         yield (
             "Codes and formats are those of the source, and powers of two are in the scales: it "

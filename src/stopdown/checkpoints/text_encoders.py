@@ -31,6 +31,7 @@ from stopdown.checkpoints.cards import list_entries, refuse_rescaled
 from stopdown.checkpoints.component_folders import (
     describe_component,
     describe_effect,
+    describe_left,
     fold_to_fp16,
     write_component,
     write_record,
@@ -370,10 +371,7 @@ def _list_reasons(
     else:
         yield f"Measured on {len(LENGTHS)} calls of {ROWS} rows of tokens."
     if found.left:
-        yield (
-            f"Eps that no configuration sets: {len(found.left)}. Without them its output changes by "
-            f"{found.effect:.1e}."
-        )
+        yield describe_left(found)
     if not states and not is_unread and found.scaling.exponents:
         yield (
             "Its output is right. Hidden states between its layers are multiplied by powers of two, "
