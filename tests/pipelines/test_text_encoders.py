@@ -126,7 +126,7 @@ def test_plain_transformers_is_right_in_fp16(
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_an_eps_that_stays_is_all_that_changes(save: Any, tmp_path: Path, eps: float) -> None:
-    """One field sets the eps of all norms of a Gemma: what keeping it changes is in the card, and is all."""
+    """One field sets the eps of all norms of a Gemma: what keeping it changes is in the card, and all."""
     shutil.copytree(save("Gemma 2", "gated product"), folder := tmp_path / "gemma")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": eps}))
