@@ -382,7 +382,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
     from stopdown.pipelines.sources import resolve_source, verify_source
-    from stopdown.plans.choice import choose_loader
+    from stopdown.plans.plan_choice import choose_loader
     from stopdown.plans.planned_loader import gather_facts
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")

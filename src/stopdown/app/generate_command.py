@@ -419,7 +419,7 @@ def _choose_loader(
     chosen: Selection, options: GenerateOptions, request: Request, device: Device, display: Display
 ) -> Callable[..., Loaded]:
     from stopdown.environment import probe_formats
-    from stopdown.plans.choice import choose_loader
+    from stopdown.plans.plan_choice import choose_loader
     from stopdown.plans.planned_loader import gather_facts
 
     return choose_loader(

@@ -33,7 +33,7 @@ from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
 from stopdown.pipelines.sources import fingerprint
-from stopdown.plans.choice import choose_plan
+from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
 from stopdown.records import Decision, Plan

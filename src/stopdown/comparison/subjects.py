@@ -37,7 +37,7 @@ from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import make_plan
-from stopdown.plans.choice import choose_loader
+from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.precision import ComponentFacts

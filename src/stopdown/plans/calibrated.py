@@ -67,7 +67,7 @@ from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import describe_trial, read_headroom
-from stopdown.scaling.weights import find_quantised
+from stopdown.scaling.weight_checks import find_quantised
 
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""

@@ -26,7 +26,7 @@ from stopdown.scaling import (
 )
 from stopdown.scaling.measurement import Kind, measure_kinds
 from stopdown.scaling.rescale import Call as PlainCall
-from stopdown.scaling.weights import check_weights
+from stopdown.scaling.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
 

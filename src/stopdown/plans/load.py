@@ -17,7 +17,7 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.plans.choice import choose_loader
+from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.precision import write_request
 

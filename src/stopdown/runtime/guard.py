@@ -82,10 +82,10 @@ from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.clamps import noting_clamps, watch_clamps
 from stopdown.runtime.fault_handler import FaultHandler
+from stopdown.runtime.fault_origin import Origin, find_origin
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
 from stopdown.runtime.journal import Follower, Journal
-from stopdown.runtime.origin import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
 from stopdown.runtime.rank_agreement import (
     agree_on_check,

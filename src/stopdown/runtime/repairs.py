@@ -30,7 +30,7 @@ from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
 from stopdown.records import ResidualStream, Scaling
-from stopdown.runtime.calibration import Calibration
+from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom

@@ -27,7 +27,7 @@ from stopdown.scaling.folds import (
 )
 from stopdown.scaling.search import scale_calls
 from stopdown.scaling.trial import Call
-from stopdown.scaling.weights import check_weights, refuse_quantised
+from stopdown.scaling.weight_checks import check_weights, refuse_quantised
 
 RESIDUALS = ("native", "fp32")
 """What a residual stream can be kept in: as the model has it, or in fp32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from stopdown.runtime.calibration import Calibration
+from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.scaling import fold_scaling
 
 

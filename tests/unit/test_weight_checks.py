@@ -8,7 +8,7 @@ from torch import nn
 
 from stopdown.errors import ScalingError
 from stopdown.scaling import rescale_
-from stopdown.scaling.weights import check_weights, find_quantised, is_packed
+from stopdown.scaling.weight_checks import check_weights, find_quantised, is_packed
 
 
 class Packed(torch.Tensor):
