@@ -61,6 +61,15 @@ class Wrapper(nn.Module):
         return out
 
 
+class Denoiser(nn.Module):
+    """sgm's `DiscreteDenoiser`: has no weights, and is given the network that it calls."""
+
+    def forward(self, network: nn.Module, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """The network's answer, scaled."""
+        out: torch.Tensor = network(x, t, {})
+        return out * 1.0
+
+
 class FirstStage(nn.Module):
     """An autoencoder that is called through its methods."""
 
@@ -84,7 +93,7 @@ class DiffusionEngine(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Wrapper(UNet())
+        self.model, self.denoiser = Wrapper(UNet()), Denoiser()
         self.first_stage_model = FirstStage()
         self.scale_factor = 0.5
 
@@ -165,7 +174,7 @@ def make_program(kind: str, dtype: torch.dtype = torch.float32) -> Program:
         engine = DiffusionEngine().to(dtype).eval()
 
         def run() -> torch.Tensor:
-            z = sample(lambda x, t: engine.model(x, t, {}), dtype)
+            z = sample(lambda x, t: engine.denoiser(engine.model, x, t), dtype)
             with torch.no_grad():
                 return engine.decode_first_stage(z)
 

@@ -238,6 +238,7 @@ def test_a_device_takes_what_goes_to_cuda(run: Run, save_tiny: SaveTiny) -> None
     text = PAINT.replace("sys.argv[1],", "sys.argv[1], device_map='cuda',") + (
         "pipe.to('cuda')\npipe.vae.cuda()\nassert torch.ones(1).cuda().device.type == 'cpu'\n"
         "assert torch.Generator(device='cuda').device.type == 'cpu'\n"
+        "assert torch.zeros(1, device='cuda').device == torch.tensor(1, device='cuda').device\n"
         "assert isinstance(torch.Generator('cuda:0'), torch.Generator)\n"
         "pipe.enable_model_cpu_offload()\npipe.enable_sequential_cpu_offload()\n"
         "assert pipe.device.type == 'cpu'\npaint(output_type='latent')\n"
@@ -422,7 +423,9 @@ def test_casts_of_the_script_say_no_empty_remarks(
 
 def test_a_profile_runs_nothing(run: Run) -> None:
     """A card that is not here cannot take what the script sends to CUDA."""
-    with pytest.raises(OptionError, match=r"^--device t4 is a profile of the NVIDIA T4: "):
+    with pytest.raises(
+        OptionError, match=r"^--device t4 is a profile of the NVIDIA T4, not a device"
+    ):
         run("", device="t4")
 
 

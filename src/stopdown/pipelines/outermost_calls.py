@@ -4,7 +4,8 @@ While somebody listens, `torch.nn.Module.__call__` goes through here: a listener
 call that a thread makes outside of all modules. A method that a program calls on a module (`vae.decode`)
 counts as such a call while it is `entered`; `intercept_methods` finds these as they happen as well.
 
-**Catches** calls of modules of every kind, in every thread.
+**Catches** calls of modules of every kind, in every thread. A module without weights that is given another
+one to call is no component, and that other one is.
 **Does not catch** calls inside of compiled code, and those of traced and transformed code (`torch.jit`,
 `torch.func`, a CUDA graph that is recorded), where no value can be read.
 """
@@ -91,10 +92,18 @@ def _put_on() -> None:
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _thread.outermost is not None:
             return original(self, *args, **kwargs)
+        if _hands_on(self, args, kwargs):
+            return original(self, *args, **kwargs)
         with _met(self, "forward"):
             return original(self, *args, **kwargs)
 
     _patches.set_class_attribute(torch.nn.Module, "__call__", call)
+
+
+def _hands_on(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module has no weights and calls one that it is given, as sgm's denoiser does."""
+    is_given = any(isinstance(x, torch.nn.Module) for x in (*args, *kwargs.values()))
+    return is_given and next(module.parameters(), None) is None
 
 
 @contextlib.contextmanager

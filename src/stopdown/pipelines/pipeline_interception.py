@@ -151,10 +151,33 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
     for owner in (torch.nn.Module, torch.Tensor):
         _replace_cuda(owner, redirect, patches)
     patches.set_attribute(torch, "Generator", _make_generator(redirect))
+    for name in _MAKERS:
+        patches.set_attribute(torch, name, _redirect_maker(getattr(torch, name), redirect))
     if target == "cpu":
         for name in _OFFLOADS:
             _leave_out(name, say_once, patches)
     _drop_device_map(say_once, patches)
+
+
+_MAKERS = (
+    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full"),
+    *("full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint"),
+    *("randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor"),
+    *("tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
+"""Functions of torch that make a tensor on a device."""
+
+
+def _redirect_maker(
+    original: Callable[..., Any], redirect: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = redirect(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return make
 
 
 def _is_cuda(value: Any) -> bool:

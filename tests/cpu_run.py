@@ -1,0 +1,31 @@
+"""A script run as it is, but for what it sends to CUDA, which goes to the CPU; nothing is guarded.
+
+python tests/cpu_run.py SCRIPT ARGUMENTS...
+python tests/cpu_run.py -m MODULE ARGUMENTS...
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from stopdown.patches import Patches
+from stopdown.pipelines.pipeline_interception import redirect_devices
+
+
+def run(words: list[str]) -> None:
+    """The script's own run, with its arguments."""
+    with Patches() as patches:
+        redirect_devices("cpu", lambda text: None, patches)
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
