@@ -6,12 +6,18 @@ A transformer of Diffusers' Flux class with values of attention beyond fp16 is w
 planned from the file, and written again with its exponents. Both files are run in fp16 and bf16 from their
 dequantised weights; the reference is the quantised file itself in fp32. `holds_down_to` is how far a fold
 of an ordinary matrix (64 by 512, deviation 1/16) goes.
+
+With STOPDOWN_COMFYUI, a tiny T5 whose gated products overflow is run by ComfyUI's code besides, where int8
+quantises activations, too. Those errors are against Transformers in fp32 with the values that the codes
+stand for; `adds` is what fp16 or bf16 adds to the error of the same file in fp32, in squares.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -146,6 +152,24 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_in_comfyui() -> list[dict[str, Any]]:
+    """A T5 in each layout, by ComfyUI's code; nothing where no variable names a checkout."""
+    if not os.environ.get("STOPDOWN_COMFYUI"):
+        return []
+    tests = Path(__file__).parents[1] / "tests"
+    sys.path[:0] = [str(tests), str(tests / "pipelines")]
+    from test_quantised_files import measure_added, run_folded_t5
+
+    rows = []
+    for layout in ("scaled fp8", "int8"):
+        with tempfile.TemporaryDirectory() as name:
+            _, old, new, values = run_folded_t5(Path(name), layout)
+        is_finite = bool(old["fp16"].isfinite().all())
+        rows.append({"format": layout, "finite before": is_finite, **measure_added(new, values)})
+        print(json.dumps(rows[-1]))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=OUTPUT)
@@ -161,6 +185,7 @@ def main() -> None:
         "command": "python benchmarks/quantised.py",
         "machine": describe_machine(),
         "rows": rows,
+        "comfyui": measure_in_comfyui(),
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 

@@ -597,6 +597,14 @@ def quantised_table() -> str:
 
 
 @_figure
+def int8_own() -> str:
+    """What a file in int8 is off when activations are quantised, too."""
+    x = next(row for row in _read("quantised")["comfyui"] if row["format"] == "int8")
+    low, brain = _percent(x["fp16"]), _percent(x["bf16"])
+    return f"{_percent(x['fp32'])} off in fp32, {low} in fp16 and {brain} in bf16"
+
+
+@_figure
 def compare_table() -> str:
     """The bundled model on 20 prompts in six precisions."""
     record = _read("compare")["comparison"]

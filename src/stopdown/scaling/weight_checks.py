@@ -58,8 +58,10 @@ def refuse_quantised(module: torch.nn.Module) -> None:
         raise ScalingError(
             f"{type(module).__name__} has quantised weights ({found}); they are left alone.",
             expected="Powers of two are folded into weights that are stored as floats of 16 bits "
-            "or more.",
-            remedy="Load it without quantisation, or keep it out of the rescaling.",
+            "or more. What a product gives has the exponent of its weight: norms and biases alone bring "
+            "nothing into range.",
+            remedy="Convert its file, whose scales take them, and load that: stopdown convert FILE OUT. Or "
+            "load it without quantisation, or keep it out of the rescaling.",
         )
 
 
