@@ -20,7 +20,7 @@ from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
-from stopdown.plans import applier, calibrated, choice, exponents
+from stopdown.plans import applier, calibrated, exponents, plan_choice
 from stopdown.plans import plan_files as files
 from stopdown.plans.call_recorder import MOST_CALLS, RecordedCall, _thin_out, sign_call
 from stopdown.plans.precision import (
@@ -269,14 +269,14 @@ def test_auto_makes_a_plan_once_and_keeps_it(
         made.append(source)
         return PLAN
 
-    monkeypatch.setattr(choice, "make_plan", make)
-    monkeypatch.setattr(choice, "fingerprint", lambda source: PLAN.fingerprint)
+    monkeypatch.setattr(plan_choice, "make_plan", make)
+    monkeypatch.setattr(plan_choice, "fingerprint", lambda source: PLAN.fingerprint)
     source = Source("owner/name", tmp_path, "folder")
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     supports = {"bf16": MISSING, "fp16": GOOD, "fp32": GOOD}
     card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
     for _ in range(2):
-        chosen = choice.choose_plan(source, "auto", facts, supports, card)
+        chosen = plan_choice.choose_plan(source, "auto", facts, supports, card)
         assert chosen is not None
         assert chosen.plan == PLAN
     assert len(made) == 1
@@ -286,8 +286,8 @@ def test_auto_makes_a_plan_once_and_keeps_it(
         "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
-    assert choice.choose_plan(source, "auto", facts, supports, processor) is None
-    assert choice.choose_plan(source, "fp16", facts, supports, card) is None
+    assert plan_choice.choose_plan(source, "auto", facts, supports, processor) is None
+    assert plan_choice.choose_plan(source, "fp16", facts, supports, card) is None
 
 
 def test_a_cached_plan_that_was_edited_is_made_again(
