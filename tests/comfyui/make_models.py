@@ -7,6 +7,7 @@ In fp32 nothing changes, and what lies between them is beyond 65504.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ comfy.options.enable_args_parsing()
 
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
-from comfy.ldm.flux.model import Flux  # noqa: E402
+from comfy.ldm.flux.model import Flux, FluxParams  # noqa: E402
 from comfy.ldm.lumina.model import NextDiT  # noqa: E402
 from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel  # noqa: E402
 from comfy.ldm.wan.model import WanModel  # noqa: E402
@@ -97,6 +98,8 @@ def make_flux() -> None:
         "depth_single_blocks": 2,
         "guidance_embed": True,
     }
+    known = {entry.name for entry in dataclasses.fields(FluxParams)}  # older ones know less
+    config = {name: value for name, value in config.items() if name in known}
     weights = draw(Flux(image_model="flux", **config, **MADE))
     save("diffusion_models/flux_healthy.safetensors", weights)
     black = spread(dict(weights), "final_layer.adaLN_modulation.1", "final_layer.linear")
