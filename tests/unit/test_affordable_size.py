@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline_calls import make_pipeline
 from stopdown import testing
 from stopdown.device_profiles import find_profile
-from stopdown.dtype_rules.sum_overflow import check_sums
+from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
 from stopdown.memory.affordable_size import choose_size
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import calibrated
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 PLENTY = 2**40
-
-make_pipeline = functools.cache(testing.make_pipeline)
 
 
 def make_arguments(name: str, **options: Any) -> dict[str, Any]:
@@ -98,5 +97,6 @@ def test_sums_are_looked_at_where_the_default_would_take_all_memory() -> None:
     pipe.set_progress_bar_config(disable=True)
     sizes: list[Any] = []
     pipe.unet.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[-2:]))
-    assert check_sums(pipe, {"unet"}, find_profile("a100")) == []
+    run = functools.partial(run_pipeline, pipe, {})
+    assert check_sums(pipe, {"unet"}, find_profile("a100"), run) == []
     assert set(sizes) == {torch.Size((8, 8))}

@@ -407,6 +407,19 @@ def test_weights_that_others_read_stay_for_the_whole_call() -> None:
     assert group_weights(weights, (), {}, "leaf") == {"a": ("a",), "b": ("b",)}
 
 
+def one_of_each(firsts: list[Any], seconds: list[Any]) -> list[Any]:
+    """All pairs of two lists; those off the diagonal are slow."""
+    return [
+        pytest.param(
+            *getattr(first, "values", (first,)),
+            second,
+            marks=[*getattr(first, "marks", ()), *([pytest.mark.slow] if row != column else [])],
+        )
+        for row, first in enumerate(firsts)
+        for column, second in enumerate(seconds)
+    ]
+
+
 NO_MEMORY = torch.OutOfMemoryError("out of memory: tried to allocate 1 GiB")
 
 
@@ -427,8 +440,10 @@ def raise_at(
     intercept(callee, fail, patches, Rank.COMPONENT)
 
 
-@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
-@pytest.mark.parametrize("start", ["resident", "component", "block"])
+@pytest.mark.parametrize(
+    ("start", "component"),
+    one_of_each(["resident", "component", "block"], ["text_encoder", "unet", "vae.decode"]),
+)
 @pytest.mark.usefixtures("each_device")
 def test_a_call_without_memory_is_run_again(
     component: str, start: Placement, dry_run_sd: RunMemory, tmp_path: Path
@@ -459,14 +474,16 @@ def test_a_call_without_memory_is_run_again(
     assert f"{component} ran out of memory with {start}" in said[0]
 
 
-@pytest.mark.parametrize("component", ["text_encoder", "unet", "vae.decode"])
 @pytest.mark.parametrize(
-    "start",
-    [
-        Strategy(storage="fp8"),
-        Strategy("component", storage="fp8"),
-        pytest.param(Strategy("component", storage="int8"), marks=needs_torchao),
-    ],
+    ("start", "component"),
+    one_of_each(
+        [
+            Strategy(storage="fp8"),
+            Strategy("component", storage="fp8"),
+            pytest.param(Strategy("component", storage="int8"), marks=needs_torchao),
+        ],
+        ["unet", "vae.decode", "text_encoder"],
+    ),
 )
 @pytest.mark.usefixtures("each_device")
 def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(

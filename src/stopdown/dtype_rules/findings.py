@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from stopdown.call_names import name_component, name_module_path, split_module_path
+from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.observations import Observation
 from stopdown.records import Finding
 from stopdown.toml_files import read_rules
@@ -49,8 +49,10 @@ def is_fault(kind: str) -> bool:
 def make_finding(kind: str, module_path: str, evidence: str, **facts: str) -> Finding:
     """A finding of a kind, with its why and remedy filled in."""
     words = read_kinds()[kind]
-    name, path = split_module_path(module_path)
-    values = _Blanks({"component": name if path else name_component(name), **facts})
+    name = split_module_path(module_path)[0]
+    owner, _, method = name.rpartition(".")  # a component of another program may have a dot, too
+    component = owner if method in ("encode", "decode") else name
+    values = _Blanks({"component": component, **facts})
     return Finding(
         kind,
         module_path,
