@@ -419,8 +419,12 @@ PROMPT = "a red circle moving left on a grey background"
 STEPS = 8
 
 
-def make_command(out: Path, journal: Path, steps: int = STEPS) -> list[str]:
-    options = ["--steps", str(steps), "--seed", "5", "-o", f"{out}/", "--journal", str(journal)]
+SMALL: dict[str, Any] = {"frames": 9, "height": 32, "width": 32}
+
+
+def make_command(out: Path, journal: Path, steps: int = STEPS, **sizes: int) -> list[str]:
+    options = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
+    options += ["--steps", str(steps), "--seed", "5", "-o", f"{out}/", "--journal", str(journal)]
     options += ["--precision", "fp32", "--device", "cpu"]
     return [sys.executable, "-m", "stopdown.app.cli", "generate", "shapes", PROMPT, *options]
 
@@ -479,16 +483,15 @@ def finish(command: list[str], out: Path) -> RunRecord:
 def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
     """Two kills -9, between two calls and in the middle of writing one; the third start ends with the
     bytes of a run without."""
-    plain = tmp_path / "plain"
-    request = {"steps": STEPS, "seed": 5, "device": "cpu", "precision": "fp32"}
+    plain, out, journal = (tmp_path / name for name in ("plain", "out", "journal"))
+    request = {"steps": STEPS, "seed": 5, "device": "cpu", "precision": "fp32", **SMALL}
     generate(GenerateOptions("shapes", PROMPT, f"{plain}/", **request))
-    out, journal = tmp_path / "out", tmp_path / "journal"
-    command = make_command(out, journal)
+    command = make_command(out, journal, **SMALL)
     kill_at(command, 2)
     kill_at(command, 4, "half")
     assert len(find_calls(journal)) == 5
     assert not out.exists()
-    record = finish(command, out)
+    record = generate(GenerateOptions("shapes", PROMPT, f"{out}/", journal=journal, **request))
     assert record.journal is not None
     assert record.journal.answered == 5
     assert read_frames(out) == read_frames(plain)
