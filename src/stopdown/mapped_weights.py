@@ -16,18 +16,30 @@ from pathlib import Path
 
 import torch
 
-from stopdown.errors import OutputError
+from stopdown.errors import OutputError, warn_user
 
 SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
-    """Where weights of this size are mapped; None where they are small, or the disk has no room."""
+    """Where weights of this size are mapped; None where they are small, or the disk has no room.
+
+    Warns:
+        StopdownWarning: they are large, and the disk has no room for them.
+    """
+    if needed_bytes <= SHARE * memory_bytes or os.name != "posix":
+        return None
     folder = Path(tempfile.gettempdir())
-    is_large = needed_bytes > SHARE * memory_bytes
-    has_room = shutil.disk_usage(folder).free > 1.5 * needed_bytes
-    return folder if is_large and has_room and os.name == "posix" else None
+    room, free = 1.5 * needed_bytes, shutil.disk_usage(folder).free
+    if free > room:
+        return folder
+    warn_user(
+        f"{folder} has {free / 1e9:.1f} GB free, and the weights would need {room / 1e9:.1f} GB there. They "
+        f"are loaded into memory instead, where they take {needed_bytes / 1e9:.1f} GB. Set TMPDIR to "
+        "a folder on a larger disk."
+    )
+    return None
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stopdown import mapped_weights
+from stopdown.errors import StopdownWarning
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import cast_tensor, choose_folder, is_mapped, map_copy
 from stopdown.memory.weight_stores import WeightStore
@@ -50,6 +53,13 @@ def test_only_weights_that_are_large_are_mapped() -> None:
     """A quarter of the machine's memory is large."""
     assert choose_folder(2**20, 2**23) is None
     assert choose_folder(2**22, 2**23) is not None
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that the disk has no room for go into memory, and the user hears of it."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**20))
+    with pytest.warns(StopdownWarning, match=r"0\.0 GB free.*TMPDIR"):
+        assert choose_folder(2**32, 2**30) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
