@@ -35,7 +35,7 @@ def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:
     if free > room:
         return folder
     warn_user(
-        f"{folder} has {free / 1e9:.1f} GB free, and the weights would need {room / 1e9:.1f} GB there. They "
+        f"{folder} has {free / 1e9:.1f} GB free, and the weights need {room / 1e9:.1f} GB there. They "
         f"are loaded into memory instead, where they take {needed_bytes / 1e9:.1f} GB. Set TMPDIR to "
         "a folder on a larger disk."
     )
