@@ -27,7 +27,7 @@ from stopdown.pipelines.call_interception import Call, Rank, find_module, interc
 from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.library_messages import drop_empty_remarks
 from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
-from stopdown.runtime.output_parts import name_axes
+from stopdown.runtime.fault_places import name_axes
 
 PIPELINE_NAMES = tuple(RECIPES)
 """What `make_pipeline` and `save_pipeline` can build."""

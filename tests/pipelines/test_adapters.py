@@ -20,9 +20,9 @@ from stopdown.environment import choose_device
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.patches import Patches
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import cast_floats
 from stopdown.pipelines.components import Callee, find_components
-from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import fingerprint, resolve_source

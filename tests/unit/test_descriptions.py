@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from stopdown import testing
 from stopdown.errors import InputError
-from stopdown.pipelines.default_sizes import find_grid, read_configs
+from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 from stopdown.pipelines.descriptions import find_code, find_excess, find_kernels
 from stopdown.pipelines.sources import (
     fingerprint,

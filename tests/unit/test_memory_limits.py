@@ -20,8 +20,8 @@ from stopdown.memory.forecast import Fit
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.memory.weight_stores import WeightStore
+from stopdown.pipelines.allowed_sizes import Grid
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.default_sizes import Grid
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source

@@ -114,7 +114,7 @@ def _read_limit(text: str, profile: Profile) -> int:
 
 def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -> list[Way]:
     """The ways to compute that are compared, the one that was asked for first."""
-    from stopdown.pipelines.default_sizes import read_configs
+    from stopdown.pipelines.allowed_sizes import read_configs
     from stopdown.plans.applier import check_source
     from stopdown.plans.planned_loader import gather_facts
     from stopdown.plans.precision_and_memory import list_ways
@@ -254,7 +254,7 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.pipelines.default_sizes import read_configs
+    from stopdown.pipelines.allowed_sizes import read_configs
     from stopdown.plans.precision_and_memory import build_way
     from stopdown.runtime.memory_limits import find_size, find_smaller
 

@@ -115,7 +115,7 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
         SourceError: there is none, or it is damaged or refused.
         OptionError: a LoRA, the scheduler or a size is refused.
     """
-    from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
+    from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
     from stopdown.pipelines.loras_and_schedulers import resolve_whole
 
     found = resolve_whole(

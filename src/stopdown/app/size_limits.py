@@ -157,7 +157,7 @@ def _count(size: Size) -> int:
 def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
     """Smaller sizes that the model can make and that may fit, each of half the pixels of the last."""
     from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.default_sizes import find_grid, read_configs
+    from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 
     step = find_grid(read_configs(source.described)).side
     sizes = [

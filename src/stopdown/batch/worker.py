@@ -26,7 +26,7 @@ from stopdown.environment import choose_device, peak_memory
 from stopdown.errors import InputError, OutputError, SourceError, StopdownError, take_one_line
 from stopdown.media import SUFFIXES, draw_preview
 from stopdown.outputs import find_record_path
-from stopdown.pipelines.default_sizes import read_configs
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole

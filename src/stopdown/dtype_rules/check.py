@@ -32,6 +32,7 @@ from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import (
     Callee,
@@ -45,7 +46,6 @@ from stopdown.pipelines.components import (
     list_calls,
     refuse_run,
 )
-from stopdown.pipelines.default_sizes import read_configs
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, load_pipeline, move_program
 from stopdown.pipelines.skeletons import build_skeleton, copy_module, copy_skeleton

@@ -22,8 +22,8 @@ from stopdown.memory.forecast import Fit
 from stopdown.memory.run_memory import MemoryListener, listen_to_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.memory.strategies import Strategy, predict
+from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
 from stopdown.pipelines.components import find_components
-from stopdown.pipelines.default_sizes import find_grid, find_own_sides
 from stopdown.pipelines.requests import find_frames, find_target
 from stopdown.pipelines.skeletons import copy_skeleton
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from stopdown.memory.forecast import Fit, choose
-from stopdown.pipelines.default_sizes import Grid
+from stopdown.pipelines.allowed_sizes import Grid
 
 VIDEO_SHARES = ((0.75, 1.0), (0.5, 1.0), (0.5, 0.75), (0.25, 0.75), (0.25, 0.5), (0.125, 0.5))
 """Shares of the frames and of each side that are tried, largest first."""

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.default_sizes import check_sizes, find_grid, read_configs
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.requests import Request, choose_class, name_arguments

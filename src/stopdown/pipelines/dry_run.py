@@ -32,6 +32,7 @@ from stopdown.graph.capture import find_mode
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.pipelines.allowed_sizes import find_own_sides
 from stopdown.pipelines.call_interception import (
     Call,
     Rank,
@@ -41,7 +42,6 @@ from stopdown.pipelines.call_interception import (
     sign_arguments,
 )
 from stopdown.pipelines.components import Callee, find_callees
-from stopdown.pipelines.default_sizes import find_own_sides
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import PROMPTS, list_needed
 from stopdown.pipelines.skeletons import copy_module

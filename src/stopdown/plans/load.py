@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import OptionError
-from stopdown.pipelines.default_sizes import read_configs
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.sources import (

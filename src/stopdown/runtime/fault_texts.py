@@ -13,8 +13,8 @@ from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
 from stopdown.pipelines.call_interception import Call, find_argument_names
 from stopdown.pipelines.components import Callee
 from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.fault_places import describe_place, name_axes
 from stopdown.runtime.guarded_call import GuardedCall
-from stopdown.runtime.output_parts import describe_place, name_axes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from stopdown.memory.forecast import Fit, choose
 from stopdown.memory.offloader import Offloader, make_offloader, predict_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
 from stopdown.number_formats import format_bytes, parse_bytes
-from stopdown.pipelines.default_sizes import find_grid
+from stopdown.pipelines.allowed_sizes import find_grid
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
 from stopdown.plans.out_of_memory_history import add_out_of_memory, find_failed
 from stopdown.plans.planned_loader import Loaded

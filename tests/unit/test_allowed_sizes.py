@@ -12,7 +12,7 @@ import pytest
 
 from stopdown import testing
 from stopdown.errors import OptionError
-from stopdown.pipelines.default_sizes import Grid, check_sizes, find_grid, read_configs
+from stopdown.pipelines.allowed_sizes import Grid, check_sizes, find_grid, read_configs
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
 
 make_pipeline = functools.cache(testing.make_pipeline)
