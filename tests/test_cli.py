@@ -439,7 +439,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     options = commands.GenerateOptions("shapes")
     assert commands._keep_updated(plan, "The repair", options, Heard()) is None
     assert said == [
-        "The repair holds for this run and was not kept. The output "
+        "The repair only lasts for this run, and was not kept. The output "
         f"{here}/file/cache/plans could not be written: Not a directory."
     ]
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from threading import Barrier
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from pipeline_calls import call_pipeline
 from stopdown import testing
+from stopdown.errors import NonFiniteError
 from stopdown.runtime.guard import guard
 
 
@@ -48,3 +50,33 @@ def test_two_pipelines_in_two_threads(overflows: tuple[str | None, str | None]) 
         np.testing.assert_array_equal(pixels, expected)
         assert repairs == expected_repairs
         assert bool(repairs) == (overflow is not None)
+
+
+class Waiting(nn.Module):
+    """Stays in the middle of being exported until it is told to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inside, self.go_on = nn.Linear(2, 2), Event(), Event()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 2]`, the same again."""
+        self.inside.set()
+        assert self.go_on.wait(120)
+        return self.linear(x)
+
+
+def test_a_guard_is_awake_while_another_thread_exports() -> None:
+    """PyTorch says of the whole process that it is compiling then; only that thread's code is traced."""
+    waiting, layer = Waiting(), nn.Linear(4, 4).half().eval().requires_grad_(False)
+    layer.weight.fill_(60000)
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(torch.export.export, waiting, (torch.ones(1, 2),), strict=False)
+        try:
+            assert waiting.inside.wait(120)
+            assert torch.compiler.is_compiling()
+            with guard(layer, on_fault="raise"), pytest.raises(NonFiniteError):
+                layer(torch.ones(1, 4, dtype=torch.float16))
+        finally:
+            waiting.go_on.set()
+        job.result(timeout=120)

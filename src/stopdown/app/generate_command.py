@@ -590,12 +590,12 @@ def _keep_updated(
         try:
             path = str(write_cached_plan(updated))
         except OutputError as error:  # it costs the next run a repair, and this one nothing
-            display.announce(f"{what} holds for this run and was not kept. {error.what}")
+            display.announce(f"{what} only lasts for this run, and was not kept. {error.what}")
             return None
     elif options.keep_repairs:
         write_plan(updated, path)
     else:
-        display.announce(f"{what} holds for this run; --keep-repairs writes it into {path}.")
+        display.announce(f"{what} only lasts for this run; --keep-repairs writes it into {path}.")
         return None
     display.announce(f"{what} was written into {path}, for the next run.")
     return path

@@ -273,7 +273,7 @@ def compare(
     names = parse_precisions(precisions)
     asked = request or Request()
     limits = thresholds or Thresholds()
-    listed = [prompts] if isinstance(prompts, str) or callable(prompts) else prompts
+    listed = _list_given(prompts)
     runs = [one for one in listed if callable(one)]
     if 0 < len(runs) < len(listed):
         raise explain_run("Texts and functions were given together.", "compare")
@@ -294,6 +294,11 @@ def compare(
         matrix.read_variants()
         kept = matrix.run()
         return _conclude(matrix, kept, needs_clamp)
+
+
+def _list_given(given: str | Run | Sequence[str | Prompt | Run]) -> Sequence[Any]:
+    """One text, or one function, is a list of one."""
+    return [given] if isinstance(given, str) or callable(given) else given
 
 
 def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:

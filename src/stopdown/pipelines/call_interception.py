@@ -35,6 +35,7 @@ from stopdown.pipelines.components import (
     find_adapter,
 )
 from stopdown.pipelines.outermost_calls import entered, listen
+from stopdown.tracing import is_traced
 
 Call = Callable[..., Any]
 Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
@@ -69,7 +70,7 @@ class _Stack:
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if is_traced():
                 return original(*args, **kwargs)
             return _enter(original, self.layers, args, kwargs)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from stopdown.patches import Patches
+from stopdown.tracing import is_traced
 
 Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
 """Given the module that is called, and its method; entered around the call."""
@@ -90,7 +91,7 @@ def _put_on() -> None:
 
     @functools.wraps(original)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or _thread.outermost is not None:
+        if is_traced() or _thread.outermost is not None:
             return original(self, *args, **kwargs)
         if _hands_on(self, args, kwargs):
             return original(self, *args, **kwargs)
@@ -149,7 +150,7 @@ def _wrap_method(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_own = getattr(type(self), name, None) is call  # and not that of a parent, called by hand
-        if torch.compiler.is_compiling() or _thread.outermost is not None or not is_own:
+        if is_traced() or _thread.outermost is not None or not is_own:
             return original(self, *args, **kwargs)
         with _met(self, name):
             return getattr(self, name)(*args, **kwargs)  # with what the listeners put around it

@@ -29,6 +29,7 @@ from stopdown.model_needs import keeps_clamps
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
+from stopdown.tracing import is_traced
 
 CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
@@ -99,7 +100,7 @@ def _put_on() -> None:
 
     @functools.wraps(original)
     def nan_to_num(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if _thread.note is not None and not torch.compiler.is_compiling():
+        if _thread.note is not None and not is_traced():
             ends = [
                 x for x in (*args[1:3], *map(kwargs.get, ("posinf", "neginf"))) if x is not None
             ]

@@ -29,6 +29,7 @@ from stopdown.errors import ScalingError
 from stopdown.patches import Patches
 from stopdown.records import Scaling
 from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
+from stopdown.tracing import is_traced
 
 FOLLOWED = "stopdown_adapters"
 """Attribute of an adapter layer whose adapters follow the exponents of its weight."""
@@ -184,7 +185,7 @@ class _FollowedLayer:
         return call
 
     def _before_call(self, layer: Any, args: Any) -> None:
-        if layer is self._layer() and not torch.compiler.is_compiling():
+        if layer is self._layer() and not is_traced():
             self.follow()
 
     def _before_states(self, layer: Any, *args: Any, **kwargs: Any) -> None:

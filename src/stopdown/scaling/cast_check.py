@@ -21,6 +21,7 @@ from stopdown.errors import ScalingError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
+from stopdown.tracing import is_traced
 
 CHECK = "stopdown_cast_check"
 """Attribute of a module under which its check is found."""
@@ -49,7 +50,7 @@ class CastCheck:
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
         known = self._known.get(id(module))
-        if known is None or torch.compiler.is_compiling():
+        if known is None or is_traced():
             return
         now = _read_dtypes(module)
         changed = [name for name, dtype in now.items() if known.get(name, dtype) != dtype]

@@ -1,0 +1,16 @@
+"""Whether a call is traced: a compiler or an exporter runs the code then, and no tensor holds values."""
+
+from __future__ import annotations
+
+import torch
+from torch._guards import TracingContext
+
+
+def is_traced() -> bool:
+    """Whether what this thread calls is being traced.
+
+    `torch.compiler.is_compiling` alone is true in every thread of a process while one of them exports.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and TracingContext.try_get() is not None
