@@ -54,6 +54,28 @@ def test_a_program_is_compared_where_it_is(kind: str) -> None:
     assert all(cell.sheet is None for cell in row.cells)
 
 
+@pytest.mark.parametrize("names", ["fp32,fp16", "fp32,plan"])
+def test_a_cast_that_fails_half_way_leaves_nothing(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a device has no memory for the second module in another precision."""
+    program, put, count = make_faulty("dict"), subjects.put_precision, 0
+
+    def fail(module: Any, dtype: Any, patches: Any) -> None:
+        nonlocal count
+        put(module, dtype, patches)
+        count += 1
+        if count == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    program.unet.double()  # so that each cast changes it
+    monkeypatch.setattr(subjects, "put_precision", fail)
+    with testing.assert_untouched(program.given):
+        made = compare(program.given, lambda: torch.zeros(2), names)
+    assert count > 0
+    assert any("out of memory" in variant.error for variant in made.variants)
+
+
 def test_a_healthy_program_is_the_same_in_every_precision() -> None:
     """Its own noise is drawn from one seed, so only rounding is left between two runs."""
     program = make_program("module")
@@ -167,6 +189,6 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(InputError, match="There is no module in what was given, a object"):
         compare(object(), program.run)
     made = compare(program.given, program.run, "fp32,model=bf16")
-    assert made.rows[0].cells[1].error.startswith("A pipeline in memory cannot be compared in")
+    assert made.rows[0].cells[1].error.startswith("What is in memory cannot be compared in")
     made = compare(program.given, lambda: None, "fp32,bf16")
     assert "gave a NoneType without values" in made.rows[0].cells[0].error

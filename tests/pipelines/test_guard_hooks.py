@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import pipeline_calls
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
+from stopdown.patches import Patches
+from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
 from stopdown.runtime.repairs import ComponentState
@@ -423,6 +426,28 @@ def test_gone_after_an_exception_inside_of_a_repair(monkeypatch: pytest.MonkeyPa
         guard(pipe, announce=quiet),
     ):
         call_pipeline(pipe, HOOKED)
+
+
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_a_layer_on_a_pipeline_is_not_on_its_copy(make_copy: Callable[[Any], Any]) -> None:
+    """The runs of a copy are none of the original's, while that has a layer and afterwards."""
+    pipe, seen = make_pipeline(HOOKED), list[str]()
+
+    def layer(call: Any, args: Any, kwargs: Any) -> None:
+        seen.append("layer")
+
+    with Patches() as patches:
+        put_run_layer(pipe, layer, patches)
+        pipe()
+        other = make_copy(pipe)
+        with pytest.raises(ValueError, match="prompt"):  # its own call, without arguments
+            other()
+        with Patches() as more:
+            put_run_layer(other, layer, more)
+            other()
+    with pytest.raises(ValueError, match="prompt"):
+        other()
+    assert seen == ["layer"] * 2
 
 
 def test_a_guard_goes_with_its_pipeline() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from stopdown.numerics import relative_l2
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import cast_floats
 from stopdown.records import Scaling
-from stopdown.scaling import cast_, fold_scaling, folds, rescale_
+from stopdown.scaling import adapter_exponents, cast_, fold_scaling, folds, rescale_
+from stopdown.scaling.adapters import measure_growth
 
 CASES = [
     pytest.param(
@@ -248,6 +250,9 @@ def test_other_kinds_of_adapters_are_exact(find_scaling: Any, kind: str) -> None
                     getattr(layer, method)()
 
     compare("loaded")
+    bits, path = measure_growth(pipe.transformer, "a")
+    assert path, "it is used, and was not seen"
+    assert 0 <= bits < math.inf
     on("merge")
     compare("merged")
     on("unmerge")
@@ -257,6 +262,17 @@ def test_other_kinds_of_adapters_are_exact(find_scaling: Any, kind: str) -> None
     compare("the exponents are off")
     on("unmerge")
     compare("taken out without them")
+
+
+def test_what_is_added_to_a_bias_has_one_exponent() -> None:
+    """GLoRA's C has no dimension of rows, also where its rank is as large as they are many."""
+    rows, bias = torch.zeros(4, dtype=torch.int32), torch.full((4,), 2, dtype=torch.int32)
+    parts = {"glora_C.Xd": torch.ones(8, 4)}
+    made = adapter_exponents._scale_biases(parts, rows, bias)
+    assert made["glora_C.Xd"].tolist() == [[2]]
+    bias[0] = 0
+    with pytest.raises(ScalingError, match="several exponents"):
+        adapter_exponents._scale_biases(parts, rows, bias)
 
 
 def test_an_untrained_dora_does_nothing(find_scaling: Any) -> None:

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stopdown.bounds import singular_values
-from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR, multiply_rows, sum_rows
+from stopdown.bounds.row_sums import (
+    LOOSE_WEIGHT_FLOOR,
+    WEIGHT_FLOOR,
+    find_largest,
+    multiply_rows,
+    sum_rows,
+)
 from stopdown.bounds.singular_values import bound_top
 
 SIZES = (1e-30, 1e-3, 1.0, 1e30)
@@ -59,6 +65,21 @@ def test_sums_hold_for_weights_as_fp16_stores_them(size: float, floor: float, le
         rounded = (weight.double() * scale).half().double() / scale
         assert bool((rounded.abs() @ peak <= found.absolute).all())
         assert bool((rounded.square().sum(1).sqrt() <= found.euclidean).all())
+
+
+def test_a_part_of_a_weight_has_the_room_of_the_whole() -> None:
+    """A group of a convolution that is far smaller than the others is rounded by more than its size."""
+    weight = draw_weight(0, torch.float32, 1.0)
+    part = weight[:2] * 2.0**-13 * float(weight.abs().max()) / float(weight[:2].abs().max())
+    scale, peak = 2.0**-11 / float(weight.abs().max()), torch.ones(1).double()
+    stored = (part.double() * scale).half().double() / scale
+    own = sum_rows(part, peak)
+    right = sum_rows(part, peak, largest=find_largest(weight))
+    sums = stored.abs().sum(1)
+    assert bool((sums <= right.absolute).all())
+    assert bool(
+        (right.absolute - own.absolute >= 300 * WEIGHT_FLOOR * float(weight.abs().max()) / 2).all()
+    )
 
 
 def test_no_eigenvalue_is_above_its_bound() -> None:

@@ -40,8 +40,10 @@ def _describe(made: Benchmark) -> Iterator[str]:
     yield f"Memory: {made.memory_source or 'not read'}. In all {made.elapsed_s / 60:.1f} minutes."
     if not made.is_complete:
         yield ""
-        yield "**Not complete**: the time limit was reached, or the command was stopped. The same "
-        "command continues."
+        yield (
+            "**Not complete**: the time limit was reached, or the command was stopped. The same "
+            "command continues."
+        )
 
 
 def _draw_rows(rows: Sequence[Measurement]) -> Iterator[str]:

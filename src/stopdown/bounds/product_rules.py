@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
-from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, sum_rows
+from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, find_largest, sum_rows
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.singular_values import (
     DECOMPOSED,
@@ -161,6 +161,7 @@ def _sum_heads(
     roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
     total = torch.zeros(outer.shape[0]).double()
     error = torch.zeros_like(total)
+    after, before = floor * find_largest(outer), floor * find_largest(inner)
     for head in range(heads):
         columns = slice(head * width, (head + 1) * width)
         value = inner[columns].double()
@@ -168,9 +169,8 @@ def _sum_heads(
         total += ((out @ gram) * out).sum(1).clamp(min=0).sqrt() * norm
         sizes = out.abs()
         error += sizes @ (peak[columns] * roundings)
-        error += floor * float(sizes.max()) * float(peak[columns].sum()) * 2
-        error += float(value.abs().max()) * floor * norm * sizes.sum(1) * math.sqrt(
-            inner.shape[1])  # fmt: skip
+        error += after * float(peak[columns].sum()) * 2
+        error += before * norm * sizes.sum(1) * math.sqrt(inner.shape[1])
     if bias is not None:
         total += (outer.double() @ bias.double()).abs()
     return total + error
@@ -228,11 +228,13 @@ def convolve(op: Operands) -> Bound | None:
     flat = values.reshape(values.shape[0], -1)
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
+    largest = find_largest(flat)
     rows = [
         sum_rows(
             part,
             _spread_channels(peak, group, values.shape[1], places),
             op.known.floor(weight),
+            largest,
         )
         for group, part in enumerate(flat.chunk(groups))
     ]

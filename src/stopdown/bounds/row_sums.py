@@ -53,12 +53,14 @@ def multiply_rows(
     magnitudes: torch.Tensor | None = None,
     squares: torch.Tensor | None = None,
     floor: float = WEIGHT_FLOOR,
+    largest: float | None = None,
 ) -> Products:
     """Products of a weight `[out, in]` with float64 columns `[in, k]`; those not given are empty.
 
     Args:
         magnitudes, squares: columns without negative values.
-        floor: room for what is subnormal of the weight.
+        floor: room for what is subnormal of the weight, relative to its largest magnitude.
+        largest: that of the whole weight, where this is a part of one.
 
     Cost: one pass; at most `ENTRIES` values are widened at a time.
     """
@@ -67,8 +69,8 @@ def multiply_rows(
     columns = [none if x is None else x for x in (plain, magnitudes, squares)]
     tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
     narrow = [(x / top).to(wide) for x, top in zip(columns, tops, strict=True)]
-    largest = max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
-    scale = 2.0 ** -max(-126, min(126, math.frexp(largest)[1]))
+    own = find_largest(weight)
+    scale = 2.0 ** -max(-126, min(126, math.frexp(own)[1]))
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
     for part in weight.split(max(1, ENTRIES // max(width, 1))):
         rows = part.to(wide) * scale
@@ -82,8 +84,13 @@ def multiply_rows(
         made[1] / scale * (1 + losses),
         made[2] / scale**2 * (1 + losses),
         losses,
-        floor * largest * (1 + losses),
+        floor * (own if largest is None else largest) * (1 + losses),
     )
+
+
+def find_largest(weight: torch.Tensor) -> float:
+    """The largest magnitude of a weight; 0 of one without values."""
+    return max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,18 +106,24 @@ class RowSums:
     euclidean: torch.Tensor
 
 
-def sum_rows(weight: torch.Tensor, peak: torch.Tensor, floor: float = WEIGHT_FLOOR) -> RowSums:
+def sum_rows(
+    weight: torch.Tensor,
+    peak: torch.Tensor,
+    floor: float = WEIGHT_FLOOR,
+    largest: float | None = None,
+) -> RowSums:
     """Sums over the rows of a matrix `[out, in]`.
 
     Args:
         peak: `[in]` or `[1]` float64.
-        floor: room for what is subnormal of the weight.
+        floor, largest: as of `multiply_rows`.
 
     Cost: one pass.
     """
     width = weight.shape[1]
     peaks = peak.expand(width)[:, None]
-    found = multiply_rows(weight, magnitudes=peaks, squares=torch.ones_like(peaks), floor=floor)
+    squares = torch.ones_like(peaks)
+    found = multiply_rows(weight, magnitudes=peaks, squares=squares, floor=floor, largest=largest)
     spread, rounding = float(peaks.sum()), 1 + WEIGHT_ROUNDING
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,

@@ -68,11 +68,12 @@ def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:
         )
 
 
-def word_card(record: Conversion, where: str) -> str:
+def word_card(record: Conversion, where: str, name: str = "") -> str:
     """The card of what was converted, for people.
 
     Args:
         where: a sentence that names where the record stands.
+        name: what it is called, where that is not its source.
     """
     rescaled = [entry.component for entry in record.components if entry.folded]
     what = "No weight had to be rescaled. It was cast to fp16."
@@ -84,9 +85,9 @@ def word_card(record: Conversion, where: str) -> str:
         )
     rows = "".join(_word_row(entry) for entry in record.components)
     return (
-        f"# {record.source}, {CARD_LINE}\n\n{what}\n\n"
+        f"# {name or record.source}, {CARD_LINE}\n\n{what}\n\n"
         f"| component | stored in | tensors rescaled | what that rests on |\n|---|---|--:|---|\n{rows}\n"
-        f"Plan: `{record.plan}`. {where}\n"
+        f"{'Weights' if name else 'Plan'}: `{record.plan}`. {where}\n"
     )
 
 

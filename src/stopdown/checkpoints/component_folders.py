@@ -102,9 +102,13 @@ def describe_left(found: Expressed) -> str:
     )
 
 
-def write_record(folder: Path, record: Conversion) -> Conversion:
-    """Put the card and the record into a folder; the record with all that is there beside it."""
-    write_card(folder, word_card(record, f"The record is `{RECORD_NAME}`."))
+def write_record(folder: Path, record: Conversion, name: str = "") -> Conversion:
+    """Put the card and the record into a folder; the record with all that is there beside it.
+
+    Args:
+        name: of a component that was converted alone, by no plan, from a folder that is the user's.
+    """
+    write_card(folder, word_card(record, f"The record is `{RECORD_NAME}`.", name))
     record = dataclasses.replace(record, files=measure_files(folder))
     (folder / RECORD_NAME).write_text(to_json(record), encoding="utf-8")
     return record

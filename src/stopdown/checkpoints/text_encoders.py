@@ -240,7 +240,7 @@ def convert_encoder(
                 elapsed_s=round(time.perf_counter() - started, 3),
                 version=read_version("stopdown") or "",
             )
-            return write_record(part, record)
+            return write_record(part, record, encoder.name)
 
 
 def load_encoder(encoder: Encoder) -> Any:

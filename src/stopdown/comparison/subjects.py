@@ -284,7 +284,7 @@ def _copy_pipe(pipe: Any, precision: str) -> Opened:
 def _find_dtype(precision: str, remedy: str) -> torch.dtype:
     if precision not in FORMATS:
         raise OptionError(
-            f"A pipeline in memory cannot be compared in {precision}.",
+            f"What is in memory cannot be compared in {precision}.",
             expected="Known for it are fp32, bf16, fp16, autocast, clamp, plan, and a plan's file.",
             remedy=remedy,
         )
@@ -336,22 +336,30 @@ def _put_program(program: Any, precision: str) -> Opened:
     """A program with its modules in one precision, and the arguments of their calls with them."""
     dtype = _find_dtype(precision, "Compare it in one precision for all of its modules.")
     opened = Opened(program, _decide(program, precision))
-    _cast_program(program, dtype, opened.patches)
-    intercept_components(
-        program, lambda callee, layers: put_cast(callee, dtype, layers), opened.patches
-    )
+    with _undone_on_failure(opened.patches):
+        _cast_program(program, dtype, opened.patches)
+        intercept_components(
+            program, lambda callee, layers: put_cast(callee, dtype, layers), opened.patches
+        )
     return opened
 
 
 def _put_planned(program: Any, plan: Plan, name: str) -> Opened:
     opened = Opened(program, _decide_by(plan, name), plan)
-    _cast_program(program, torch.float32, opened.patches)
-    try:
+    with _undone_on_failure(opened.patches):
+        _cast_program(program, torch.float32, opened.patches)
         opened.patches.defer(apply_plan(program, plan).undo)
-    except BaseException:
-        opened.patches.undo()
-        raise
     return opened
+
+
+@contextlib.contextmanager
+def _undone_on_failure(patches: Patches) -> Iterator[None]:
+    """The program is the caller's: a cast that fails half-way leaves nothing of it."""
+    try:
+        yield
+    except BaseException:
+        patches.undo()
+        raise
 
 
 def _cast_program(program: Any, dtype: torch.dtype, patches: Patches) -> None:

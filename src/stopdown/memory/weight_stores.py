@@ -129,7 +129,11 @@ class WeightStore:
     def cast(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         """Have a module's weights wait in another dtype: pipelines cast an autoencoder before a call."""
         for tensor in module.parameters():
-            if id(tensor) not in self._kept or tensor.dtype == dtype:
+            if (
+                id(tensor) not in self._kept
+                or tensor.dtype == dtype
+                or not tensor.is_floating_point()
+            ):
                 continue
             is_here = tensor.untyped_storage().nbytes() > 0
             self._kept[id(tensor)] = self._write(self._kept[id(tensor)].to(dtype))

@@ -16,6 +16,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class _Runs:
         @functools.wraps(original)
         def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             found: Call = functools.partial(original, pipe)
-            for layer in vars(pipe).get(_LAYERS, ()):
+            for layer in _find_layers(pipe):
                 found = functools.partial(_call_layer, layer, found)
             return found(*args, **kwargs)
 
@@ -58,8 +59,33 @@ class _Runs:
                 self.patches.undo()
 
 
+@dataclass
+class _Layers:
+    """The layers on the calls of one pipeline, the innermost first; a copy of that pipeline has none.
+
+    They are an attribute of the pipeline, and so they are gone when it is.
+    """
+
+    owner: weakref.ref[Any]
+    layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
+
+    def __deepcopy__(self, memo: object) -> _Layers:
+        return self
+
+
 _LAYERS = "_stopdown_run_layers"
-"""An attribute of a pipeline: its layers, the innermost first. They are gone when the pipeline is."""
+
+
+def _find_layers(pipe: Any) -> tuple[Layer, ...]:
+    found = vars(pipe).get(_LAYERS)
+    return found.layers if found is not None and found.owner() is pipe else ()
+
+
+def _keep_layers(pipe: Any, layers: tuple[Layer, ...]) -> None:
+    if layers:
+        vars(pipe)[_LAYERS] = _Layers(weakref.ref(pipe), layers)
+    else:
+        vars(pipe).pop(_LAYERS, None)
 
 
 def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -81,18 +107,18 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
         if runs is None or runs.call is not found:  # a wrapper copies the attributes of a function
             runs = _Runs(owner)
         runs.count += 1
-        vars(pipe)[_LAYERS] = (*vars(pipe).get(_LAYERS, ()), layer)
+        _keep_layers(pipe, (*_find_layers(pipe), layer))
     leave = weakref.finalize(pipe, runs.leave)
     leave.atexit = False
     patches.defer(leave)
-    patches.defer(functools.partial(_remove_layer, vars(pipe), layer))
+    patches.defer(functools.partial(_remove_layer, weakref.ref(pipe), layer))
 
 
-def _remove_layer(attributes: dict[str, Any], layer: Layer) -> None:
-    with _CHANGING:
-        left = tuple(other for other in attributes.pop(_LAYERS, ()) if other is not layer)
-        if left:  # replaced, never changed: a call keeps its own
-            attributes[_LAYERS] = left
+def _remove_layer(owner: weakref.ref[Any], layer: Layer) -> None:
+    pipe = owner()
+    if pipe is not None:
+        with _CHANGING:
+            _keep_layers(pipe, tuple(other for other in _find_layers(pipe) if other is not layer))
 
 
 _OFFLOADS = (

@@ -109,7 +109,7 @@ def list_grown(
                 f"the adapter {name!r} adds up to {bits:.1f} bits to what {path} gives, and the plan has "
                 f"{headroom_bits:.1f} bits of headroom"
             )
-        elif certified and bits:
+        elif certified and path:
             yield f"the adapter {name!r} is not covered by its certificate"
 
 

@@ -96,7 +96,7 @@ def _scale_biases(
         made["glora_E.X"] = _spread(parts["glora_E.X"], bias, 0)
     coupled = next((role for role in ("glora_C.Xd", "glora_C.X") if role in parts), None)
     if coupled and bias is not None:  # the weight times C is added to the bias
-        made[coupled] = _spread(parts[coupled], bias - rows, -1)
+        made[coupled] = _give_all(parts[coupled], bias - rows)  # no dimension of C is that of rows
     return made
 
 
@@ -220,6 +220,11 @@ def _spread(tensor: torch.Tensor, rows: torch.Tensor, dim: int) -> torch.Tensor:
     """Exponents of rows in the shape of a tensor: along one of its dimensions, or one for all of it."""
     if tensor.dim() and tensor.shape[dim] == len(rows):
         return rows.reshape([-1 if axis == dim else 1 for axis in range(tensor.dim())])
+    return _give_all(tensor, rows)
+
+
+def _give_all(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The one exponent of rows, in the shape of a tensor."""
     if not _is_uniform(rows):
         size = "x".join(map(str, tensor.shape))
         raise ScalingError(f"a tensor of it is {size}, and {len(rows)} rows have several exponents")

@@ -351,6 +351,8 @@ def _is_used(layer: Any, name: str) -> bool:
 
 @torch.no_grad()
 def _measure_layer(layer: Any, name: str) -> float:
+    if hasattr(layer, "boft_s"):  # a rotation, and a factor for each row
+        return max(0.0, math.log2(max(float(layer.boft_s[name].abs().max()), 1e-300)))
     if not hasattr(layer, "get_delta_weight") or hasattr(layer, "oft_R"):  # that is a rotation
         return 0.0
     if (followed := vars(layer).get(FOLLOWED)) is not None:
