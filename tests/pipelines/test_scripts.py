@@ -613,6 +613,30 @@ def test_a_method_is_a_component_where_a_pattern_names_it(run: Run) -> None:
     ]
 
 
+DECODER = """
+import torch
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(4, 4).half()
+
+    def decode(self, x):
+        return self.out(x)
+
+with torch.no_grad():
+    found = Decoder().eval().decode(torch.ones(1, 4).half())
+"""
+
+
+def test_a_decoder_without_an_encoder_is_one_where_a_pattern_names_it(run: Run) -> None:
+    """By itself `decode` counts where a class has `encode`, too; a pattern is enough."""
+    for components, called in ((None, "Linear"), ("*.decode", "Decoder.decode")):
+        record, _ = run(DECODER, **({"components": components} if components else {}))
+        assert record.modules is not None
+        assert [call.component for call in record.modules.calls] == [called]
+
+
 def test_code_that_is_traced_is_left_alone(run: Run) -> None:
     """torch.jit, torch.func and torch.export get the modules as they are."""
     text = SAMPLE + (

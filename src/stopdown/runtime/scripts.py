@@ -186,9 +186,9 @@ class ScriptGuard:
         listen(self._meet_module, patches)
 
     def _list_methods(self) -> set[str]:
-        """Methods that patterns name: `get_text_features` of `*.get_text_features`."""
+        """Methods that patterns name, also where a class has one of `_METHODS`: `decode` of `*.decode`."""
         ends = {pattern.rpartition(".")[2] for pattern in self.components if "." in pattern}
-        return {name for name in ends if name.isidentifier()} - {"forward", *_METHODS}
+        return {name for name in ends if name.isidentifier()} - {"forward"}
 
     def _run(
         self, pipe: Any, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
