@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import platform
 import re
@@ -19,6 +20,7 @@ from stopdown.benchmark import session
 from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.session import hide_paths
 from stopdown.benchmark.subjects import choose_shape, make_generated
+from stopdown.benchmark.table import render
 from stopdown.benchmark.ways import WAYS
 from stopdown.doctor import quote_measured
 from stopdown.environment import choose_device
@@ -55,6 +57,14 @@ def measured(
 
 def read_rows(path: Path) -> dict[str, Any]:
     return {row.way: row for row in read_record(path, Benchmark).rows}
+
+
+def test_a_page_says_that_it_is_not_complete(measured: Path) -> None:
+    """In one whole sentence, and only then."""
+    made = read_record(measured, Benchmark)
+    said = "The same command continues."
+    assert said not in render(made)
+    assert said in render(dataclasses.replace(made, is_complete=False))
 
 
 def test_every_row_on_a_device(measured: Path) -> None:

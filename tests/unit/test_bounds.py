@@ -31,6 +31,7 @@ from stopdown.bounds.values import (
     reshape,
     take,
 )
+from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import find_operation
 
 SAMPLE = ("CogVideoX sinusoidal", "T5 gated", "SD VAE")
@@ -75,6 +76,34 @@ def test_roundings_stay_below_the_bounds(name: str) -> None:
     rng = random.Random(1)
     for case in bound_example(name):
         assert not run_in_fp16(case, draw_inputs(case, rng))
+
+
+SMALL_PART = 0.75 * 2.0**-13
+"""Beside a weight of 1 that is stored at 2**-11, three quarters of the least of fp16: it becomes 2**-13."""
+
+
+def test_a_small_group_has_the_room_of_its_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A channel of a depthwise convolution is rounded by what the largest of all channels is stored at.
+
+    Without the room for rounding the result, which is relative to the largest channel too.
+    """
+    monkeypatch.setattr(bounds_module, "inflate", lambda bound, *_: bound)
+    conv = nn.Conv2d(2, 2, 1, groups=2, bias=False)
+    conv.weight.data = torch.tensor([1.0, SMALL_PART]).reshape(2, 1, 1, 1)
+    x = torch.ones(1, 2, 4, 4)
+    case = bound_one(conv, conv, (x,), {})
+    (node,) = [x for x in case.list_nodes() if is_kind(x, "convolution")]
+    (most,) = case.limits.largest.values()
+    found = case.bounds.values[node.name].peak.reshape(-1)
+    assert found[1] >= most * 2.0**-13
+
+
+def test_a_small_head_has_the_room_of_its_whole_weight() -> None:
+    """The same of the columns by which a linear reads one of several heads."""
+    outer = torch.tensor([[1.0, 0.0], [0.0, SMALL_PART]])
+    peak = torch.tensor([0.0, 1.0]).double()
+    found = product_rules._sum_heads(outer, torch.eye(2), None, 1.0, peak, 2, WEIGHT_FLOOR)
+    assert found[1] >= 2.0**-13
 
 
 class Single(nn.Module):
