@@ -61,8 +61,10 @@ def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
         why = "The same call was finite when it was run again."
         found.append(Remedy("replay", situation.precision, why))
     if situation.precision == "fp16" and situation.kind in _BY_RANGE:
-        why = "The values do not fit into fp16. Exponents bring them into range, and the function "
-        "stays the same."
+        why = (
+            "The values do not fit into fp16. Exponents bring them into range, and the function "
+            "stays the same."
+        )
         found.append(Remedy("rescale", "fp16", why))
     if situation.precision in ("fp16", "bf16"):
         for path in situation.around[:_MOST_FP32_MODULES]:
