@@ -256,6 +256,30 @@ def parse(**sources: str) -> Sources:
 # The package as it is
 
 
+def find_stray_texts(text: str) -> list[int]:
+    """Lines where a string stands by itself inside of a function, and is no docstring: it does nothing."""
+    functions = (
+        x
+        for x in ast.walk(ast.parse(text))
+        if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return [
+        node.lineno
+        for function in functions
+        for statement in function.body[1:]
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node.value.value, str)
+    ]
+
+
+def test_no_text_is_cut_off() -> None:
+    """Two strings in a row are one only inside of brackets; else the second is a statement of its own."""
+    for path in PACKAGE.rglob("*.py"):
+        assert find_stray_texts(path.read_text(encoding="utf-8")) == [], path
+    assert find_stray_texts('def f():\n    """Says."""\n    why = "one "\n    "two"\n') == [4]
+
+
 def test_every_module_has_a_level() -> None:
     """A new module or subpackage must be given its row."""
     assert {name.split(".")[0] for name in SOURCES} <= {unit for row in LEVELS for unit in row}

@@ -228,14 +228,10 @@ def convolve(op: Operands) -> Bound | None:
     flat = values.reshape(values.shape[0], -1)
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
-    largest = find_largest(flat)
+    floor = op.known.floor(weight)
+    largest = find_largest(flat) if groups > 1 else None  # of one group, `sum_rows` finds it
     rows = [
-        sum_rows(
-            part,
-            _spread_channels(peak, group, values.shape[1], places),
-            op.known.floor(weight),
-            largest,
-        )
+        sum_rows(part, _spread_channels(peak, group, values.shape[1], places), floor, largest)
         for group, part in enumerate(flat.chunk(groups))
     ]
     absolute = torch.cat([x.absolute for x in rows])

@@ -561,15 +561,13 @@ def _describe_load(work: _Work, output: Path) -> str:
     if work.form == "comfyui":
         return f"copy its folders into those of ComfyUI/models: cp -r {output}/*/ ComfyUI/models/"
     dtypes = {
-        entry.component: f"torch.{FORMATS[_find_stored(work, entry.component)].torch_dtype}"
+        entry.component: FORMATS[_find_stored(work, entry.component)].torch_dtype
         for entry in work.plan.components
         if entry.component in work.leave
     }
     wanted = "torch.float16"
     if dtypes:
-        listed = [
-            f'"{name}": {dtype.replace("torch.torch", "torch")}' for name, dtype in dtypes.items()
-        ]
+        listed = [f'"{name}": {dtype}' for name, dtype in dtypes.items()]
         wanted = f'{{{", ".join(listed)}, "default": torch.float16}}'
     method = "from_single_file" if work.form == "single" else "from_pretrained"
     if work.source.parts:

@@ -160,10 +160,10 @@ def dry_run(
         Exception: whatever the pipeline's own code raises.
     """
     run = _DryRun(listeners, {} if answers is None else answers)
-    callees = find_callees(skeleton)
     given = _prepare(arguments, listeners)
     if listeners and all(listener.ends_at_decoder for listener in listeners):
-        run.last = next((x for x in callees if x.stage == "decode" and x.method == "decode"), None)
+        calls = find_callees(skeleton)
+        run.last = next((x for x in calls if x.stage == "decode" and x.method == "decode"), None)
     run.go(skeleton, functools.partial(skeleton, **given), given)
 
 

@@ -38,6 +38,7 @@ from stopdown.pipelines.components import (
     find_adapter,
     find_component,
     find_components,
+    put_precision,
 )
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
@@ -185,10 +186,10 @@ def apply_precision(
         return
     if casts_weights(module):  # its arguments alone say what it computes in
         return
-    for tensor in module.state_dict(keep_vars=True).values() if keep else ():
-        if tensor.is_floating_point():
-            patches.defer(functools.partial(setattr, tensor, "data", tensor.data))
-    cast_component_(module, dtype)
+    if keep:
+        put_precision(module, dtype, patches)
+    else:
+        cast_component_(module, dtype)
 
 
 def _widen(module: torch.nn.Module) -> None:

@@ -300,9 +300,7 @@ class Guard:
     def _notice_enclosed(self, name: str, module: torch.nn.Module, args: object) -> None:
         """A module that was given is called: report it once when another one's call encloses it."""
         enclosing = find_outermost()
-        is_own = (
-            id(module) in self._names
-        )  # and not a copy, which has the hooks of what it is made of
+        is_own = id(module) in self._names  # a copy has the hooks of what it is made of
         if is_own and enclosing not in (None, module) and id(enclosing) not in self._names:
             outer = type(enclosing).__name__
             text = (
