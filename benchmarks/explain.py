@@ -1,6 +1,6 @@
 """How many reported failures `stopdown explain` sorts into the class that they were sorted into by hand.
 
-    python benchmarks/explain.py > benchmarks/results/explain.md
+    python benchmarks/explain.py
 
 Four questions, each a table: every distinct message alone; every report with the facts it names, as
 someone pastes them; what the libraries themselves say about precision; and messages that have nothing
@@ -9,6 +9,9 @@ to do with it.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import re
 import tomllib
 from collections import defaultdict
@@ -22,6 +25,7 @@ from stopdown.diagnosis import UNKNOWN, explain, read_knowledge
 from stopdown.environment import describe_machine
 
 CASES = Path(__file__).parent / "cases"
+RESULTS = Path(__file__).parent / "results"
 
 MESSAGE = re.compile(
     r"RuntimeWarning: invalid value encountered in cast|A tensor with all NaNs was produced in \w+"
@@ -160,11 +164,22 @@ def print_unrelated() -> None:
 
 
 def main() -> None:
-    """Print all tables as Markdown."""
-    machine = describe_machine()
+    """Write all tables as Markdown, and what they come from beside them."""
+    cases, text = read_cases(), io.StringIO()
+    with contextlib.redirect_stdout(text):
+        print_tables(cases)
+    (RESULTS / "explain.md").write_text(text.getvalue(), encoding="utf-8")
+    known = {
+        "command": "python benchmarks/explain.py",
+        "machine": describe_machine(),
+        "reports": len(cases),
+    }
+    (RESULTS / "explain.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def print_tables(cases: list[Case]) -> None:
+    """Print them all."""
     print("# What `stopdown explain` answers\n")
-    print(f"`python benchmarks/explain.py` on {machine['cpu']}, Python {machine['python']}, stopdown "
-          f"{machine['versions']['stopdown']}\n")  # fmt: skip
     print(
         "*hit*: the answer is the class of the report (of one of them, where several reports show one"
     )
@@ -172,7 +187,6 @@ def main() -> None:
         "message). *named*: it stands among the alternatives. The knowledge was written from these very"
     )
     print("reports, so this shows that it holds them, and not how well it does on others.\n")
-    cases = read_cases()
     print_messages(cases)
     print_reports(cases)
     print_libraries()
