@@ -26,6 +26,7 @@ import gguf
 import torch
 from safetensors.torch import save_file
 
+from single_files import read_version
 from stopdown.checkpoints.convert import convert
 from stopdown.environment import describe_machine
 from stopdown.errors import OptionError
@@ -154,7 +155,8 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
 
 def measure_in_comfyui() -> list[dict[str, Any]]:
     """A T5 in each layout, by ComfyUI's code; nothing where no variable names a checkout."""
-    if not os.environ.get("STOPDOWN_COMFYUI"):
+    checkout = os.environ.get("STOPDOWN_COMFYUI")
+    if not checkout:
         return []
     tests = Path(__file__).parents[1] / "tests"
     sys.path[:0] = [str(tests), str(tests / "pipelines")]
@@ -165,7 +167,9 @@ def measure_in_comfyui() -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as name:
             _, old, new, values = run_folded_t5(Path(name), layout)
         is_finite = bool(old["fp16"].isfinite().all())
-        rows.append({"format": layout, "finite before": is_finite, **measure_added(new, values)})
+        measured = measure_added(new, values)
+        reader = read_version(Path(checkout))
+        rows.append({"format": layout, "reader": reader, "finite before": is_finite, **measured})
         print(json.dumps(rows[-1]))
     return rows
 
@@ -182,7 +186,7 @@ def main() -> None:
             rows.append(measure(kind, folder))
         print(json.dumps(rows[-1]))
     record = {
-        "command": "python benchmarks/quantised.py",
+        "command": "STOPDOWN_COMFYUI=CHECKOUT python benchmarks/quantised.py",
         "machine": describe_machine(),
         "rows": rows,
         "comfyui": measure_in_comfyui(),
