@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from full_size_configs import T5_XXL
 
 from stopdown.graph.capture import build_fake
 from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_tokenizer
@@ -21,21 +22,17 @@ from stopdown.pipelines.tiny_pipelines import make_clip_tokenizer, make_t5_token
 Parts = dict[str, Any]
 
 
-def make_t5(layers: int) -> Any:
-    """T5 v1.1 XXL's encoder."""
-    config = transformers.T5Config(
-        vocab_size=32128,
-        d_model=4096,
-        d_kv=64,
-        d_ff=10240,
-        num_layers=layers,
-        num_heads=64,
-        feed_forward_proj="gated-gelu",
-        is_encoder_decoder=False,
-        use_cache=False,
-        dropout_rate=0.0,
-    )
-    return transformers.T5EncoderModel(config)
+def make_t5(layers: int, kind: str = "T5", **other: Any) -> Any:
+    """The encoder of T5 v1.1 XXL, or of umT5 XXL."""
+    config = T5_XXL | {
+        "num_layers": layers,
+        "is_encoder_decoder": False,
+        "use_cache": False,
+        "dropout_rate": 0.0,
+    }
+    del config["architectures"], config["model_type"], config["tie_word_embeddings"]
+    made = getattr(transformers, f"{kind}Config")(**config | other)
+    return getattr(transformers, f"{kind}EncoderModel")(made)
 
 
 def make_cogvideox(heads: int, layers: int, text_layers: int, *, rotary: bool) -> Parts:
@@ -179,19 +176,7 @@ def make_flux() -> Parts:
 def make_wan() -> Parts:
     """Wan2.1-T2V-14B: the defaults of its classes are its own; its text encoder is umT5 XXL."""
     return {
-        "text_encoder": lambda: transformers.UMT5EncoderModel(
-            transformers.UMT5Config(
-                vocab_size=256384,
-                d_model=4096,
-                d_kv=64,
-                d_ff=10240,
-                num_layers=24,
-                num_heads=64,
-                feed_forward_proj="gated-gelu",
-                is_encoder_decoder=False,
-                use_cache=False,
-            )
-        ),
+        "text_encoder": lambda: make_t5(24, "UMT5", vocab_size=256384),
         "tokenizer": make_t5_tokenizer,
         "transformer": diffusers.WanTransformer3DModel,
         "vae": diffusers.AutoencoderKLWan,

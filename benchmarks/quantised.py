@@ -25,8 +25,8 @@ from typing import Any
 import gguf
 import torch
 from safetensors.torch import save_file
-
 from single_files import read_version
+
 from stopdown.checkpoints.convert import convert
 from stopdown.environment import describe_machine
 from stopdown.errors import OptionError

@@ -1,7 +1,6 @@
 """A script run as it is, but for what it sends to CUDA, which goes to the CPU; nothing is guarded.
 
 python tests/cpu_run.py SCRIPT ARGUMENTS...
-python tests/cpu_run.py -m MODULE ARGUMENTS...
 """
 
 from __future__ import annotations
@@ -18,13 +17,9 @@ def run(words: list[str]) -> None:
     """The script's own run, with its arguments."""
     with Patches() as patches:
         redirect_devices("cpu", lambda text: None, patches)
-        if words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            runpy.run_path(words[0], run_name="__main__")
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 if __name__ == "__main__":

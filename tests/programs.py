@@ -208,4 +208,12 @@ def overflow_(block: Block) -> None:
         block.down.weight.div_(SPREAD)
 
 
+def make_faulty(kind: str, dtype: torch.dtype = torch.float16) -> Program:
+    """A program whose second block does not fit into fp16."""
+    program = make_program(kind, dtype)
+    block: Any = program.unet.blocks[1]
+    overflow_(block)
+    return program
+
+
 KINDS = ("module", "dict", "engine", "patcher")

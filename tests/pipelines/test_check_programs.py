@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from programs import KINDS, FirstStage, Program, UNet, make_program, overflow_, sample
+from programs import KINDS, FirstStage, Program, UNet, make_faulty, make_program, sample
 from stopdown import apply_plan, check, make_plan, mend, testing
 from stopdown.dtype_rules import check as check_module
 from stopdown.dtype_rules import inspection
@@ -101,8 +101,7 @@ def test_both_methods_of_an_autoencoder_have_a_precision_of_their_own() -> None:
 
 def test_a_plan_is_judged_as_if_it_were_on(tmp_path: Path) -> None:
     """Under its plan a program in fp32 has no finding, and the plan is off again."""
-    program = make_program("engine")
-    overflow_(program.unet.blocks[1])  # type: ignore[arg-type]  # it is one
+    program = make_faulty("engine", torch.float32)
     plan = make_plan(program.given, run=program.run)
     path = tmp_path / "plan.json"
     from stopdown.plans.plan_files import write_plan
@@ -116,8 +115,7 @@ def test_a_plan_is_judged_as_if_it_were_on(tmp_path: Path) -> None:
 
 def test_sums_are_looked_at_while_the_program_runs() -> None:
     """A product beyond fp16 is found in a component that is to run in fp16, from its own weights."""
-    program = make_program("dict", torch.float16)
-    overflow_(program.unet.blocks[1])  # type: ignore[arg-type]  # it is one
+    program = make_faulty("dict")
     with testing.assert_untouched(program.given):
         found = check(program.given, device="v100", sums=True, run=program.run)
     assert ("product-overflows", "unet:blocks.1.wide") in list_kinds(found)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from programs import KINDS, Program, make_program, overflow_
+from programs import KINDS, make_faulty, make_program
 from stopdown import compare, testing
 from stopdown.comparison import subjects
 from stopdown.comparison.records import Comparison
@@ -23,13 +23,6 @@ from stopdown.testing import make_pipeline
 NAMES = "fp32,bf16,fp16,autocast,clamp,plan"
 
 
-def make_faulty(kind: str) -> Program:
-    """A program in fp32 whose second block does not fit into fp16."""
-    program = make_program(kind)
-    overflow_(program.unet.blocks[1])  # type: ignore[arg-type]  # it is one
-    return program
-
-
 def list_verdicts(made: Comparison) -> dict[str, str]:
     """Of each precision."""
     return {variant.name: variant.verdict for variant in made.variants}
@@ -38,7 +31,7 @@ def list_verdicts(made: Comparison) -> dict[str, str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_compared_where_it_is(kind: str) -> None:
     """Plain fp16 is broken at its layer, the plan is nearest to fp32, and every bit is as before."""
-    program = make_faulty(kind)
+    program = make_faulty(kind, torch.float32)
     with testing.assert_untouched(program.given):
         made = compare(program.given, program.run, NAMES)
     assert [v.error for v in made.variants if v.error] == []
@@ -59,7 +52,7 @@ def test_a_cast_that_fails_half_way_leaves_nothing(
     names: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a device has no memory for the second module in another precision."""
-    program, put, count = make_faulty("dict"), subjects.put_precision, 0
+    program, put, count = make_faulty("dict", torch.float32), subjects.put_precision, 0
 
     def fail(module: Any, dtype: Any, patches: Any) -> None:
         nonlocal count
@@ -133,7 +126,7 @@ def test_classes_of_diffusers_and_transformers_without_a_pipeline() -> None:
 
 def test_a_second_start_goes_on(tmp_path: Path) -> None:
     """With a folder rows and the plan are kept, and not made again."""
-    program, counts = make_faulty("dict"), list[int]()
+    program, counts = make_faulty("dict", torch.float32), list[int]()
 
     def run() -> Any:
         counts.append(1)

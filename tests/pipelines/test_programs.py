@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from programs import KINDS, Program, UNet, decode, make_program, overflow_
+from programs import KINDS, UNet, decode, make_faulty, make_program, overflow_
 from stopdown import apply_plan, make_plan, testing
 from stopdown.errors import InputError, NonFiniteError, PlanError, StopdownWarning
 from stopdown.pipelines import components
@@ -32,14 +32,6 @@ def nothing_stays() -> Any:
 
 def quiet(text: str) -> None:
     """Hears of a repair and says nothing."""
-
-
-def make_faulty(kind: str, dtype: torch.dtype = torch.float16) -> Program:
-    """A program whose second block does not fit into fp16."""
-    program = make_program(kind, dtype)
-    block: Any = program.unet.blocks[1]
-    overflow_(block)
-    return program
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stopdown import testing
+from pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.pipelines.allowed_sizes import Grid, check_sizes, find_grid, read_configs
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-
-make_pipeline = functools.cache(testing.make_pipeline)
 
 MAKES = [
     ("cogvideox", 48, 32, 9),

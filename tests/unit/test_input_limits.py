@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from pipeline_calls import call_pipeline
+from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
 from stopdown.errors import StopdownWarning
 from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.records import ComponentPlan, Plan, Scaling
-
-make_pipeline = functools.cache(testing.make_pipeline)
 
 
 def test_an_input_beyond_its_limit_is_found() -> None:

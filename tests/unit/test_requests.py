@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stopdown import testing
+from pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
 from stopdown.pipelines.requests import (
     Request,
@@ -25,8 +24,6 @@ from stopdown.pipelines.requests import (
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
 CLIP = np.full((9, 24, 40, 3), 128, np.uint8)
-
-make_pipeline = functools.cache(testing.make_pipeline)
 
 
 def test_the_class_follows_the_request() -> None:
