@@ -88,14 +88,10 @@ UsesProcessor = Callable[[pytest.MonkeyPatch, str], None]
 
 @pytest.fixture(autouse=True)
 def _no_guard_is_left() -> Iterator[None]:
-    """A guard that a test left on would watch the tests after it, in the order of that run only."""
-    import torch
+    from left_guards import leaving_no_guard
 
-    before = torch.nan_to_num
-    yield
-    if torch.nan_to_num is not before:
-        gc.collect()
-    assert torch.nan_to_num is before, "a guard is left on"
+    with leaving_no_guard():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

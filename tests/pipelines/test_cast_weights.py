@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from left_guards import leaving_no_guard
 from stopdown import guard, make_plan, testing
 from stopdown.records import Plan, from_json, to_json
 
@@ -114,6 +115,14 @@ def test_nan_to_num_is_as_it_was() -> None:
     assert torch.nan_to_num is not plain
     second.remove()
     assert torch.nan_to_num is plain
+
+
+def test_a_guard_that_a_test_leaves_on_is_seen() -> None:
+    """What looks after each test that it leaves none would fail here."""
+    patcher = make_patcher()
+    with pytest.raises(AssertionError, match="a guard is left on"), leaving_no_guard():
+        handle = guard(patcher)
+    handle.remove()
 
 
 def test_what_hides_nan_without_an_end_of_fp16_is_no_fault() -> None:
