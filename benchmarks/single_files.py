@@ -19,6 +19,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -61,7 +62,7 @@ def main() -> None:
         for program, root, names in list_programs(options.models):
             runs = {name: place_runs(files[name]) for name in names}
             found = run_many_in_comfyui(root, runs, Path(place), may_fail=True, program=program)
-            reader = read_version(Path(root)) if program == "comfyui" else "sgm"
+            reader = read_version(Path(root))
             rows += [{"model": x, "reader": reader, **measure_errors(found[x])} for x in found]
             if "svd-unet" in names:
                 parts = measure_svd(root, program, Path(tempfile.mkdtemp(dir=place)))
@@ -69,7 +70,7 @@ def main() -> None:
     order = [*options.models, *dict.fromkeys(row["model"] for row in rows if ":" in row["model"])]
     rows.sort(key=lambda row: order.index(row["model"]))
     result = {
-        "command": "python benchmarks/single_files.py",
+        "command": "STOPDOWN_COMFYUI=CHECKOUTS STOPDOWN_SGM=CHECKOUT python benchmarks/single_files.py",
         "machine": describe_machine(),
         "diffusers": importlib.metadata.version("diffusers"),
         "rows": [{key: _name(value) for key, value in row.items()} for row in rows],
@@ -89,9 +90,14 @@ def list_programs(models: list[str]) -> list[tuple[str, str, list[str]]]:
 
 
 def read_version(root: Path) -> str:
-    """The version that a checkout of ComfyUI names."""
-    text = (root / "comfyui_version.py").read_text(encoding="utf-8")
-    return f"ComfyUI {text.partition('=')[2].strip().strip(chr(34))}"
+    """The name and version of a checkout, of ComfyUI or of sgm."""
+    name, path = ("ComfyUI", root / "comfyui_version.py")
+    if not path.is_file():
+        name, path = ("sgm", root / "sgm" / "__init__.py")
+    (version,) = re.findall(
+        r'^__version__ = "(.*)"', path.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return f"{name} {version}"
 
 
 def _name(value: Any) -> Any:

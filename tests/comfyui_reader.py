@@ -20,6 +20,7 @@ import json
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -71,7 +72,9 @@ def load(run: dict[str, Any], dtype: Any) -> Any:
     if run["target"] == "image encoder":
         import comfy.clip_vision
 
-        encoder = comfy.clip_vision.ClipVisionModel(run["options"])
+        config = Path(run["path"]).with_suffix(".config.json")  # as ComfyUI of 2025 asks for one
+        config.write_text(json.dumps(run["options"]), encoding="utf-8")
+        encoder = comfy.clip_vision.ClipVisionModel(str(config))
         lacking, _ = encoder.load_sd(comfy.clip_vision.convert_to_transformers(tensors, ""))
         assert not lacking, lacking
         return encoder.model.to(dtype)
