@@ -6,7 +6,9 @@ the latter. Each overflows in fp16 and nowhere else.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,7 @@ class FileModel:
         metadata: of its file.
         sgm: class in Stability-AI's sgm that reads it, too.
         sgm_options: of that class.
+        spikes: pattern of parameters to the power of two that they are multiplied by besides.
     """
 
     build: Callable[[], torch.nn.Module]
@@ -47,6 +50,7 @@ class FileModel:
     metadata: Mapping[str, str] = field(default_factory=dict)
     sgm: str = ""
     sgm_options: Mapping[str, Any] = field(default_factory=dict)
+    spikes: Mapping[str, int] = field(default_factory=dict)
 
 
 def draw(shapes: Shapes) -> dict[str, Any]:
@@ -60,12 +64,22 @@ def draw(shapes: Shapes) -> dict[str, Any]:
 
 def build(name: str) -> torch.nn.Module:
     """A model in bf16 that overflows in fp16, without its smallest weights."""
+    model = find_model(name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = MODELS[name].build().eval().requires_grad_(False)
+        module = model.build().eval().requires_grad_(False)
     overflow_(module)
+    for key, tensor in module.state_dict().items():
+        for pattern, exponent in model.spikes.items():
+            if re.fullmatch(pattern, key):
+                tensor.mul_(2.0**exponent)
     round_(module)
     return module
+
+
+def find_model(name: str) -> FileModel:
+    """A model of either table."""
+    return (MODELS | SDCPP)[name]
 
 
 def build_wan() -> torch.nn.Module:
@@ -77,12 +91,12 @@ def build_wan() -> torch.nn.Module:
     )  # fmt: skip
 
 
-def build_flux() -> torch.nn.Module:
+def build_flux(text_width: int = 32, pooled_width: int = 32) -> torch.nn.Module:
     from diffusers import FluxTransformer2DModel
 
     return FluxTransformer2DModel(
         in_channels=64, num_layers=1, num_single_layers=1, attention_head_dim=128, num_attention_heads=1,
-        joint_attention_dim=32, pooled_projection_dim=32, guidance_embeds=True,
+        joint_attention_dim=text_width, pooled_projection_dim=pooled_width, guidance_embeds=True,
     )  # fmt: skip
 
 
@@ -257,6 +271,16 @@ def build_vae() -> torch.nn.Module:
         down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(32, 32, 64), latent_channels=4, layers_per_block=2, norm_num_groups=32,
         sample_size=32,
+    )  # fmt: skip
+
+
+def build_flux_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(32, 64, 128, 128), latent_channels=16, layers_per_block=2, sample_size=32,
+        use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.3611, shift_factor=0.1159,
     )  # fmt: skip
 
 
@@ -537,6 +561,26 @@ MODELS = {
     "wan-vae": FileModel(build_wan_vae, {"z": (1, 16, 2, 4, 4)}, {"z": (1, 16, 2, 4, 4)}, "vae"),
 }  # fmt: skip
 """Name to a model that is published as a file by itself."""
+
+SDCPP = {
+    "sdcpp-flux": FileModel(
+        functools.partial(build_flux, 4096, 768),
+        {
+            "hidden_states": (1, 64, 64), "timestep": torch.ones(1), "guidance": torch.tensor([3.5]),
+            "encoder_hidden_states": torch.zeros(1, 256, 4096), "txt_ids": torch.zeros(256, 3),
+            "pooled_projections": torch.zeros(1, 768),
+            "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(8.0), torch.arange(8.0)),
+        },
+        {},
+        spikes={
+            r"transformer_blocks\.0\.attn\.(to_v|add_v_proj)\..*": 17,
+            r"transformer_blocks\.0\.attn\.(to_out\.0|to_add_out)\.weight": -17,
+        },
+    ),
+    "sdcpp-flux-vae": FileModel(build_flux_vae, {"z": (1, 16, 16, 16)}, {}),
+}  # fmt: skip
+"""Those with sizes that stable-diffusion.cpp has in its code. It keeps values in fp32 between products, so
+that a stream alone does not hurt it: here what a product reads is beyond fp16, too."""
 
 OTHERS = {"sdxl-unet": build_unet_xl, "vae": build_vae, "clip": build_clip, "t5": build_t5}
 """Further ones, of which no tiny model has the sizes that ComfyUI expects."""

@@ -21,6 +21,7 @@ from single_file_models import (
     build_pipeline,
     build_svd,
     draw,
+    find_model,
 )
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.components import find_components
@@ -68,14 +69,15 @@ def save_model(name: str, folder: Path) -> Source:
     folder.mkdir(exist_ok=True)
     module.save_config(folder / part)
     path = folder / f"{name}.safetensors"
-    tensors = {MODELS[name].prefix + key: x.bfloat16() for key, x in arrange(module).items()}
-    save_file(tensors, path, dict(MODELS[name].metadata) or None)
+    model = find_model(name)
+    tensors = {model.prefix + key: x.bfloat16() for key, x in arrange(module).items()}
+    save_file(tensors, path, dict(model.metadata) or None)
     return resolve_source(path, config=folder / part)
 
 
 def convert_model(name: str, folder: Path) -> tuple[Path, Path]:
     """The file of a model, and what it became by a plan from one call."""
-    source, call = save_model(name, folder), draw(MODELS[name].call)
+    source, call = save_model(name, folder), draw(find_model(name).call)
     arguments: Mapping[str, Any] = {"vae.decode": call} if "vae" in name else call
     plan = make_plan(source, prompts=[arguments])
     output = folder / f"{name}-fp16.safetensors"
