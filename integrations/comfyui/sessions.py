@@ -170,6 +170,7 @@ def guard_vae(vae: Any, session: Session) -> Any:
     clone.patcher = clone_patcher(vae.patcher)
     clone.first_stage_model = clone.patcher.model
     if session.options.fp16:
+        vars(clone.first_stage_model).setdefault("manual_cast_dtype", None)  # 0.3 replaces only what is there
         clone.patcher.set_model_compute_dtype(torch.float16)
         clone.vae_dtype = torch.float16
     return _guard_calls(clone, "vae", session)

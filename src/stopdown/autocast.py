@@ -2,12 +2,13 @@
 
 Under `torch.autocast` weights are fp32 and products run in 16 bits. Exponents are found and put on
 outside of it, where the same products have the same values; what has to stay in fp32 would
-otherwise be cast down again.
+otherwise be cast down again. Code may also enter autocast by itself, around a call or inside of a module.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +39,31 @@ def without_autocast() -> Iterator[None]:
         for kind in list_autocast():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
+    """The dtypes of autocast that code enters by itself meanwhile, in this thread.
+
+    Args:
+        is_off: it has no effect there: what is fp32 stays fp32.
+    """
+    entered: list[torch.dtype] = []
+    thread, original = threading.get_ident(), torch.autocast.__enter__
+
+    def enter(region: Any) -> Any:
+        if threading.get_ident() != thread or not region._enabled:
+            return original(region)
+        entered.append(region.fast_dtype)
+        region._enabled = not is_off
+        try:
+            return original(region)
+        finally:
+            region._enabled = True
+
+    with Patches() as patches:
+        patches.set_class_attribute(torch.autocast, "__enter__", enter)
+        yield entered
 
 
 def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:

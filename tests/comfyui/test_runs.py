@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -171,7 +172,8 @@ def test_weights_that_wait(start: Callable[..., Server], when: str) -> None:
     right = server.run(prompt)
     assert is_black(server.run(compute_in(prompt, "fp16")))
     assert server.run(run_in_fp16(prompt, when=when)).find_difference(right) < NEAR
-    assert "lowvram patches: 3" in server.log.read_text()
+    told = server.log.read_text()
+    assert re.search(r"lowvram patches: 3|loaded partially .* 3\n", told)  # 0.33, 0.3
 
 
 def test_a_healthy_model_is_left_alone(server: Server) -> None:

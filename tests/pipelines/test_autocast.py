@@ -117,3 +117,69 @@ def test_a_healthy_run_under_autocast_keeps_its_bits() -> None:
     with guard(program.given) as handle:
         assert torch.equal(run(program), plain)
     assert {call.precisions for call in handle.record.calls} == {("fp16", "fp32")}
+
+
+class Region(torch.nn.Module):
+    """Enters autocast by itself, or leaves it, as code with `disable_first_stage_autocast` does."""
+
+    def __init__(self, part: torch.nn.Module, *, enabled: bool) -> None:
+        super().__init__()
+        self.part, self.enabled = part, enabled
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=self.enabled):
+            found: torch.Tensor = self.part(x, t)
+        return found
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["folded", "fp32 parts"])
+@pytest.mark.parametrize("around", [False, True], ids=["alone", "under autocast"])
+def test_exponents_of_code_that_enters_autocast(is_pinned: bool, around: bool) -> None:
+    """Its own autocast is off where bits are compared in fp32, and on where it runs in fp16."""
+    block, (x, t) = make_block(is_pinned=is_pinned), make_call()
+    plain, region = block(x, t), Region(block, enabled=True).eval()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=around):
+        assert not torch.isfinite(region(x, t)).all()
+        rescaling = rescale_(region, (x, t))
+        assert rescaling.exponents
+        assert relative_l2(region(x, t).float(), plain) < 0.005
+        cast_(region, torch.float16, rescaling)
+        assert relative_l2(region(x.half(), t).float(), plain) < 0.005
+        rescaling.undo()
+        assert not torch.isfinite(region(x, t)).all()
+    assert torch.equal(block(x, t), plain)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["folded", "fp32 parts"])
+def test_exponents_of_code_that_leaves_autocast(is_pinned: bool) -> None:
+    """It computes in fp32 until it is cast, and is near that in fp16."""
+    block, (x, t) = make_block(is_pinned=is_pinned), make_call()
+    plain, region = block(x, t), Region(block, enabled=False)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(region(x, t), plain)
+        rescaling = rescale_(region, (x, t))
+        assert relative_l2(region(x, t).float(), plain) < 0.005
+        cast_(region, torch.float16, rescaling)
+        assert relative_l2(region(x.half(), t).float(), plain) < 0.005
+        rescaling.undo()
+        assert torch.equal(region(x, t), plain)
+
+
+@pytest.mark.parametrize("is_pinned", [False, True], ids=["folded", "fp32 parts"])
+def test_a_fault_of_code_that_enters_autocast_is_one_of_fp16(is_pinned: bool) -> None:
+    """Its weights are fp32 and not called damaged: the layer is named, and the call is repaired."""
+    block, (x, t) = make_block(is_pinned=is_pinned), make_call()
+    plain, region = block(x, t), Region(block, enabled=True).eval()
+    with testing.assert_untouched(region), guard({"net": region}, announce=quiet) as handle:
+        found = region(x, t)
+    (repair,) = handle.repairs
+    assert (repair.module_path, repair.action) == ("net:part.second", "rescaled")
+    assert ", in fp16. " in repair.evidence
+    assert "fp16" in handle.record.calls[0].precisions
+    assert relative_l2(found.float(), plain) < 0.005
+    with (
+        guard({"net": region}, on_fault="raise"),
+        pytest.raises(NonFiniteError, match="in fp16") as caught,
+    ):
+        region(x, t)
+    assert "damaged" not in str(caught.value)

@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import numpy as np
 import pytest
 import torch
 from test_repaired_plans import write_bare_plan
+from torch.utils._device import _device_constructors
 
 from programs import FirstStage, make_program, overflow_
 from stopdown.app.run_command import ScriptOptions, choose_code, run_script
@@ -254,6 +256,44 @@ def test_a_device_takes_what_goes_to_cuda(run: Run, save_tiny: SaveTiny) -> None
             for name in ("enable_model_cpu_offload", "enable_sequential_cpu_offload")
         ),
     ]
+
+
+def test_a_default_device_is_taken_as_well(run: Run, tmp_path: Path) -> None:
+    """A default for all tensors, one for a block, windows, new tensors, files: wherever a script asks."""
+    torch.save(torch.ones(1), tmp_path / "ones.pt")
+    text = (
+        "import sys\nimport torch\n"
+        "def check(x):\n    assert x.device.type == 'cpu'\n"
+        "check(torch.hann_window(4, device='cuda'))\n"
+        "check(torch.fft.fftfreq(4, device='cuda'))\n"
+        "check(torch.signal.windows.hann(4, device='cuda'))\n"
+        "check(torch.ones(1).new_zeros(2, device='cuda'))\n"
+        "check(torch.load(sys.argv[1], map_location='cuda'))\n"
+        "check(torch.nn.Linear(1, 1, device='meta').to_empty(device='cuda').weight)\n"
+        "with torch.device('cuda'):\n    check(torch.ones(1))\n"
+        "torch.set_default_device('cuda')\n"
+        "check(torch.nn.Linear(1, 1).weight)\n"
+        "check(torch.hann_window(4))\n"
+        "assert torch.get_default_device().type == 'cpu'\n"
+        "torch.set_default_device(None)\n"
+    )
+    record, said = run(text, str(tmp_path / "ones.pt"), device="cpu")
+    assert record.exit_code == 0
+    assert said == ["The script asks for cuda; it gets cpu, as --device says."]
+
+
+def test_a_default_device_works_after_a_redirection() -> None:
+    """Torch keeps a list of what makes tensors: it holds torch's own functions, not replaced ones."""
+    _device_constructors.cache_clear()
+    with mock.patch.object(torch, "linspace"), torch.device("meta"):
+        torch.ones(1)
+    with Patches() as patches:
+        redirect_devices("cpu", print, patches)
+        assert torch.linspace(0, 1, 2, device="cuda").device.type == "cpu"
+        with torch.device("meta"):
+            assert torch.hann_window(4).is_meta
+    with torch.device("meta"):
+        assert torch.linspace(0, 1, 2).is_meta
 
 
 def test_what_goes_elsewhere_is_left_alone() -> None:

@@ -107,6 +107,22 @@ def test_the_package_says_what_the_registry_asks() -> None:
     assert (PACK / found["project"]["license"]["file"]).is_file()
 
 
+def test_an_older_comfyui_is_told_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the V3 schema, loading it is one message, which has the version of pyproject.toml."""
+    monkeypatch.setitem(sys.modules, "comfy_api", None)
+    spec = importlib.util.spec_from_file_location("old_stopdown", PACK / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "old_stopdown", module)
+    least = tomllib.loads((PACK / "pyproject.toml").read_text())["tool"]["comfy"][
+        "requires-comfyui"
+    ]
+    needed = least.removeprefix(">=")
+    with pytest.raises(ImportError, match=f"need ComfyUI {needed} or newer: .* Update ComfyUI."):
+        spec.loader.exec_module(module)
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_nothing_heavy_is_imported_at_the_start(path: Path) -> None:
     """ComfyUI starts as fast as without the pack: its files import the standard library and each other."""

@@ -112,8 +112,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         names = _WEIGHTED.get(func)
-        if names is None or _is_autocast(args, kwargs):
-            return func(*args, **kwargs)
+        if names is None or (func in PRODUCT_FUNCTIONS and _is_autocast(args, kwargs)):
+            return func(*args, **kwargs)  # autocast casts the operands of products on every device
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = args[len(names) :]
         return func(*self._agree(given, names), *rest, **self._list_others(given, names))

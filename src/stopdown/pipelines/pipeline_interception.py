@@ -6,8 +6,8 @@ made, so that is where a class that was not met before gets the layer put on its
 `redirect_devices` lets a script that was written for CUDA run where there is none.
 
 **Catches** pipelines made in any way that Diffusers knows, and classes of a script's own.
-**Does not catch** pipelines that were made before; for devices: tensors that a script itself makes on
-CUDA (`torch.randn(..., device="cuda")`), and what it asks of `torch.cuda`.
+**Does not catch** pipelines that were made before; for devices: what a script asks of `torch.cuda`,
+and autocast on CUDA.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from torch.utils._device import DeviceContext, _device_constructors
 
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Layer
@@ -172,38 +173,43 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
             return torch.device(target)
         return value
 
-    for owner in (DiffusionPipeline, torch.nn.Module, torch.Tensor):
-        _redirect_method(owner, "to", redirect, patches)
+    for owner, name in _list_device_takers():
+        _redirect_call(owner, name, redirect, patches)
     for owner in (torch.nn.Module, torch.Tensor):
         _replace_cuda(owner, redirect, patches)
     patches.set_attribute(torch, "Generator", _make_generator(redirect))
-    for name in _MAKERS:
-        patches.set_attribute(torch, name, _redirect_maker(getattr(torch, name), redirect))
     if target == "cpu":
         for name in _OFFLOADS:
             _leave_out(name, say_once, patches)
     _drop_device_map(say_once, patches)
 
 
-_MAKERS = (
-    *("arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full"),
-    *("full_like", "linspace", "logspace", "ones", "ones_like", "rand", "rand_like", "randint"),
-    *("randint_like", "randn", "randn_like", "randperm", "scalar_tensor", "tensor"),
-    *("tril_indices", "triu_indices", "zeros", "zeros_like"),
-)
-"""Functions of torch that make a tensor on a device."""
+def _list_device_takers() -> list[tuple[Any, str]]:
+    """Owners and names of what takes a device: what moves, loads or makes tensors, or sets the default.
+
+    What makes tensors is torch's own list, which torch keeps from the first time that it is asked for. It
+    is made anew here, before any of these functions is replaced: Transformers may have had a
+    `torch.linspace` of its own in place when it was made (5.23.0).
+    """
+    _device_constructors.cache_clear()
+    makers = {id(function) for function in _device_constructors()}
+    return [
+        (DiffusionPipeline, "to"),
+        *((torch.nn.Module, name) for name in ("to", "to_empty")),
+        *((torch.Tensor, name) for name in ("to", *_NEW)),
+        *((torch, name) for name in ("load", "normal")),
+        (DeviceContext, "__init__"),  # of torch.set_default_device and `with torch.device("cuda")`
+        *((torch, name) for name in vars(torch) if name.endswith("_like") and name[0] != "_"),
+        *(
+            (owner, name)
+            for owner in (torch, torch.fft, torch.nested)
+            for name, value in vars(owner).items()
+            if id(value) in makers
+        ),
+    ]
 
 
-def _redirect_maker(
-    original: Callable[..., Any], redirect: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("device") is not None:
-            kwargs["device"] = redirect(kwargs["device"])
-        return original(*args, **kwargs)
-
-    return make
+_NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _is_cuda(value: Any) -> bool:
@@ -212,17 +218,15 @@ def _is_cuda(value: Any) -> bool:
     return isinstance(value, str) and value.partition(":")[0] == "cuda"
 
 
-def _redirect_method(
-    owner: type, name: str, redirect: Callable[[Any], Any], patches: Patches
-) -> None:
+def _redirect_call(owner: Any, name: str, redirect: Callable[[Any], Any], patches: Patches) -> None:
     original = getattr(owner, name)
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = {key: redirect(value) for key, value in kwargs.items()}
-        return original(self, *map(redirect, args), **moved)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*map(redirect, args), **{k: redirect(x) for k, x in kwargs.items()})
 
-    patches.set_class_attribute(owner, name, method)
+    put = patches.set_class_attribute if isinstance(owner, type) else patches.set_attribute
+    put(owner, name, call)
 
 
 def _replace_cuda(owner: type, redirect: Callable[[Any], Any], patches: Patches) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,7 +98,14 @@ class FaultHandler:
             return fault.output
         if self.on_fault == "repair":
             self._announce_repair(fault)
-        case = _Case(fault, self._find_culprit(fault), begun)
+        culprit = self._find_culprit(fault)
+        if fault.precision == "fp32" and culprit.dtype in (
+            "fp16",
+            "bf16",
+        ):  # its code casts by itself
+            fault = replace(fault, precision=culprit.dtype)
+            fault.guarded.note_own_precision(culprit.dtype)
+        case = _Case(fault, culprit, begun)
         if self.on_fault == "warn":
             self._note(case, "none", "on_fault is warn, so the run continues unchanged.")
             return fault.output

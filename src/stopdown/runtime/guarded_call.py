@@ -161,6 +161,10 @@ class GuardedCall:
         known = self.state.name_precisions()
         self.precisions = known if ambient is None else (name_dtype(ambient), *known)
 
+    def note_own_precision(self, precision: str) -> None:
+        """What its code brings values to by itself, beside its weights: with autocast inside, or casts."""
+        self.precisions = tuple(dict.fromkeys((precision, *(self.precisions or ()))))
+
     def count_call(self, elapsed_s: float, check: CallCheck) -> None:
         """A call is over."""
         self.count += 1

@@ -222,9 +222,10 @@ class ComponentState:
             around = read_autocast(self.module) or self.read_precisions()[0]
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
+        before, wanted = self.read_precisions()[:1], FORMATS[repair.precision].torch_dtype
         apply_precision(self.module, repair.precision, repair.scaling, self._patches)
-        if repair.scaling is None:
-            self.dtype = FORMATS[repair.precision].torch_dtype
+        if repair.scaling is None or before != (wanted,):
+            self.dtype = wanted
 
     def _find_scaling(
         self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stopdown.arguments import hook_arguments
-from stopdown.autocast import read_autocast, without_autocast
+from stopdown.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.errors import OptionError
 from stopdown.patches import Patches
 from stopdown.scaling.certificate import check_ranges
@@ -53,8 +53,9 @@ def rescale_(
         cast_(transformer, torch.float16, rescaling)
         output = transformer(**call_in_fp16)
 
-    Called under `torch.autocast` to fp16, it leaves the module in fp32, to run there. Where parts of it
-    have to stay in fp32, which autocast would undo, it is cast as well, and its calls leave autocast.
+    Called under `torch.autocast` to fp16, or where the module's own code enters that, it leaves the module
+    in fp32, to run there. Where parts of it have to stay in fp32, which autocast would undo, it is cast as
+    well, and its calls leave autocast.
     `.half()` does not do where the result has fp32 layers, an fp32 stream, multiplies or fp32 buffers: the
     next call refuses a module that was cast so.
 
@@ -99,11 +100,11 @@ def rescale_(
         )
     stream, basis = check_residual(residual), check_ranges(ranges)
     kinds = [[x] for x in given]
-    with without_autocast():
+    with without_autocast(), watched_autocast() as entered:
         scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
     rescaling = fold_scaling(module, scaling)
     check_casts(rescaling)
-    is_ambient = read_autocast(module) == torch.float16 and keeps_fp32(scaling)
+    is_ambient = torch.float16 in (read_autocast(module), *entered) and keeps_fp32(scaling)
     if cast or is_ambient:
         cast_(module, torch.float16, rescaling)
     if is_ambient:

@@ -1,9 +1,10 @@
 """What exponents claim, tried: the module is run with them, in fp32 and then cast as it is to run.
 
-In fp32 every bit of the outputs must be what it was. Cast, each call must return: the same containers
-and shapes, every value finite, and no more error than bf16 makes, or than `LARGEST_ERROR`. Each run
-begins with the random numbers of the one before and gets containers of its own, so a call that draws
-noise or writes into a list that it is given is the same call every time.
+In fp32 every bit of the outputs must be what it was; autocast that its code enters is off for that.
+Cast, each call must return: the same containers and shapes, every value finite, and no more error than
+bf16 makes, or than `LARGEST_ERROR`. Each run begins with the random numbers of the one before and gets
+containers of its own, so a call that draws noise or writes into a list that it is given is the same call
+every time.
 
 **Catches** operands that do not agree once they are cast, NaN, Inf, other shapes or containers, outputs
 that are not those of fp32.
@@ -25,6 +26,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from stopdown.autocast import watched_autocast
 from stopdown.errors import ScalingError, TrialError, take_first_line
 from stopdown.graph.mixed_dtypes import PRODUCT_FUNCTIONS
 from stopdown.numerics import count_flops, count_non_finite, iterate_tensors, relative_l2
@@ -80,7 +82,7 @@ def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
     Cost: a forward for each call, and one in bf16; the outputs are kept.
     """
     is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
-    runs = [_run_counted(module, call) for call in calls]
+    runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
     if is_fp32:
         with suppress(torch.OutOfMemoryError):  # there is no figure then
             runs = _add_bf16(module, calls, runs)
@@ -110,8 +112,8 @@ def try_scaling(
         rescaling.undo()
 
 
-def _run_counted(module: torch.nn.Module, call: Call) -> Run:
-    with _counting(module) as counts:
+def _run_counted(module: torch.nn.Module, call: Call, *, is_fp32: bool) -> Run:
+    with _counting(module) as counts, watched_autocast(is_off=is_fp32):
         output, draws = run_call(module, *call)
     return Run(output, draws, sum(counts))
 
@@ -233,7 +235,9 @@ def _cast_all(tree: Any, dtype: torch.dtype, *, least_dim: int) -> Any:
 
 def _demand_equal(module: torch.nn.Module, reference: Reference) -> None:
     for call, run in zip(reference.calls, reference.runs, strict=True):
-        after, before = (list(iterate_tensors(x)) for x in (run_call(module, *call)[0], run.output))
+        with watched_autocast(is_off=True):
+            output, _ = run_call(module, *call)
+        after, before = (list(iterate_tensors(x)) for x in (output, run.output))
         pairs = zip(before, after, strict=True)
         if not all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs):
             raise ScalingError(

@@ -1,8 +1,9 @@
 """Nodes and settings that only these tests need, put beside the pack into `custom_nodes`.
 
 ComfyUI knows a Z-Image by its width of 3840 and gives every Qwen-Image 24 heads: at those widths one
-layer has 300 million weights. Here narrower ones are known too. Text encoders of these models have fixed
-sizes of gigabytes; `TestConditioning` draws what one would give.
+layer has 300 million weights. Here narrower ones are known too, also of Flux and of Wan's autoencoder,
+whose sizes older versions do not read from the weights. Text encoders of these models have fixed sizes of
+gigabytes; `TestConditioning` draws what one would give.
 
 ComfyUI refuses `--lowvram` beside `--cpu`. With STOPDOWN_TEST_LOWVRAM=1 it loads as it does on a GPU with
 that option: weights wait, and are cast and patched at each call.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import comfy.ldm.wan.vae
 import comfy.model_detection
 import comfy.sd
 import torch
@@ -27,6 +29,10 @@ def _detect_narrow(state_dict: Any, key_prefix: str, *args: Any, **kwargs: Any) 
         width = state_dict[f"{key_prefix}img_in.weight"].shape[0]
         text = state_dict[f"{key_prefix}txt_in.weight"].shape[1]
         config |= {"num_attention_heads": width // 128, "joint_attention_dim": text}
+    elif config and config.get("image_model") == "flux":
+        width = state_dict[f"{key_prefix}img_in.weight"].shape[0]
+        text = state_dict[f"{key_prefix}txt_in.weight"].shape[1]
+        config |= {"hidden_size": width, "num_heads": width // 128, "context_in_dim": text}
     elif config and config.get("image_model") == "lumina2" and config["dim"] < 1024:
         config |= NARROW_Z_IMAGE
     return config
@@ -44,6 +50,16 @@ NARROW_Z_IMAGE = {
 }
 
 comfy.model_detection.detect_unet_config = _detect_narrow
+
+
+_WanVAE = comfy.ldm.wan.vae.WanVAE
+
+
+def _make_narrow_vae(**config: Any) -> Any:
+    return _WanVAE(**{**config, "dim": 16})
+
+
+comfy.ldm.wan.vae.WanVAE = _make_narrow_vae
 
 
 NARROW_T5 = {"num_layers": 2, "d_model": 64, "d_kv": 32, "num_heads": 2, "d_ff": 128}
