@@ -323,10 +323,10 @@ class Repair(Displayed):
         component: whose call gave it: `transformer`, `vae.decode`; or `pipeline`, whose result it was.
         module_path: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
         kind: `range`, `clamped`, `undefined`, `written`, `weight`, `input`, `intermittent`,
-            `unknown`.
+            `dtypes`, `unknown`.
         step: of the run, from 0; None outside of denoising.
         evidence: what was seen, in whole sentences.
-        action: `rescaled`, `fp32-module`, `bf16`, `fp32`, `replayed`, `none`.
+        action: `rescaled`, `fp32-module`, `bf16`, `fp32`, `cast-inputs`, `replayed`, `none`.
         reason: why this one.
         tried: what was tried before and did not do, each with why.
         replays: how often the call was run again, the instrumented replay aside.

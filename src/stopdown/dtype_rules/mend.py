@@ -19,17 +19,17 @@ from typing import Any
 
 import torch
 
-from stopdown.arguments import hook_arguments
 from stopdown.autocast import without_autocast
 from stopdown.call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
+from stopdown.graph.mixed_dtypes import cast_parameters, cast_to_weights
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Rank, cast_floats, intercept, put_cast
+from stopdown.pipelines.call_interception import Call, Rank, intercept, put_cast
 from stopdown.pipelines.components import Callee, find_components, read_precisions
-from stopdown.records import Finding
+from stopdown.records import Finding, Operands
 
 ROUNDS = 8
 """Mending one thing can show the next, or be all there was: a check follows each round."""
@@ -167,7 +167,7 @@ def _unify(case: _Case) -> str:
         and key not in kept_fp32
         and not (tensor.dtype == torch.float32 and key.rpartition(".")[0] in wide)
     ]
-    _cast(case.module, names, main, case.patches)
+    cast_parameters(case.module, names, main, case.patches)
     return (
         f"{case.name}: {len(names)} parameters cast to {name_dtype(main)}, as the rest."
         if names
@@ -179,7 +179,7 @@ def _restore_kept(case: _Case) -> str:
     kept_fp32 = find_kept_parameters(case.module, name_dtype(read_precisions(case.module)[0]))
     parameters = dict(case.module.named_parameters())
     names = sorted(key for key in kept_fp32 if parameters[key].dtype != torch.float32)
-    _cast(case.module, names, torch.float32, case.patches)
+    cast_parameters(case.module, names, torch.float32, case.patches)
     if not names:
         return ""
     return (
@@ -197,7 +197,7 @@ def _widen_parameters(case: _Case) -> str:
         for key, tensor in part.named_parameters(recurse=False)
         if tensor.is_floating_point() and tensor.dtype != torch.float32
     ]
-    _cast(case.module, names, torch.float32, case.patches)
+    cast_parameters(case.module, names, torch.float32, case.patches)
     if not names:
         return ""
     kind = type(parts[case.path]).__name__
@@ -205,14 +205,6 @@ def _widen_parameters(case: _Case) -> str:
         f"{case.name}: {len(parts)} {kind} cast their input to fp32 themselves: {len(names)} parameters "
         "of theirs are fp32; the bits that a cast took are not back."
     )
-
-
-def _cast(module: torch.nn.Module, names: list[str], dtype: torch.dtype, patches: Patches) -> None:
-    parameters = dict(module.named_parameters())
-    for key in names:
-        tensor = parameters[key]
-        patches.defer(partial(setattr, tensor, "data", tensor.data))
-        tensor.data = tensor.data.to(dtype)
 
 
 def _cast_arguments(case: _Case) -> str:
@@ -235,8 +227,7 @@ def _cast_at_module(case: _Case) -> str:
         if generalise(place) == generalise(case.path) and list(part.parameters(recurse=False))
     ]
     for part in own:
-        dtype = next(part.parameters(recurse=False)).dtype
-        hook_arguments(part, partial(cast_floats, dtype=dtype), case.patches)
+        cast_to_weights(part, Operands(("",)), case.patches)
     if not own:
         return ""
     return f"{case.name}: {case.path} and {len(own) - 1} of its kind cast their input to their own dtype."
@@ -255,7 +246,7 @@ def _stop_autocast(case: _Case) -> str:
 def _upcast(case: _Case) -> str:
     module = case.module
     names = [key for key, tensor in module.named_parameters() if tensor.is_floating_point()]
-    _cast(module, names, torch.float32, case.patches)
+    cast_parameters(module, names, torch.float32, case.patches)
     for callee in case.callees:
         put_cast(callee, torch.float32, case.patches)
     return f"{case.name}: cast to fp32, as its config says, and its arguments with it."

@@ -13,7 +13,7 @@ dtype than its weight has, its input is to be cast; where its own code widens th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -76,9 +76,32 @@ def cast_operands(
         hook_arguments(module.get_submodule(path), partial(_cast, dtype), patches)
 
 
+def cast_to_weights(module: torch.nn.Module, operands: Operands, patches: Patches) -> None:
+    """Let layers cast their inputs to the dtype of their weight at each call, and make parameters fp32."""
+    for path in operands.cast_inputs:
+        part = module.get_submodule(path)
+        hook_arguments(part, partial(_cast_to_weight, part), patches)
+    cast_parameters(module, operands.fp32_parameters, torch.float32, patches)
+
+
+def cast_parameters(
+    module: torch.nn.Module, names: Iterable[str], dtype: torch.dtype, patches: Patches
+) -> None:
+    """Cast parameters in place, until `patches` is undone."""
+    parameters = dict(module.named_parameters())
+    for name in names:
+        tensor = parameters[name]
+        patches.defer(partial(setattr, tensor, "data", tensor.data))
+        tensor.data = tensor.data.to(dtype)
+
+
 def _is_autocast(args: Any, kwargs: Any) -> bool:
     kinds = {x.device.type for x in iterate_tensors((args, kwargs))}
     return any(map(torch.is_autocast_enabled, kinds))
+
+
+def _cast_to_weight(part: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
+    return _cast(next(part.parameters(recurse=False)).dtype, value)
 
 
 def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.culprit import Culprit, find_culprit
+from stopdown.runtime.dtype_repairs import add_note, is_refusal, repair_refusal
 from stopdown.runtime.fault_origin import Origin
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
 from stopdown.runtime.guarded_call import GuardedCall
@@ -86,6 +87,25 @@ class FaultHandler:
             if self.ranks is not None:
                 fault = agree_on_fault(self.ranks, fault)
             return self._work_on(fault)
+
+    def answer_refusal(self, fault: Fault, error: RuntimeError) -> Any:
+        """The output of a call that stopped because operands had different dtypes.
+
+        Raises:
+            RuntimeError: the error as it came, where it says something else or cannot be repaired.
+        """
+        if not is_refusal(error):
+            raise error
+        repaired = None
+        if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
+            with _ONE_FAULT:
+                repaired = repair_refusal(fault, error)
+        if repaired is None:
+            add_note(error, fault.component)
+            raise error
+        fault.guarded.component.note_precisions()
+        self.log.keep(repaired[1])
+        return repaired[0]
 
     def _work_on(self, fault: Fault) -> Any:
         begun = time.perf_counter()

@@ -514,31 +514,47 @@ class Guard:
             refuse_other_noise(self._ranks, args, kwargs)
             self._has_noise = True
         called = time.perf_counter()
-        output = call(*args, **kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except RuntimeError as error:
+            fault = self._make_fault(guarded, call, args, kwargs)
+            output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()
         check = self.check(guarded, output)
         guarded.count_call(returned - called, check)
         if check.inputs or not check.is_good:
-            output = self._handler.answer(
-                Fault(
-                    guarded,
-                    args,
-                    kwargs,
-                    output,
-                    call,
-                    check,
-                    guarded.precision,
-                    *self._locate(guarded),
-                    self._name_reason(guarded),
-                    not self.adapter.is_pipeline
-                    and any(t.requires_grad for t in iterate_tensors(output)),
-                )
-            )
+            fault = self._make_fault(guarded, call, args, kwargs, output, check)
+            output = self._handler.answer(fault)
         if self.options.observer is not None:
             done, total = self.steps.done, self.steps.total
             self.options.observer(guarded.name, guarded.callee.stage, done, total)
         self.own_s += (called - entered_at) + (time.perf_counter() - returned)
         return output
+
+    def _make_fault(
+        self,
+        guarded: GuardedCall,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any = None,
+        check: CallCheck | None = None,
+    ) -> Fault:
+        """A call that went wrong; without an output it ended in an error."""
+        made = guarded.module.parameters() if check is None else iterate_tensors(output)
+        has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in made)
+        return Fault(
+            guarded,
+            args,
+            kwargs,
+            output,
+            call,
+            check or CallCheck(),
+            guarded.precision,
+            *self._locate(guarded),
+            self._name_reason(guarded),
+            not self.adapter.is_pipeline and has_gradients,
+        )
 
     def check(self, guarded: GuardedCall, output: Any) -> CallCheck:
         """What a call's output and arguments are like; maxima and what a plan does not cover are kept.
@@ -696,14 +712,16 @@ class Guard:
 
     def updated_plan(self) -> Plan | None:
         """The plan with the repairs in it, sealed; None when there is no plan, or was no repair."""
-        if self._plan is None or not any(x.state.is_repaired for x in self._components.values()):
+        if self._plan is None or not any(
+            x.state.is_planned_anew for x in self._components.values()
+        ):
             return None
         entries = tuple(self._update(entry) for entry in self._plan.components)
         return seal_plan(dataclasses.replace(self._plan, components=entries))
 
     def _update(self, entry: ComponentPlan) -> ComponentPlan:
         component = self._components.get(id(find_component(self.pipe, entry.component)))
-        if component is None or not component.state.is_repaired:  # None: it was replaced
+        if component is None or not component.state.is_planned_anew:  # None: it was replaced
             return entry
         why = [
             f"A run repaired it: {x.evidence} {x.reason}"

@@ -1,8 +1,9 @@
 """Repairs and plans: a plan's entry as what is in force from the start, and repairs as its new entry.
 
 **Catches** exponents, fp32 modules and casts that a guard put on.
-**Does not catch** ranges of the calls that the plan was measured on: a plan holds what was solved, not
-what was seen. An updated plan is watched like any other, and repaired again where that is needed.
+**Does not catch** casts of inputs, which depend on what a script hands over; ranges of the calls that the
+plan was measured on: a plan holds what was solved, not what was seen. An updated plan is watched like any
+other, and repaired again where that is needed.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def update_entry(
             found = describe_scaling(found, scaling, one.precision, measured, notes)
         elif one.action == "cast":
             found = dataclasses.replace(bare, precision=one.precision, reasons=notes)
-        else:
+        elif one.action == "fp32-module":
             fp32_modules = tuple(dict.fromkeys((*found.scaling.fp32_modules, one.path)))
             scaling = dataclasses.replace(found.scaling, fp32_modules=fp32_modules)
             said = tuple(dict.fromkeys((*found.reasons, *notes)))

@@ -13,6 +13,7 @@ def describe_repair(repair: Repair) -> str:
         "fp32-module": "One module was put in fp32",
         "bf16": f"`{repair.component}` was cast to bf16",
         "fp32": f"`{repair.component}` was cast to fp32",
+        "cast-inputs": "Inputs are cast to the dtype of the weights",
         "replayed": "The call was run again",
         "none": "It was not repaired",
     }[repair.action]

@@ -21,7 +21,7 @@ import torch
 
 from stopdown.autocast import list_autocast, read_autocast, without_autocast
 from stopdown.errors import ScalingError
-from stopdown.graph.mixed_dtypes import merge_operands
+from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, bared, call_cast
@@ -29,7 +29,7 @@ from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
-from stopdown.records import ResidualStream, Scaling
+from stopdown.records import Operands, ResidualStream, Scaling
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import cast_
@@ -41,16 +41,18 @@ class Adjustment:
     """One repair as plain data.
 
     Attributes:
-        action: `rescaled`, `fp32_module` or `cast`.
+        action: `rescaled`, `fp32-module`, `cast` or `cast-inputs`.
         precision: what the module or component runs in.
         path: of the fp32 module.
         scaling: the exponents.
+        operands: the layers whose inputs are cast, and the parameters that are fp32.
     """
 
     action: str
     precision: str
     path: str = ""
     scaling: Scaling | None = None
+    operands: Operands = NO_OPERANDS
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,14 @@ class ComponentState:
             raise ScalingError(
                 "Its weights wait elsewhere between calls; no exponents are folded there."
             )
+        casts = tuple(one for one in self.applied if one.action == "cast-inputs")
         if remedy.action == "rescale":
-            return (
-                Adjustment("rescaled", "fp16", scaling=self._find_scaling(callee, args, kwargs)),
-            )
+            scaling = self._find_scaling(callee, args, kwargs)
+            return (Adjustment("rescaled", "fp16", scaling=scaling), *casts)
         if remedy.action == "fp32-module":
             return (*self.applied, Adjustment("fp32-module", "fp32", remedy.path))
         if remedy.action == "cast":
-            return (Adjustment("cast", remedy.precision),)
+            return (Adjustment("cast", remedy.precision), *casts)
         return self.applied
 
     def put_on(self, repairs: tuple[Adjustment, ...]) -> None:
@@ -217,6 +219,9 @@ class ComponentState:
             torch.compiler.reset()
 
     def _put(self, repair: Adjustment) -> None:
+        if repair.action == "cast-inputs":
+            cast_to_weights(self.module, repair.operands, self._patches)
+            return
         if repair.action == "fp32-module":
             module = self.module.get_submodule(repair.path)
             around = read_autocast(self.module) or self.read_precisions()[0]
@@ -257,6 +262,11 @@ class ComponentState:
     def is_repaired(self) -> bool:
         """Whether something else is in force than a plan put there."""
         return self.applied != self.planned
+
+    @property
+    def is_planned_anew(self) -> bool:
+        """Whether a plan has to change to hold what is in force; casts of inputs need none."""
+        return tuple(x for x in self.applied if x.action != "cast-inputs") != self.planned
 
     @property
     def calls_measured(self) -> int:

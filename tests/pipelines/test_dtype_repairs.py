@@ -1,0 +1,188 @@
+"""Tests of calls that refuse operands of two dtypes: repaired under the guard, or left with a note."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stopdown import testing
+from stopdown.app.run_command import ScriptOptions, run_script
+from stopdown.runtime import fault_handler
+from stopdown.runtime.guard import guard
+
+REFUSED = "should be the same|must have the same dtype|expect parameter to have scalar type"
+
+
+def make_pipeline() -> Any:
+    """A pipeline in fp16 whose autoencoder somebody cast to fp32."""
+    pipe = testing.make_pipeline("sd", dtype=torch.float16)
+    pipe.vae.float()
+    return pipe
+
+
+def draw(pipe: Any) -> Any:
+    """Its pixels, through the autoencoder."""
+    pipe.set_progress_bar_config(disable=True)
+    made = {"height": 16, "width": 16, "num_inference_steps": 1, "output_type": "np"}
+    return pipe("a ball", generator=torch.Generator().manual_seed(0), **made).images
+
+
+class WideNorm(torch.nn.GroupNorm):
+    """Widens its input beside parameters in fp16, as guided-diffusion's norms do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float()).type(x.dtype)
+
+
+class Block(torch.nn.Module):
+    """An embedding that is always fp32, a norm that widens itself, and a product at the end."""
+
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(8, 8)
+        self.norm = WideNorm(2, 8)
+        self.into = torch.nn.Linear(8, 8)
+        self.out = torch.nn.Linear(8, 8)
+        self.gain = gain
+
+    def forward(self, x: torch.Tensor, time: float = 0.5) -> torch.Tensor:
+        angles = time * torch.arange(8, dtype=torch.float32, device=x.device)
+        x = x + self.embed(torch.cos(angles)).to(x.dtype)
+        wide = self.into(self.norm(x.unsqueeze(-1)).squeeze(-1)) * self.gain
+        y: torch.Tensor = self.out(wide / self.gain)
+        return y
+
+
+def make_block(gain: float = 1.0) -> Block:
+    """In fp16; without a guard its first layer refuses. A large gain overflows between two layers."""
+    torch.manual_seed(0)
+    return Block(gain).half().eval().requires_grad_(False)
+
+
+def test_a_component_cast_by_a_script_is_repaired() -> None:
+    """The same pixels as with the cast that the script should have written, and every hook gone."""
+    by_hand, pipe = make_pipeline(), make_pipeline()
+    decode = by_hand.vae.decode
+    by_hand.vae.decode = lambda latents, *args, **kwargs: decode(latents.float(), *args, **kwargs)
+    told: list[str] = []
+    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as guarded:
+        pixels = draw(pipe)
+    assert (pixels == draw(by_hand)).all()
+    (repair,) = guarded.repairs
+    assert (repair.action, repair.kind) == ("cast-inputs", "dtypes")
+    assert repair.module_path == "vae.decode:post_quant_conv"
+    (text,) = told
+    assert "post_quant_conv got another dtype than its weight has" in text
+    with pytest.raises(RuntimeError, match=REFUSED):
+        draw(pipe)
+
+
+@pytest.mark.usefixtures("each_device")
+def test_code_that_mixes_dtypes_runs_under_the_guard() -> None:
+    """An embedding in fp32 and a norm that widens its input: both at once, and off to the last bit."""
+    block, x = make_block(), torch.ones(2, 8).half()
+    with pytest.raises(RuntimeError, match=REFUSED):
+        block(x)
+    before = copy.deepcopy(block.state_dict())
+    with guard(block, announce=lambda _: None) as guarded:
+        y = block(x)
+        assert torch.equal(y, block(x))  # once repaired, it stays so
+    (repair,) = guarded.repairs
+    assert "2 layers" in repair.reason
+    wide = copy.deepcopy(block).float()
+    torch.testing.assert_close(y.float(), wide(x.float()), rtol=0, atol=2e-3)
+    after = block.state_dict()
+    assert all(torch.equal(v, after[k]) and v.dtype == after[k].dtype for k, v in before.items())
+    assert not any(m._forward_pre_hooks for m in block.modules())
+
+
+@pytest.mark.usefixtures("each_device")
+def test_an_overflow_behind_a_refusal_is_repaired_too() -> None:
+    """First the dtypes, then the range: the casts stay in force under the exponents."""
+    block, x = make_block(gain=2.0**17), torch.ones(2, 8).half()
+    with guard(block, announce=lambda _: None) as guarded:
+        y = block(x)
+        block(x)
+    assert [repair.action for repair in guarded.repairs] == ["cast-inputs", "rescaled"]
+    assert y.isfinite().all()
+
+
+def test_without_the_repair_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switched off, the error is back."""
+    monkeypatch.setattr(fault_handler, "is_refusal", lambda _: False)
+    block = make_block()
+    with guard(block), pytest.raises(RuntimeError, match=REFUSED) as found:
+        block(torch.ones(2, 8).half())
+    assert not hasattr(found.value, "__notes__")
+
+
+@pytest.mark.parametrize("on_fault", ["raise", "warn"])
+def test_a_guard_that_may_not_repair_leaves_the_error_with_a_note(on_fault: Any) -> None:
+    """The program's own exception, with what to type at its end."""
+    block = make_block()
+    with guard(block, on_fault=on_fault) as guarded, pytest.raises(RuntimeError) as found:
+        block(torch.ones(2, 8).half())
+    (note,) = found.value.__notes__
+    assert "stopdown check" in note
+    assert guarded.repairs == ()
+
+
+class Product(torch.nn.Module):
+    """Multiplies two values of different dtypes: no layer's input can be cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x)
+        return y @ y.T.float()
+
+
+def test_a_product_of_two_values_keeps_its_error() -> None:
+    """What no cast of a layer's input repairs stays the program's own error."""
+    product = Product().half().eval().requires_grad_(False)
+    with guard(product) as guarded, pytest.raises(RuntimeError, match="same dtype") as found:
+        product(torch.ones(2, 4).half())
+    assert len(found.value.__notes__) == 1
+    assert guarded.repairs == ()
+    assert not any(m._forward_pre_hooks for m in product.modules())
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    """A wrong shape is nothing of ours."""
+    block = make_block()
+    with guard(block), pytest.raises(RuntimeError, match="shape") as found:
+        block.out(torch.ones(2, 5).half())
+    assert not hasattr(found.value, "__notes__")
+
+
+def test_gradients_are_left_alone() -> None:
+    """A call that computes gradients is not changed under its program."""
+    block = make_block().requires_grad_(True)
+    with guard(block) as guarded, pytest.raises(RuntimeError, match=REFUSED):
+        block(torch.ones(2, 8).half())
+    assert guarded.repairs == ()
+
+
+def test_a_script_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`explain` tells people with this error to use `stopdown run`: it has to help."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "from stopdown.testing import make_pipeline\n"
+        "pipe = make_pipeline('sd', dtype=torch.float16)\n"
+        "pipe.vae.float()\n"
+        "found = pipe('a ball', num_inference_steps=2, height=16, width=16, output_type='np').images\n"
+        "assert found.dtype.kind == 'f'\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["stopdown"])
+    told: list[str] = []
+    record = run_script(ScriptOptions(script=str(script)), told.append)
+    assert record.exit_code == 0, told
+    assert [repair.action for repair in record.runs[0].repairs] == ["cast-inputs"]
