@@ -325,6 +325,22 @@ def single_files_exact() -> str:
     return f"{sum(row['converted fp32'] == 0 for row in rows)} of {len(rows)}"
 
 
+@_figure
+def sdcpp_table() -> str:
+    """What stable-diffusion.cpp makes of each file."""
+
+    def word(difference: float | None) -> str:
+        if difference is None:
+            return ""
+        return "white" if difference > 100 else f"{difference:.4f}"
+
+    rows = _read("stable_diffusion_cpp")["rows"]
+    files = (
+        (f"{x['model']}, {x['file']}", word(x["original"]), word(x["converted"])) for x in rows
+    )
+    return _make_table(("file", "original", "converted"), files)
+
+
 # What it costs
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,19 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from single_file_models import build
-from single_file_readers import RUNS, convert_model
+from single_file_models import build, draw, find_model
+from single_file_readers import RUNS, convert_model, save_model
+from stopdown.checkpoints.convert import convert
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import resolve_source
+from stopdown.pipelines.weight_files import load_weights
+from stopdown.plans.calibrated import make_plan
+from weight_file_samples import write_gguf
 
 SIZE, SEED = 128, 1
 DENOISER, DECODER = "sdcpp-flux", "sdcpp-flux-vae"
+GGUF = ("F16", "Q8_0")
+FLASH = ", flash attention"
 CALL = {
     "prompt": "", "width": SIZE, "height": SIZE, "sample_steps": 1, "sample_method": "euler",
     "cfg_scale": 1.0, "guidance": 3.5, "seed": SEED,
@@ -37,6 +46,13 @@ def find_missing() -> str:
     if importlib.util.find_spec("stable_diffusion_cpp") is None:
         return "stable-diffusion-cpp-python is not installed"
     return ""
+
+
+def describe_build() -> str:
+    """What of the processor the program was compiled for."""
+    code = "import stable_diffusion_cpp as sd; print(sd.sd_get_system_info().decode())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return ", ".join(re.findall(r"(\w+) = 1", done.stdout))
 
 
 def run(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -76,29 +92,25 @@ def write_encoder(path: Path) -> Path:
 
 
 def measure(folder: Path) -> dict[str, dict[str, float]]:
-    """Denoiser and decoder to the mean difference of bytes of each run, and of `f32` from Diffusers'.
+    """Model to the mean difference of bytes of each run, and of `f32` from Diffusers'.
 
     The reference of the denoiser is its file in fp32. The decoder fails in every format, so its reference
     is the picture of Diffusers.
     """
-    forms = {name: write_forms(convert_model(name, folder), folder) for name in (DENOISER, DECODER)}
-    encoder = write_encoder(folder / "clip_l.safetensors")
-    runs = {}
-    for name in forms:
-        for key in RUNS:
-            chosen = {DENOISER: "exact", DECODER: "converted fp32", name: key}
-            runs[name, key] = {
-                "options": {
-                    "diffusion_model_path": str(forms[DENOISER][chosen[DENOISER]]),
-                    "vae_path": str(forms[DECODER][chosen[DECODER]]),
-                    "clip_l_path": str(encoder),
-                    "vae_decode_only": True,
-                },
-                "call": CALL,
-                "output": str(folder / f"{name}-{key}.out"),
+    converted = {name: convert_model(name, folder) for name in (DENOISER, DECODER)}
+    forms = {name: write_forms(files, folder) for name, files in converted.items()}
+    pictures = run_files(
+        {
+            (name, key): {
+                DENOISER: forms[DENOISER]["exact"],
+                DECODER: forms[DECODER]["converted fp32"],
+                name: forms[name][key],
             }
-    run(list(runs.values()))
-    pictures = {key: load_file(x["output"]) for key, x in runs.items()}
+            for name in forms
+            for key in RUNS
+        },
+        folder,
+    )
     exact = draw_in_diffusers()
     found: dict[str, dict[str, float]] = {}
     for (name, key), made in pictures.items():
@@ -107,6 +119,61 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
         found.setdefault(name, {})[key] = find_difference(made[part], reference)
     found[DENOISER]["Diffusers"] = find_difference(pictures[DENOISER, "exact"]["picture"], exact)
     return found
+
+
+def measure_gguf(folder: Path) -> dict[str, dict[str, float]]:
+    """The same of GGUF files of the denoiser, by type, and with flash attention, which casts to fp16.
+
+    The reference is what a file's codes stand for, in fp32.
+    """
+    source = save_model(DENOISER, folder)
+    plain = {name: x.float().numpy() for name, x in load_file(source.path).items()}
+    decoder = write_forms(convert_model(DECODER, folder), folder)["converted fp32"]
+    files = {}
+    for kind in GGUF:
+        before = write_gguf(folder / f"{kind}.gguf", kind, plain)
+        after = folder / f"{kind}-fp16.gguf"
+        found = resolve_source(before, config=folder / "transformer")
+        call = draw(find_model(DENOISER).call)
+        plan = make_plan(found, prompts=[call])
+        convert(found, after, plan, request=Request(arguments=call))
+        exact = folder / f"{kind}.safetensors"
+        save_file(load_weights(before), exact)
+        files |= {(kind, "exact"): exact}
+        files |= {(kind, f"before{x}"): before for x in ("", FLASH)}
+        files |= {(kind, f"after{x}"): after for x in ("", FLASH)}
+    pictures = run_files({key: {DENOISER: x, DECODER: decoder} for key, x in files.items()}, folder)
+    return {
+        kind: {
+            key: find_difference(pictures[kind, key]["latents"], pictures[kind, "exact"]["latents"])
+            for other, key in files
+            if other == kind and key != "exact"
+        }
+        for kind in GGUF
+    }
+
+
+def run_files(
+    runs: Mapping[tuple[str, str], Mapping[str, Path]], folder: Path
+) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
+    """What stable-diffusion.cpp makes of denoisers with decoders: pictures, and previews of latents."""
+    encoder = write_encoder(folder / "clip_l.safetensors")
+    requests = {
+        (name, key): {
+            "options": {
+                "diffusion_model_path": str(files[DENOISER]),
+                "vae_path": str(files[DECODER]),
+                "clip_l_path": str(encoder),
+                "vae_decode_only": True,
+                "diffusion_flash_attn": key.endswith(FLASH),
+            },
+            "call": CALL,
+            "output": str(folder / f"{name}-{key}.out"),
+        }
+        for (name, key), files in runs.items()
+    }
+    run(list(requests.values()))
+    return {key: load_file(x["output"]) for key, x in requests.items()}
 
 
 def find_difference(one: torch.Tensor, other: torch.Tensor) -> float:

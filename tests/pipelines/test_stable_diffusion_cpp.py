@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from sdcpp_runs import DECODER, DENOISER, find_missing, measure
+from sdcpp_runs import DECODER, DENOISER, FLASH, find_missing, measure, measure_gguf
 
 pytestmark = [
     pytest.mark.slow,
@@ -51,3 +51,14 @@ def test_a_decoder_is_right_where_no_format_helps(found: dict[str, dict[str, flo
     assert min(errors["exact"], errors["fp16"], errors["bf16"]) > WRONG
     assert errors["converted fp16"] < 0.2
     assert errors["converted fp32"] < 0.2
+
+
+def test_gguf_is_right_too(tmp_path: Path) -> None:
+    """F16 is white before. Q8_0 makes bytes of activations, and is white with flash attention in fp16."""
+    pytest.importorskip("gguf")
+    found = measure_gguf(tmp_path)
+    print(found)  # noqa: T201 - the figures, with -s
+    for kind, key in (("F16", "before"), ("F16", f"before{FLASH}"), ("Q8_0", f"before{FLASH}")):
+        assert found[kind][key] > WRONG
+        assert found[kind][key.replace("before", "after")] < 0.2
+    assert found["Q8_0"]["after"] == found["Q8_0"]["before"] < 0.2
