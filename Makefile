@@ -6,6 +6,8 @@ OUT ?= out
 JOBS ?= 2
 BIN := $(VENV)/bin
 
+unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, which would compile all of it again
+
 .PHONY: demo test slow gpu check docs clean
 
 demo: $(VENV)/installed

@@ -22,7 +22,11 @@ settings.load_profile("any machine")  # no example fails because a machine is sl
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes of one run share the cores: each gets one thread, which tiny tensors want anyway."""
+    """Processes of one run share the cores: each gets one thread, which tiny tensors want anyway.
+
+    Nothing is looked through while modules are imported and tests collected: nearly all of it stays.
+    """
+    gc.disable()
     if hasattr(config, "workerinput"):
         import torch
 
@@ -48,6 +52,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -84,7 +84,8 @@ def test_the_wheel_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> 
     assert tmp_path in installed.parents
     assert _list_files(installed) == _list_files(ROOT / "src" / "stopdown")
     command = (python.parent / "stopdown", "generate", "shapes", "a red circle moving left")
-    _run(*command, "--steps", "1", "--precision", "bf16", "-o", "circle.mp4", cwd=tmp_path)
+    sizes = ("--steps", "1", "--frames", "9", "--precision", "bf16")
+    _run(*command, *sizes, "-o", "circle.mp4", cwd=tmp_path)
     assert (tmp_path / "circle.mp4").stat().st_size > 1000
 
 

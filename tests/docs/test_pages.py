@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,8 +83,21 @@ IN_A_PROCESS = [
 """The first command of each of these runs as it is installed; the others in this process."""
 
 
+LONG = (
+    "stopdown convert shapes shapes-certified",  # tests/pipelines/test_convert{,_forms}.py
+    "stopdown compare shapes --prompt",  # tests/pipelines/test_compare.py; here with `plan.json` only
+)
+"""Commands of ten seconds or more that do what the tests behind them do with tiny models: slow."""
+
+
+def mark_long(run: tuple[str, int]) -> Any:
+    """A run of the default suite, or of the slow one."""
+    is_long = run[0].startswith(LONG) and "plan.json" not in run[0]
+    return pytest.param(*run, marks=pytest.mark.slow if is_long else ())
+
+
 @pytest.mark.timeout(1200)  # half a minute of a quiet processor for a plan; a busy one is no fault
-@pytest.mark.parametrize(("command", "expected"), RUNS)
+@pytest.mark.parametrize(("command", "expected"), map(mark_long, RUNS))
 def test_commands_run(
     command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

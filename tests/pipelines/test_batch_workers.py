@@ -211,15 +211,14 @@ def test_ray_makes_the_same(tiny: str, undisturbed: dict[str, bytes], tmp_path: 
     assert (record.made, len(record.workers)) == (6, 2)
 
 
-def test_a_cluster_that_is_not_there(tiny: str, tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there(
+    tiny: str, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
     """An address where nobody answers: one message, exit 2, nothing made."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'stopdown[ray]'")
     prompts = write_prompts(tmp_path, 1)
-    words = (tiny, "--prompts", prompts, "-o", tmp_path / "out", *SIZES, "--ray", "127.0.0.1:9")
-    process = start(tmp_path / "log", *words)
-    with ended(process):
-        code = process.wait(240)
-    said = (tmp_path / "log").read_text()
+    words = ("--prompts", prompts, "-o", tmp_path / "out", *SIZES, "--ray", "127.0.0.1:9")
+    code, _, said = run("batch", tiny, *words)
     assert code == 2, said
     assert "There is no Ray cluster at 127.0.0.1:9" in said
     assert "Traceback" not in said
