@@ -434,32 +434,41 @@ def read_frames(out: Path) -> list[bytes]:
 
 
 KILLED = """
-import os, signal, sys
+import json, os, signal, sys
+from diffusers import CogVideoXPipeline
 from stopdown.app.cli import main
-least, is_half = int(sys.argv[1]), sys.argv[2] == "half"
-replace = os.replace
-written = 0
 
-def rename(source, target):
-    global written
-    written += str(target).endswith(".safetensors")
-    if not (is_half and written == least):
-        replace(source, target)
-    if written == least:
-        os.kill(os.getpid(), signal.SIGKILL)
+def kill_self(least, moment):
+    replace = os.replace
+    written = 0
 
-os.replace = rename
-main(sys.argv[6:])
+    def rename(source, target):
+        nonlocal written
+        written += str(target).endswith(".safetensors")
+        if not (moment == "half" and written == least):
+            replace(source, target)
+        if written == least:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = rename
+    main(sys.argv[5:])
+
+for kill in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        kill_self(*kill)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, kill
 """
-"""A command that kills itself -9 at a call that it writes: when it is written, or before it is."""
+"""Starts of a command, of which each kills itself -9 at a call that it writes: when it is written, or
+before it is. What they import is imported once, before they are forked."""
 
 
-def kill_at(command: list[str], least: int, moment: str = "whole") -> None:
-    """Run a command that is killed -9 at its `least`th new call of the journal."""
-    start = [sys.executable, "-c", KILLED, str(least), moment]
+def kill_at(command: list[str], *kills: tuple[int, str]) -> None:
+    """Run a command that is killed -9 at its `least`th new call of the journal, once for each kill."""
+    start = [sys.executable, "-c", KILLED, json.dumps(kills)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([*start, *command], capture_output=True, env=environment)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def kill_after(command: list[str], seconds: float) -> None:
@@ -487,8 +496,7 @@ def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
     request = {"steps": STEPS, "seed": 5, "device": "cpu", "precision": "fp32", **SMALL}
     generate(GenerateOptions("shapes", PROMPT, f"{plain}/", **request))
     command = make_command(out, journal, **SMALL)
-    kill_at(command, 2)
-    kill_at(command, 4, "half")
+    kill_at(command, (2, "whole"), (4, "half"))
     assert len(find_calls(journal)) == 5
     assert not out.exists()
     record = generate(GenerateOptions("shapes", PROMPT, f"{out}/", journal=journal, **request))
@@ -514,7 +522,7 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
         if number % 2:  # half anywhere in the process's life, half among its calls
             kill_after(command, chance.uniform(0, whole_s))
         else:
-            kill_at(command, least, chance.choice(["whole", "half"]))
+            kill_at(command, (least, chance.choice(["whole", "half"])))
         if not out.exists():  # else it was done: frames are there whole or not at all
             record = finish(command, out)
             assert record.journal is not None
