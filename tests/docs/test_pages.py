@@ -97,7 +97,7 @@ def mark_long(run: tuple[str, int]) -> Any:
 
 
 @pytest.mark.timeout(1200)  # half a minute of a quiet processor for a plan; a busy one is no fault
-@pytest.mark.parametrize(("command", "expected"), map(mark_long, RUNS))
+@pytest.mark.parametrize(("command", "expected"), [mark_long(run) for run in RUNS])
 def test_commands_run(
     command: str, expected: int, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
