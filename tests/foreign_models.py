@@ -25,6 +25,7 @@ VARIABLES = {
     "ComfyUI": ("STOPDOWN_COMFYUI",),
     "generative-models": ("STOPDOWN_SGM",),
     "imaginAIry": ("STOPDOWN_IMAGINAIRY",),
+    "CogVideo": ("STOPDOWN_COGVIDEO",),
     "CogVideo SAT": ("STOPDOWN_SAT", "STOPDOWN_COGVIDEO"),
 }
 """Program to the variables that name the checkouts of its code."""

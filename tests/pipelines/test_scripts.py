@@ -218,6 +218,46 @@ def test_what_cannot_be_run_is_refused(options: Any, kind: type, message: str) -
     assert str(caught.value) == message
 
 
+MIXED = """
+import torch
+
+class UNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.time_embed, self.out = torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.Linear(4, 4)
+
+    def forward(self, x, t):
+        return self.out(x + self.time_embed(t[:, None].float().expand(1, 4)))
+
+unet = UNet().eval().half()
+with torch.no_grad():
+    print(unet(torch.ones(1, 4).half(), torch.tensor([5.0])).dtype)
+"""
+"""Code that mixes dtypes in fp16, as imaginAIry's does without CUDA."""
+
+
+def test_an_error_of_dtypes_is_named(run: Run, capsys: Any) -> None:
+    """The layer that refused its input, its format and what helps; the script's exit code is kept."""
+    record, said = run(MIXED)
+    assert record.exit_code == 1
+    assert not record.unrepaired
+    assert said == [
+        "UNet:time_embed.0, whose weights are fp16, refused what it was called with: mat1 and mat2 must "
+        "have the same dtype, but got Float and Half. Run the script with --precision fp32, or cast what "
+        "differs with stopdown.mend in Python."
+    ]
+    assert record.modules is not None
+    assert record.modules.unwatched == ("A call of UNet ended with RuntimeError.",)
+
+
+def test_what_mixes_dtypes_runs_in_one(run: Run, capsys: Any) -> None:
+    """With `--precision fp32` the same script ends well, and gets its results in its own format."""
+    record, said = run(MIXED, precision="fp32")
+    assert record.exit_code == 0
+    assert said == ["UNet was in fp16, and runs in fp32."]
+    assert capsys.readouterr().out == "torch.float16\n"
+
+
 # ---------------------------------------------------------------------------------------------
 # Scripts written for CUDA
 
