@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from hub_server import HubServer
+from PIL import Image, ImageSequence
 
 from foreign_models import VARIABLES, find_missing
 from stopdown import testing
@@ -36,6 +37,15 @@ NEEDS = {
         "openai",
         "skvideo",
         "spandrel",
+        "cv2",
+    ),
+    "aimg videogen": (
+        "open_clip",
+        "timm",
+        "torchdiffeq",
+        "click_shell",
+        "omegaconf",
+        "kornia",
         "cv2",
     ),
     "sample_video.py": ("deepspeed", "triton", "torchvision", "imageio", "datasets", "wandb"),
@@ -258,3 +268,58 @@ def test_the_gradio_demo_of_cogvideo(tmp_path: Path, overflow: str | None) -> No
     assert [(x.component, x.action) for x in found.repairs] == [("transformer", "rescaled")]
     assert measure_psnr(video, plain) > 20  # which is bf16
     assert guarded_code == code
+
+
+def read_webp(path: Path) -> np.ndarray:
+    """Its frames."""
+    with Image.open(path) as opened:
+        frames = [np.asarray(x.convert("RGB"), float) for x in ImageSequence.Iterator(opened)]
+    return np.stack(frames)
+
+
+@pytest.mark.timeout(1800)
+def test_the_video_command_of_imaginairy(tmp_path: Path) -> None:
+    """Without CUDA its UNet mixes dtypes, which is named; as on CUDA, under autocast, it is guarded.
+
+    There the healthy run gives the same file, and what overflows is repaired.
+    """
+    env = skip_without("imaginAIry", "aimg videogen")
+    checkout = Path(os.environ["STOPDOWN_IMAGINAIRY"])
+    program, made = TESTS / "imaginairy_program.py", tmp_path / "made"
+    call(tmp_path / "make", env, program, "make", checkout, made)
+    env |= {
+        "PYTHONPATH": f"{made}{os.pathsep}{env['PYTHONPATH']}", "HF_HUB_OFFLINE": "1",
+        "HTTPS_PROXY": "http://127.0.0.1:9", "NO_PROXY": "",
+    }  # fmt: skip
+    noise = np.random.default_rng(0).integers(0, 255, (1, 64, 64, 3), np.uint8)
+    write_media(tmp_path / "picture.png", noise)
+    size = "--num-frames 2 -s 2 --size 64,64 --seed 5 --fps 30 --output_folder videos"
+    words = ["videogen", "--start-image", tmp_path / "picture.png", *size.split()]
+    alone, as_on_cuda = (checkout / "imaginairy" / "cli" / "bin" / "aimg",), (program, "autocast")
+
+    def run(name: str, weights: str, *command: object, code: int = 0) -> tuple[Path, str]:
+        downloads = {**env, "XDG_CACHE_HOME": str(made / weights)}
+        output = call(tmp_path / name, downloads, *command, *words, code=code).stdout
+        return next((tmp_path / name).rglob("*.webp"), Path()), output
+
+    run("mixed-plain", "cache", *alone, code=1)
+    record = read_record(run("mixed", "cache", *GUARDED, *alone, code=1)[1])
+    (said,) = record.remarks
+    assert said.startswith("OpenAIWrapper:diffusion_model.time_embed.0, whose weights are fp16, ")
+
+    video, output = run("guarded", "cache", *GUARDED, *as_on_cuda)
+    assert video.read_bytes() == run("plain", "cache", *as_on_cuda)[0].read_bytes()
+    found = read_record(output).modules
+    assert found is not None
+    assert found.repairs == ()
+
+    wide = read_webp(run("wide", "faulty", *GUARDED, "--precision", "fp32", *alone)[0])
+    assert read_webp(run("black", "faulty", *as_on_cuda)[0]).max() < 8
+    video, output = run("repaired", "faulty", *GUARDED, *as_on_cuda)
+    found = read_record(output).modules
+    assert found is not None
+    (repair,) = found.repairs
+    assert (repair.component, repair.kind) == ("OpenAIWrapper", "range")
+    assert repair.action != "none"
+    error = np.mean((read_webp(video) - wide) ** 2)
+    assert 10 * np.log10(255**2 / error) > 25
