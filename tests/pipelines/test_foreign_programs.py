@@ -186,6 +186,11 @@ def test_cli_demo_of_cogvideo(tmp_path: Path) -> None:
     call(tmp_path / "wrong-guarded", env, *ON_CPU, script, "--nonsense", code=2)
 
 
+def take_interrupts() -> None:
+    """In a new process: Ctrl-C ends it, also where whoever started the tests ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def press_button(folder: Path, env: dict[str, str], *words: object) -> tuple[Path, str, int]:
     """Start a Gradio program, have it make a video, and end it as Ctrl-C does.
 
@@ -204,6 +209,7 @@ def press_button(folder: Path, env: dict[str, str], *words: object) -> tuple[Pat
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            preexec_fn=take_interrupts,
         )
     try:
         while not answers(port):
