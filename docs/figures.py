@@ -72,6 +72,28 @@ def _gib(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
+# Exported graphs
+
+
+@_figure
+def openvino_f16() -> str:
+    names = {"t5": "T5", "clip": "CLIP", "cogvideox": "CogVideoX blocks", "vae": "VAE decoder"}
+    keys = ("without f16", "with f16", "torch_same_sums", "torch")
+    rows = [
+        (name, *("NaN" if row[key] is None else _percent(float(f"{row[key]:.2g}")) for key in keys))
+        for row, name in ((_read("openvino_f16")["rows"][key], name) for key, name in names.items())
+    ]
+    headings = ("", "without exponents", "with exponents", "PyTorch, same sums", "PyTorch")
+    return _make_table(headings, rows)
+
+
+@_figure
+def openvino_long_sum() -> str:
+    return _percent(
+        float(f"{_read('openvino_f16')['reader']['probe']['products']['4096']['rel_err']:.2g}")
+    )
+
+
 # Rescaling
 
 

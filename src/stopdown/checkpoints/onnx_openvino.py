@@ -241,10 +241,66 @@ def _write_openvino(
 ) -> None:
     require_package("openvino", "openvino", "A component for OpenVINO")
     import openvino
+    from openvino._offline_transformations import compress_model_transformation
 
     made = openvino.convert_model(traced, example_input=given)
     for entry, name, value in zip(made.inputs, names, given, strict=True):
         entry.get_tensor().set_names({name})
         entry.get_node().set_partial_shape(openvino.PartialShape(list(value.shape)))
+    frequencies = _keep_phases(made)
     made.validate_nodes_and_infer_types()
-    openvino.save_model(made, target, compress_to_fp16=precision == "fp16")
+    if precision == "fp16":
+        compress_model_transformation(made)
+    for entry, values in frequencies:
+        entry.replace_source_output(openvino.opset13.constant(values).output(0))
+    openvino.save_model(made, target, compress_to_fp16=False)
+
+
+def _keep_phases(made: Any) -> list[tuple[Any, Any]]:
+    """Sines and cosines of timesteps times frequencies in fp64, which OpenVINO lowers to fp32 at most.
+
+    Models compute them in fp32 whatever they run in, but what is traced in fp32 does not show it: compiled
+    for f16, 999 times a frequency would be off by up to half a radian.
+
+    Returns:
+        each input that takes constants of these, and the constants, which fp16 must not hold either.
+    """
+    from openvino import opset13
+
+    constants: list[tuple[Any, Any]] = []
+    for node in made.get_ordered_ops():
+        make = {"Sin": opset13.sin, "Cos": opset13.cos}.get(node.get_type_name())
+        phase = None if make is None else _widen(node.input_value(0), constants)
+        if make is not None and phase is not None:
+            kept = opset13.convert(make(phase), "f32")
+            for entry in node.output(0).get_target_inputs():
+                entry.replace_source_output(kept.output(0))
+    return constants
+
+
+def _widen(value: Any, constants: list[tuple[Any, Any]]) -> Any:
+    """An input times constants in fp64; None for anything else."""
+    from openvino import opset13
+
+    node = value.get_node()
+    kind = node.get_type_name()
+    if kind == "Parameter" or value.get_element_type().is_integral():
+        return opset13.convert(value, "f64")
+    if kind == "Convert":
+        return _widen(node.input_value(0), constants)
+    if kind not in ("Multiply", "Unsqueeze"):
+        return None
+    first, second = node.input_values()
+    if kind == "Multiply" and first.get_node().get_type_name() == "Constant":
+        first, second = second, first
+    inner = _widen(first, constants)
+    if inner is None:
+        return None
+    if kind == "Unsqueeze":
+        return opset13.unsqueeze(inner, second)
+    if second.get_node().get_type_name() != "Constant":
+        return None
+    values = second.get_node().data.astype("float64")
+    product = opset13.multiply(inner, opset13.constant(values))
+    constants.append((product.input(1), values))
+    return product
