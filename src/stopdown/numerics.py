@@ -20,6 +20,9 @@ CACHED_VALUES = 1 << 15
 """How many values are widened to float64 at a time on a CPU: 256 KiB; PyTorch gives more to several
 threads, which wait for each other."""
 
+ONEDNN_ROWS = 16
+"""Matrices with fewer rows are not worth the copies that oneDNN needs."""
+
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor inside nested tuples, lists, mappings and objects with attributes or slots."""
@@ -98,12 +101,29 @@ def _summarise_piece(values: torch.Tensor) -> torch.Tensor:
 
 def _summarise_cached(values: torch.Tensor) -> torch.Tensor:
     """As `_summarise_piece`, of a piece in a processor's cache: most have no zero, NaN or Inf."""
-    magnitudes = values.float().abs() if values.element_size() < 4 else values.abs()
-    least, largest = torch.aminmax(magnitudes)
+    if values.dtype in (torch.bfloat16, torch.float16):  # without a sign their bits are in order
+        ends = torch.aminmax(values.view(torch.int16) & 0x7FFF)
+        least, largest = torch.stack(ends).view(values.dtype).double()
+    else:
+        magnitudes = values.float().abs() if values.element_size() < 4 else values.abs()
+        least, largest = torch.stack(torch.aminmax(magnitudes)).double()
     if not (least > 0 and largest < math.inf):
         return _summarise_piece(values)
-    wide = magnitudes.double()
-    return torch.stack([largest.double(), wide.dot(wide), least.double(), wide.new_zeros(())])
+    wide = values.double()
+    return torch.stack([largest, wide.dot(wide), least, wide.new_zeros(())])
+
+
+def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`rows @ columns.T`; in fp32 on a CPU by oneDNN, in half of MKL's time on AMD's processors."""
+    matrices = (rows, columns)
+    if (
+        all(x.dtype == torch.float32 and x.device.type == "cpu" for x in matrices)
+        and min(len(columns), len(rows)) >= ONEDNN_ROWS
+        and torch.backends.mkldnn.is_available()
+    ):
+        packed = (x.to_mkldnn() for x in matrices)
+        return torch.nn.functional.linear(*packed).to_dense()
+    return rows @ columns.T
 
 
 def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:

@@ -30,6 +30,9 @@ from stopdown.graph.nodes import is_kind, shape_of
 MOST_PARTS = 4
 """Rows of one value that come from more norms than this are not followed."""
 
+ROWS_AT_ONCE = 256
+"""Rows of a weight whose products with all timesteps are looked at together."""
+
 NORM_ROUNDING = 2.0**-10
 """Relative error of what a norm gives, before its result is rounded."""
 
@@ -181,7 +184,8 @@ def _read_table(
     center = held.center if held.batched else held.center.unsqueeze(0)
     last = center.shape[-1] if center.dim() > 1 else 1
     rows = center.reshape(len(center), -1, last)
-    if last not in (1, count) or not bool((rows == rows[:, :1]).all()):
+    is_alike = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())
+    if last not in (1, count) or not is_alike:
         return None
     radius = held.radius.reshape(-1, last).amax(0)
     return rows[:, 0].expand(-1, count), _spread(radius, count)
@@ -235,8 +239,10 @@ def _move_most(products: Products, affine_rows: Sequence[AffineRow]) -> torch.Te
         lengths = basis.square().sum(1).sqrt().clamp(min=1e-300)
         coefficients = coefficients * lengths
         longest = coefficients.abs().sum(1).max()
-        scaled = (part / norms[:, None] / lengths).float() @ (coefficients / longest).float().T
-        most = scaled.abs_().amax(1).double() + 2 * products.plain_error
+        scaled = (part / norms[:, None] / lengths).float()
+        steps = (coefficients / longest).float().T
+        largest = [(x @ steps).abs_().amax(1) for x in scaled.split(ROWS_AT_ONCE)]
+        most = torch.cat(largest).double() + 2 * products.plain_error
         moved.append(most * norms * longest)
     return torch.stack(moved, 1)
 

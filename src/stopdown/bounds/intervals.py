@@ -22,7 +22,7 @@ from stopdown.bounds.singular_values import count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, make_bound
 from stopdown.graph.nodes import arguments, find_slope, has_trait, is_kind, operation
 from stopdown.graph.operations import kind_of
-from stopdown.numerics import CACHED_VALUES
+from stopdown.numerics import CACHED_VALUES, multiply_matrices
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
 """Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
@@ -358,7 +358,7 @@ def _apply_linear(
     few = _find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     wide = torch.promote_types(weight.dtype, torch.float32)
-    center = torch.nn.functional.linear(flat.to(wide), weight.to(wide)).double()
+    center = multiply_matrices(flat.to(wide), weight.to(wide)).double()
     if not math.isfinite(float(center.sum())):
         return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias)).reshape(*few.shape[:-1], -1)

@@ -105,7 +105,7 @@ def _bound_length(
 
 def _bound_rounding(weight: torch.Tensor, floor: float) -> float:
     """How much rounding a weight to fp16 adds to any of its singular values."""
-    slack = floor * float(weight.abs().max()) * math.sqrt(weight.numel())
+    slack = floor * find_largest(weight) * math.sqrt(weight.numel())
     return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) + slack
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from stopdown.numerics import multiply_matrices
+
 WEIGHT_ROUNDING = 2.0**-11
 """A weight's relative error in fp16."""
 
@@ -72,9 +74,10 @@ def multiply_rows(
     own = find_largest(weight)
     scale = 2.0 ** -max(-126, min(126, math.frexp(own)[1]))
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
+    plain_rows = narrow[0].T.contiguous()
     for part in weight.split(max(1, ENTRIES // max(width, 1))):
-        rows = part.to(wide) * scale
-        found[0].append(rows @ narrow[0])
+        rows = part.to(wide, copy=True).mul_(scale)
+        found[0].append(multiply_matrices(rows, plain_rows))
         found[1].append(rows.abs_() @ narrow[1])
         found[2].append(rows.square_() @ narrow[2])
     made = [torch.cat(x).double() * top for x, top in zip(found, tops, strict=True)]

@@ -11,6 +11,8 @@ import math
 
 import torch
 
+from stopdown.numerics import multiply_matrices
+
 DECOMPOSED = 1 << 27
 """Matrices with `out * in * min(out, in)` up to this are decomposed."""
 
@@ -94,9 +96,10 @@ def _multiply_transposed(parts: list[torch.Tensor]) -> torch.Tensor:
     columns = parts[0].shape[1]
     gram = torch.zeros(columns, columns)
     for part in parts:
+        turned = part.T.contiguous()
         for start in range(0, columns, GRAM_COLUMNS):
             stop = start + GRAM_COLUMNS
-            gram[start:stop, start:] += part[:, start:stop].T @ part[:, start:]
+            gram[start:stop, start:] += multiply_matrices(turned[start:stop], turned[start:])
     return gram.triu() + gram.triu(1).T
 
 
@@ -109,7 +112,8 @@ def bound_top(gram: torch.Tensor) -> float:
     size, near = len(gram), _estimate_top(gram.float())
     for above in ABOVE:
         top = near * above
-        left = torch.eye(size).double() * top - gram
+        left = -gram
+        left.diagonal().add_(top)
         if top > 0 and int(torch.linalg.cholesky_ex(left).info) == 0:
             return top * (1 + 2 * size * (size + 1) * 2.0**-53)
     return max(float(torch.linalg.eigvalsh(gram)[-1]), 0.0) * MARGIN

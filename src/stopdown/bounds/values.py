@@ -23,6 +23,9 @@ MOST_ENTRIES = 1 << 19
 BASIS = 16
 """A table over timesteps is taken apart into so many rows and what they leave over."""
 
+TIMESTEPS_AT_ONCE = 32
+"""Rows of such a table that are looked at together."""
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -66,7 +69,7 @@ class AffineRow:
     @cached_property
     def largest(self) -> torch.Tensor:
         """`[d]`: the largest magnitude of each channel of the table."""
-        return self.table.abs().amax(0)
+        return _find_largest(x.abs() for x in self.table.split(TIMESTEPS_AT_ONCE))
 
     @cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,8 +80,14 @@ class AffineRow:
         picked = torch.linspace(0, len(self.table) - 1, BASIS).round().long()
         rows = torch.linalg.qr(self.table[picked].T).Q.T
         coefficients = self.table @ rows.T
-        left = (self.table - coefficients @ rows).abs().amax(0)
+        pairs = zip(*(x.split(TIMESTEPS_AT_ONCE) for x in (self.table, coefficients)), strict=True)
+        left = _find_largest((part - factors @ rows).abs_() for part, factors in pairs)
         return coefficients, rows, left
+
+
+def _find_largest(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest of each column of a table that comes in parts, which stay in a processor's cache."""
+    return torch.stack([part.amax(0) for part in parts]).amax(0)
 
 
 AffineRows = tuple[AffineRow, ...]

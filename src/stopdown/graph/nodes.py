@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,10 +14,15 @@ from stopdown.number_formats import FP16, NEAR_FP16_END
 
 def operation(node: Node) -> str:
     """Name of a node's operation without overload: `linear`, `add_`; "" when it is none of ATen."""
-    schema = getattr(node.target, "_schema", None)
+    return _name_target(node.target) if node.op == "call_function" else ""
+
+
+@functools.cache
+def _name_target(target: Any) -> str:
+    schema = getattr(target, "_schema", None)
     if schema is not None:
         return str(schema.name).rpartition("::")[2]
-    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+    return getattr(target, "__name__", "")
 
 
 def is_kind(node: Any, *kinds: str) -> bool:
@@ -38,12 +44,23 @@ def find_slope(node: Node) -> float | None:
 
 def arguments(node: Node) -> dict[str, Any]:
     """A node's arguments by the names of the operation's schema, defaults included."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    known = _read_schema(node.target)
+    if known is None:
         return {str(i): arg for i, arg in enumerate(node.args)}
-    bound = {arg.name: arg.default_value for arg in schema.arguments if arg.has_default_value()}
-    bound.update(zip((arg.name for arg in schema.arguments), node.args, strict=False))
-    return {**bound, **node.kwargs}
+    names, defaults = known
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@functools.cache
+def _read_schema(target: Any) -> tuple[tuple[str, ...], dict[str, Any]] | None:
+    """Names of an operation's arguments, and the defaults of those that have one."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    given = schema.arguments
+    return tuple(x.name for x in given), {
+        x.name: x.default_value for x in given if x.has_default_value()
+    }
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
@@ -60,7 +77,9 @@ def whole_size(size: Any) -> int:
 def is_float(node: Any) -> bool:
     """True when a node holds one floating or complex tensor."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dtype.is_floating_point or value.dtype.is_complex
 
 
 def is_split(node: Any) -> bool:

@@ -40,6 +40,9 @@ from stopdown.scaling.linear_system import ZERO, System
 SMALLEST_BITS = -22.0
 """What a root or reciprocal is taken of stays above 2 to this: fp16 ends at 2**-24."""
 
+_PATHS = "stopdown_module_paths"
+"""Where a node keeps the paths of its modules: every problem that is stated of a graph asks for them."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -494,9 +497,13 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
 
 def _stack_paths(node: Node) -> tuple[str, ...]:
     """Paths of the modules that were running when this value was made, outermost first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [entry[0] for entry in stack.values() if entry[0]]
-    return tuple(path.removeprefix("component").removeprefix(".") for path in paths)
+    known: tuple[str, ...] | None = node.meta.get(_PATHS)
+    if known is None:
+        stack = node.meta.get("nn_module_stack") or {}
+        paths = [entry[0] for entry in stack.values() if entry[0]]
+        known = tuple(path.removeprefix("component").removeprefix(".") for path in paths)
+        node.meta[_PATHS] = known
+    return known
 
 
 def find_interiors(node: Node) -> tuple[str, ...]:
@@ -505,8 +512,9 @@ def find_interiors(node: Node) -> tuple[str, ...]:
         return ()
     inside = _stack_paths(node)
     for user in node.users:
-        shared = set(_stack_paths(user))
-        inside = tuple(path for path in inside if path in shared)
+        shared = _stack_paths(user)
+        if shared != inside:
+            inside = tuple(path for path in inside if path in shared)
     return inside
 
 

@@ -9,6 +9,7 @@ in fp32 when multiplies do not either, priced by their share of the FLOPs.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -187,14 +188,12 @@ class _Program:
         Args:
             search: a key of `LONGEST_S`.
         """
-        entries = [
-            (i, column, factor)
-            for i, (row, _, _) in enumerate(self.rows)
-            for column, factor in row.items()
-        ]
-        rows, columns, factors = zip(*entries, strict=True) if entries else ((), (), ())
+        counts = np.array([len(row) for row, _, _ in self.rows], int)
+        rows = np.repeat(np.arange(len(self.rows)), counts)
+        columns = np.array([column for row, _, _ in self.rows for column in row], int)
+        factors = np.array([x for row, _, _ in self.rows for x in row.values()], float)
         shape = (len(self.rows), len(self.costs))
-        matrix = csr_array((np.array(factors, float), (rows, columns)), shape=shape)
+        matrix = csr_array((factors, (rows, columns)), shape=shape)
         limits = LinearConstraint(matrix, [x[1] for x in self.rows], [x[2] for x in self.rows])
         options = {"time_limit": LONGEST_S[search], "node_limit": MOST_NODES[search]}
         result = milp(
@@ -327,6 +326,7 @@ def _is_half(dtype: torch.dtype) -> bool:
     return dtype == torch.float16
 
 
+@functools.cache
 def _largest(dtype: torch.dtype) -> float:
     found = find_format(dtype)
     return found.largest if found else math.inf
