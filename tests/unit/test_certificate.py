@@ -11,11 +11,14 @@ from torch import nn
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
 from stopdown import cast_, rescale_
+from stopdown.bounds import propagation
 from stopdown.bounds.propagation import (
     LEAST_STORED,
     LEAST_STORED_LOOSE,
     LEAST_STORED_WEIGHT,
+    Bounds,
 )
+from stopdown.bounds.values import Bound
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.graph.nodes import is_kind
@@ -290,3 +293,55 @@ def test_a_parameter_that_vanishes_is_named() -> None:
     found = replace(find_scaling(module, [measured]), exponents={"weight": -40})
     with pytest.raises(ScalingError, match=r"weight would vanish in fp16: .* times 2\*\*-40"):
         find_visible(lambda *_: found, module, [measured])
+
+
+@pytest.mark.parametrize("name", ["CogVideoX rotary", "T5"])
+def test_bounds_that_are_updated_are_those_that_are_found_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loose room for a parameter changes the same bounds, bit for bit; what it does not change is left."""
+    visits = count_visits(monkeypatch)
+    module, calls = make_example(name)
+    call, args, kwargs = calls[0]
+    made = [(capture_call(call, args, kwargs, dtype=torch.float16), args, kwargs)]
+    load = name_parameters(module).__getitem__
+    first = bound_unmeasured(module, made, load)
+    of_all, of_updates = len(visits), 0
+    lowered = sorted(made[0][0].parameters.values())[::7]
+    for low in lowered:
+        (anew,) = bound_unmeasured(module, made, load, [low]).bounds
+        begun = len(visits)
+        (updated,) = bound_unmeasured(module, made, load, [low], first).bounds
+        of_updates += len(visits) - begun
+        assert updated.ranges == anew.ranges, low
+        assert updated.scores == anew.scores, low
+        assert updated.reasons == anew.reasons, low
+        assert not list_differences(updated, anew), low
+    assert of_updates < of_all * len(lowered) * 0.7
+
+
+def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Gets each operation whose bound is computed."""
+    visits: list[object] = []
+    visit = propagation._Propagation._visit_operation
+
+    def note(self: propagation._Propagation, node: torch.fx.Node) -> None:
+        visits.append(node)
+        visit(self, node)
+
+    monkeypatch.setattr(propagation._Propagation, "_visit_operation", note)
+    return visits
+
+
+def list_differences(one: Bounds, other: Bounds) -> list[str]:
+    """Values whose bounds differ in any bit."""
+    assert one.values.keys() == other.values.keys()
+    pairs = [(key, one.values[key], other.values[key]) for key in one.values]
+    return [key for key, x, y in pairs if not is_same(x, y)]
+
+
+def is_same(one: Bound | None, other: Bound | None) -> bool:
+    """None, or equal in all that a bound says."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.peak, other.peak) and torch.equal(one.norm, other.norm)

@@ -31,6 +31,7 @@ from stopdown.bounds.intervals import (
     make_interval,
     writes_in_place,
 )
+from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.product_rules import bound_scores
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.rule_inputs import Operands
@@ -105,12 +106,15 @@ class Bounds:
             without a bound are not there.
         reasons: node name to why it has no bound, where that begins.
         scores: `component:path` of attention to the bound of its scores.
+        exact, rowed: names of nodes that were known for every timestep, or by rows behind a norm.
     """
 
     values: dict[str, Bound | None] = field(default_factory=dict)
     ranges: dict[str, tuple[Range, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     scores: dict[str, float] = field(default_factory=dict)
+    exact: set[str] = field(default_factory=set)
+    rowed: set[str] = field(default_factory=set)
 
 
 def bound_call(
@@ -119,6 +123,7 @@ def bound_call(
     limits: InputLimits,
     blocks: Mapping[Node, Blocks],
     loose: Collection[str] = (),
+    before: Bounds | None = None,
 ) -> Bounds:
     """A bound of every float value of a captured call, from the weights alone.
 
@@ -128,10 +133,15 @@ def bound_call(
         limits: what the inputs can be.
         blocks: values that carry several exponents.
         loose: parameters that have the loose room for what is subnormal of them.
+        before: what was found of the same call without any of those; only what they change is computed.
 
     Cost: each weight is asked for about once, in the order of the graph, and read a few times.
     """
     walk = _Propagation(capture, load, limits, blocks, frozenset(loose))
+    if before is not None:
+        update = _Update(capture, load, limits, blocks, frozenset(loose))
+        update.begin(before)
+        walk = update
     for node in capture.graph.graph.nodes:
         walk.visit(node)
     walk.load_rest()
@@ -164,10 +174,20 @@ class _Propagation:
             self._hold_input(node)
         elif node.op == "call_function":
             self._visit_operation(node)
+        self._note(node)
         for spent in self.spent.get(node, ()):
-            if isinstance(self.held.get(spent), (Interval, list)):
-                del self.held[spent]
-            self.rows.pop(spent, None)
+            self._let_go(spent)
+
+    def _note(self, node: Node) -> None:
+        if isinstance(self.held.get(node), (Interval, list)):
+            self.found.exact.add(node.name)
+        if node in self.rows:
+            self.found.rowed.add(node.name)
+
+    def _let_go(self, node: Node) -> None:
+        if isinstance(self.held.get(node), (Interval, list)):
+            del self.held[node]
+        self.rows.pop(node, None)
 
     # what rules ask
 
@@ -425,6 +445,92 @@ class _Propagation:
                 joined = join(old, new, shape_of(other), shape_of(node))
                 self.held[other] = joined
                 self._record(other, joined)
+
+
+class _Update(_Propagation):
+    """Visits what parameters with the loose room change; the rest is taken from what was found before.
+
+    Nothing passes a norm: its result rests on its own weights. Of other inputs a bound is known; what was
+    known beside it (values at every timestep, rows, what is written in place) is found where it counts.
+    """
+
+    def begin(self, before: Bounds) -> None:
+        self.before = before
+        loose = {x.name for x in self.placeholders.values() if self._is_loose(x)}
+        kept = {name: parts for name, parts in before.ranges.items() if name not in loose}
+        self.found = replace(
+            before,
+            values=dict(before.values),
+            ranges=kept,
+            reasons=dict(before.reasons),
+            scores=dict(before.scores),
+        )
+        self.needed = self._find_needed(self._find_changed())
+
+    def visit(self, node: Node) -> None:
+        if node.op != "call_function" or node in self.needed:
+            super().visit(node)
+            return
+        if node.name in self.before.values:
+            self.held[node] = self.before.values[node.name]
+        for spent in self.spent.get(node, ()):
+            self._let_go(spent)
+
+    def _let_go(self, node: Node) -> None:
+        super()._let_go(node)
+        if node.name in self.before.exact:
+            self.held.pop(node, None)
+
+    def _is_loose(self, node: Node) -> bool:
+        return self.capture.parameters.get(node.name) in self._loose
+
+    def _find_changed(self) -> set[Node]:
+        """What parameters with the loose room can change, and all names of a storage that they do."""
+        changed: set[Node] = {x for x in self.placeholders.values() if self._is_loose(x)}
+        before = -1
+        while before < len(changed):
+            before = len(changed)
+            roots = {self.aliases[x] for x in changed if x in self.aliases}
+            changed |= {x for x, root in self.aliases.items() if root in roots}
+            for node in self.capture.graph.graph.nodes:
+                if changed.intersection(self._list_read(node)):
+                    changed.add(node)
+        return changed
+
+    def _list_read(self, node: Node) -> list[Node]:
+        """The inputs that a bound depends on."""
+        sources = node.all_input_nodes
+        if node.name in self.before.exact or node in self.aliases:
+            return sources
+        if is_kind(node, "row_norm", "group_norm"):
+            return [x for x in sources if x is not node.args[0]]
+        known = any(x.name in self.before.rowed for x in sources)
+        if not known and is_kind(node, "multiply", "divide"):
+            return [] if bound_written_norm(Operands(node, self)) is not None else sources
+        return sources
+
+    def _find_needed(self, changed: set[Node]) -> set[Node]:
+        """What is visited: all that changes, and behind it what bounds alone do not say."""
+        needed: set[Node] = set()
+        asked = list(changed)
+        while asked:
+            node = asked.pop()
+            if node in needed or node.op != "call_function":
+                continue
+            needed.add(node)
+            asked += [x for x in node.all_input_nodes if self._is_asked(x, node)]
+            if root := self.aliases.get(node):
+                asked += [x for x, other in self.aliases.items() if other is root]
+        return needed
+
+    def _is_asked(self, source: Node, user: Node) -> bool:
+        """Whether more of an input counts than its bound."""
+        if source.name in self.before.rowed or source in self.aliases:
+            return True
+        sources = [x for x in user.all_input_nodes if x.name not in self.capture.parameters]
+        as_exact = all(x.name in self.before.exact for x in sources)
+        known = any(x.name in self.before.rowed for x in sources)
+        return source.name in self.before.exact and (as_exact or known)
 
 
 def _as_range(amax: float, typical: float) -> Range:

@@ -87,12 +87,16 @@ class BoundedCalls:
 
 
 def bound_kinds(
-    module: torch.nn.Module, kinds: Sequence[Kind], loose: Collection[str] = ()
+    module: torch.nn.Module,
+    kinds: Sequence[Kind],
+    loose: Collection[str] = (),
+    before: BoundedCalls | None = None,
 ) -> BoundedCalls:
     """Bounds of calls that were measured.
 
     Args:
         loose: parameters with the loose room for what is subnormal of them.
+        before: the same without any of those.
 
     Cost: one pass over the weights for each kind.
     """
@@ -100,9 +104,14 @@ def bound_kinds(
     stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
     bounds = [
         bound_call(
-            kind.measured.capture, named.__getitem__, one.limits, kind.measured.blocks, loose
+            kind.measured.capture,
+            named.__getitem__,
+            one.limits,
+            kind.measured.blocks,
+            loose,
+            None if before is None else before.bounds[number],
         )
-        for kind, one in zip(kinds, stated, strict=True)
+        for number, (kind, one) in enumerate(zip(kinds, stated, strict=True))
     ]
     return BoundedCalls(kinds, stated, bounds)
 
@@ -112,6 +121,7 @@ def bound_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
     loose: Collection[str] = (),
+    before: BoundedCalls | None = None,
 ) -> BoundedCalls:
     """Bounds from the weights alone, and guesses where there are none.
 
@@ -120,13 +130,15 @@ def bound_unmeasured(
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
         loose: parameters with the loose room for what is subnormal of them.
+        before: the same without any of those.
 
-    Cost: one pass over the weights for each call.
+    Cost: one pass over the weights for each call; with `before` over those that are loose.
     """
     stated, kinds, bounds = state_calls(module, calls), [], []
-    for (capture, args, kwargs), one in zip(calls, stated, strict=True):
+    for number, ((capture, args, kwargs), one) in enumerate(zip(calls, stated, strict=True)):
         blocks = split_values(capture)
-        bounds.append(bound_call(capture, load, one.limits, blocks, loose))
+        known = None if before is None else before.bounds[number]
+        bounds.append(bound_call(capture, load, one.limits, blocks, loose, known))
         ranges = _guess_ranges(capture, bounds[-1], blocks)
         kinds.append(Kind(Measured(capture, blocks, ranges), args, kwargs))
     return BoundedCalls(kinds, stated, bounds, guessed=True)

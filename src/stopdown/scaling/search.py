@@ -301,16 +301,16 @@ def scale_unmeasured(
 
 
 def _give_room(
-    bind: Callable[[Collection[str]], BoundedCalls], search: Callable[[BoundedCalls], Scaling]
+    bind: Callable[..., BoundedCalls], search: Callable[[BoundedCalls], Scaling]
 ) -> tuple[BoundedCalls, Scaling]:
     """Bounds and what is found; with more room for weights that are stored low, if that certifies more.
 
     How low a weight is stored is known when its exponent is, and that rests on the bounds.
 
     Args:
-        bind: makes bounds, with the loose room for parameters of these names.
+        bind: makes bounds; with the loose room for parameters of these names, and those before.
     """
-    bounded = bind(())
+    bounded = bind()
     found = search(bounded)
     low = [
         name
@@ -320,7 +320,7 @@ def _give_room(
     if not low:
         return bounded, found
     try:
-        roomier = bind(low)
+        roomier = bind(low, bounded)
         other = search(roomier)
     except ScalingError:
         return bounded, found
