@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -169,6 +171,95 @@ def test_a_kernel_that_refuses_fp32_is_measured_and_repaired() -> None:
     assert repair.action == "rescaled"
     assert found.isfinite().all()
     assert found.shape == plain.shape
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    scores = q.float() @ k.float().transpose(-1, -2) / q.shape[-1] ** 0.5
+    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def _attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return _attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def memory_efficient_attention(query: Any, key: Any, value: Any, attn_bias: Any = None) -> Any:
+    """With the rule of xformers."""
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError("Query/Key/Value should all have the same dtype")
+    return _attend_rows(query, key, value)
+
+
+def flash_attn_func(q: Any, k: Any, v: Any, dropout_p: float = 0.0, causal: bool = False) -> Any:
+    """With the rule of flash_attn."""
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return _attend_rows(q, k, v)
+
+
+def sageattn(q: Any, k: Any, v: Any, tensor_layout: str = "HND") -> Any:
+    """With the rule of sageattention."""
+    if q.dtype not in (torch.float16, torch.bfloat16) or not q.dtype == k.dtype == v.dtype:
+        raise AssertionError("Input tensors must be in dtype of torch.float16 or torch.bfloat16")
+    return _attend_rows(q, k, v) if tensor_layout == "NHD" else _attend(q, k, v)
+
+
+class NamedAttention(nn.Module):
+    """Attention by a function that is looked up in another package, in a residual stream."""
+
+    def __init__(self, package: str, name: str) -> None:
+        super().__init__()
+        self.package, self.name = package, name
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        heads = [part(x).unflatten(-1, (2, 4)) for part in (self.q, self.k, self.v)]
+        is_sage = self.name == "sageattn"
+        heads = [y.transpose(1, 2) for y in heads] if is_sage else heads
+        out = getattr(sys.modules[self.package], self.name)(*heads)
+        out = out.transpose(1, 2) if is_sage else out
+        return self.last(self.norm(x + self.o(out.flatten(2))))
+
+
+@pytest.mark.parametrize(
+    ("package", "function", "takes_fp32"),
+    [
+        ("xformers.ops", memory_efficient_attention, True),
+        ("flash_attn", flash_attn_func, False),
+        ("sageattention", sageattn, False),
+    ],
+)
+def test_attention_of_other_packages(
+    monkeypatch: pytest.MonkeyPatch, package: str, function: Any, takes_fp32: bool
+) -> None:
+    """Rescaled and guarded in fp16; of a kernel that refuses fp32 the error says to cast first."""
+    stub = types.ModuleType(package)
+    setattr(stub, function.__name__, function)
+    monkeypatch.setitem(sys.modules, package, stub)
+    torch.manual_seed(0)
+    block = NamedAttention(package, function.__name__).eval().requires_grad_(False)
+    block.v.weight.mul_(2.0**12)
+    block.o.weight.mul_(2.0**10)
+    x = torch.randn(1, 5, 8)
+    with monkeypatch.context() as wide:
+        wide.setattr(stub, function.__name__, _attend if function is sageattn else _attend_rows)
+        plain = block(x)
+    if takes_fp32:
+        rescaling = rescale_(block, (x,))
+        assert torch.equal(block(x), plain)
+        rescaling.undo()
+    else:
+        with pytest.raises(ScalingError, match=r"does not run in fp32: .* Cast it first, and give"):
+            rescale_(block, (x,))
+    block.half()
+    rescaling = rescale_(block, (x.half(),))
+    assert relative_l2(block(x.half()).float(), plain) < 0.005
+    rescaling.undo()
+    with guard({"block": block}, announce=lambda text: None) as handle:
+        found = block(x.half())
+    assert [repair.action for repair in handle.repairs] == ["rescaled"]
+    assert relative_l2(found.float(), plain) < 0.005
 
 
 class Keeping(nn.Module):

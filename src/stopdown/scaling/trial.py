@@ -16,6 +16,7 @@ it is another, so their error is not compared.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -82,11 +83,28 @@ def run_reference(module: torch.nn.Module, calls: Sequence[Call]) -> Reference:
     Cost: a forward for each call, and one in bf16; the outputs are kept.
     """
     is_fp32 = all(x.dtype == torch.float32 for x in module.parameters() if x.is_floating_point())
-    runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
+    try:
+        runs = [_run_counted(module, call, is_fp32=is_fp32) for call in calls]
+    except Exception as error:
+        if is_fp32 and _REFUSES_FP32.search(str(error)):
+            raise _explain_refusal(module, error) from error
+        raise
     if is_fp32:
         with suppress(torch.OutOfMemoryError):  # there is no figure then
             runs = _add_bf16(module, calls, runs)
     return Reference(tuple(calls), tuple(runs), is_fp32)
+
+
+_REFUSES_FP32 = re.compile(r"fp16|float16")
+"""In messages of kernels that take 16 bits alone: flash's and sage's attention."""
+
+
+def _explain_refusal(module: torch.nn.Module, error: Exception) -> ScalingError:
+    return ScalingError(
+        f"{type(module).__name__} does not run in fp32: {take_first_line(error)}",
+        expected="A module in fp32 is run in fp32, where every bit is compared.",
+        remedy="Cast it first, and give arguments in fp16: rescale_(module.half(), args).",
+    )
 
 
 def try_scaling(
