@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def mark_long(run: tuple[str, int]) -> Any:
     return pytest.param(*run, marks=pytest.mark.slow if is_long else ())
 
 
+def list_needed(command: str) -> list[tuple[str, int]]:
+    """The documented commands that write a file which this one reads."""
+    words = shlex.split(command)
+    read = {word for word, before in zip(words[1:], words, strict=False) if before != "-o"}
+    outputs = {run: re.findall(r" -o (\S+)", run[0]) for run in RUNS if run[0] != command}
+    return [run for run, written in outputs.items() if set(written) & read]
+
+
 @pytest.mark.timeout(1200)  # half a minute of a quiet processor for a plan; a busy one is no fault
 @pytest.mark.parametrize(("command", "expected"), [mark_long(run) for run in RUNS])
 def test_commands_run(
@@ -103,6 +112,9 @@ def test_commands_run(
 ) -> None:
     """Every command in a block ends with the exit code that it promises, and writes its file."""
     monkeypatch.chdir(folder)
+    for needed, code in list_needed(command):
+        if not Path(needed.rpartition(" -o ")[2].split()[0]).exists() and code == 0:
+            check_command(needed, code, run)
     check_command(command, expected, run_process if (command, expected) in IN_A_PROCESS else run)
 
 
