@@ -6,8 +6,9 @@
 A tiny Flux and its decoder (`tests/single_file_models.py`) make a picture in one step. Attention values
 of the Flux and the stream of the decoder are beyond fp16. A difference is the mean over the bytes of a
 picture, of 255: for the Flux that of its latents, drawn by the program, from the same file in fp32; for
-the decoder from the picture of Diffusers in fp32. A file that overflows gives a white picture, 125 and more
-off. The result goes to results/stable_diffusion_cpp.json, and as a table to
+decoders from the picture of Diffusers in fp32. A file that overflows gives a white picture, 125 and more
+off. Decoders of SDXL run without and with the factor that the program has for their convolutions, behind a
+UNet of zeros. The result goes to results/stable_diffusion_cpp.json, and as a table to
 results/stable_diffusion_cpp.md.
 """
 
@@ -17,13 +18,24 @@ import importlib.metadata
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sdcpp_runs import DECODER, DENOISER, GGUF, describe_build, measure, measure_gguf  # noqa: E402
+from sdcpp_runs import (  # noqa: E402
+    DECODER,
+    DENOISER,
+    FACTOR,
+    GGUF,
+    SDXL,
+    describe_build,
+    measure,
+    measure_gguf,
+    measure_sdxl,
+)
 from stopdown.environment import describe_machine  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "stable_diffusion_cpp.json"
@@ -36,8 +48,7 @@ FILES = {
 
 def main() -> None:
     """Measure both models in every format."""
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        found, packed = measure(Path(one)), measure_gguf(Path(other))
+    found, packed, wide = (run_apart(x) for x in (measure, measure_gguf, measure_sdxl))
     rows: list[dict[str, Any]] = [
         {
             "model": model,
@@ -60,6 +71,16 @@ def main() -> None:
         if key.startswith("before")
     ]
     rows.sort(key=lambda row: row["model"] != "Flux")
+    rows += [
+        {
+            "model": f"decoder of SDXL, values to 2^{wide[name]['power']:.1f}",
+            "file": f"bf16{factor}",
+            "original": wide[name][f"before{factor}"],
+            "converted": wide[name][f"after{factor}"],
+        }
+        for name in SDXL
+        for factor in ("", FACTOR)
+    ]
     result = {
         "command": "python benchmarks/stable_diffusion_cpp.py",
         "machine": describe_machine(),
@@ -70,6 +91,14 @@ def main() -> None:
     }
     RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     RESULT.with_suffix(".md").write_text(describe(result), encoding="utf-8")
+
+
+def run_apart(
+    measure: Callable[[Path], dict[str, dict[str, float]]],
+) -> dict[str, dict[str, float]]:
+    """What is measured in a folder of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(Path(folder))
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import re
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from single_file_models import build, draw, find_model
 from single_file_readers import RUNS, convert_model, save_model
 from stopdown.checkpoints.convert import convert
 from stopdown.pipelines.requests import Request
+from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.weight_files import load_weights
 from stopdown.plans.calibrated import make_plan
@@ -35,6 +38,10 @@ SIZE, SEED = 128, 1
 DENOISER, DECODER = "sdcpp-flux", "sdcpp-flux-vae"
 GGUF = ("F16", "Q8_0")
 FLASH = ", flash attention"
+SDXL = ("sdcpp-sdxl-vae", "sdcpp-sdxl-vae-wide")
+FACTOR = ", its factor of 1/32"
+SDXL_FACTOR = 0.13025
+"""Of latents: noise of this size is decoded as noise of size 1."""
 CALL = {
     "prompt": "", "width": SIZE, "height": SIZE, "sample_steps": 1, "sample_method": "euler",
     "cfg_scale": 1.0, "guidance": 3.5, "seed": SEED,
@@ -76,19 +83,72 @@ def write_forms(files: tuple[Path, Path], folder: Path) -> dict[str, Path]:
 
 def write_encoder(path: Path) -> Path:
     """A CLIP-L whose weights are zeros: without one, stable-diffusion.cpp does not run Flux."""
+    shapes = list_shapes(_build_clip, "")
+    return write_zeros(
+        path, {f"text_model.{x.removeprefix('text_model.')}": y for x, y in shapes.items()}
+    )
+
+
+def write_vega(path: Path) -> Path:
+    """Both encoders and the UNet of Segmind-Vega, the smallest SDXL that it knows, in zeros."""
+    table, shapes = find_whole("StableDiffusionXLPipeline"), {}
+    parts = {"unet": _build_vega, "text_encoder": _build_clip, "text_encoder_2": _build_clip_g}
+    for name, make in parts.items():
+        for key, shape in list_shapes(make, table.layouts.get(name, "")).items():
+            if not key.startswith(("middle_block.1.", "middle_block.2.")):  # Vega has none
+                shapes[table.prefixes[name] + key] = shape
+    return write_zeros(path, shapes)
+
+
+def list_shapes(make: Callable[[], torch.nn.Module], layout: str) -> dict[str, tuple[int, ...]]:
+    """Names in single files to shapes, without the memory of weights."""
+    with torch.device("meta"):
+        module = make()
+    tensors = arrange(module.half().to_empty(device="cpu"), layout)
+    return {name: tuple(x.shape) for name, x in tensors.items()}
+
+
+def write_zeros(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """A safetensors file of zeros in fp16 that takes no room on the disk."""
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * math.prod(shape)
+        entries[name] = {"dtype": "F16", "shape": shape, "data_offsets": (start, end)}
+    header = json.dumps(entries).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+    return path
+
+
+def _build_clip() -> torch.nn.Module:
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    config = CLIPTextConfig(
+    return CLIPTextModel(CLIPTextConfig(
         vocab_size=49408, hidden_size=768, intermediate_size=3072, num_hidden_layers=12,
         num_attention_heads=12,
+    ))  # fmt: skip
+
+
+def _build_clip_g() -> torch.nn.Module:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(CLIPTextConfig(
+        vocab_size=49408, hidden_size=1280, intermediate_size=5120, num_hidden_layers=32,
+        num_attention_heads=20, projection_dim=1280,
+    ))  # fmt: skip
+
+
+def _build_vega() -> torch.nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        block_out_channels=(320, 640, 1280), attention_head_dim=(5, 10, 20), cross_attention_dim=2048,
+        use_linear_projection=True, transformer_layers_per_block=(1, 1, 2), addition_embed_type="text_time",
+        addition_time_embed_dim=256, projection_class_embeddings_input_dim=2816,
     )  # fmt: skip
-    with torch.device("meta"):
-        shapes = CLIPTextModel(config).state_dict()
-    zeros = {name: torch.zeros(x.shape, dtype=torch.float16) for name, x in shapes.items()}
-    save_file(
-        {f"text_model.{name.removeprefix('text_model.')}": x for name, x in zeros.items()}, path
-    )
-    return path
 
 
 def measure(folder: Path) -> dict[str, dict[str, float]]:
@@ -153,6 +213,48 @@ def measure_gguf(folder: Path) -> dict[str, dict[str, float]]:
     }
 
 
+def measure_sdxl(folder: Path) -> dict[str, dict[str, float]]:
+    """Decoders of SDXL to differences from Diffusers, with and without the program's own factor of 1/32.
+
+    `power` is the exponent of two of the largest value that a convolution reads.
+    """
+    model = write_vega(folder / "vega.safetensors")
+    found: dict[str, dict[str, float]] = {}
+    for name in SDXL:
+        files = dict(zip(("before", "after"), convert_model(name, folder), strict=True))
+        requests = {
+            key + factor: {
+                "options": {
+                    "model_path": str(model),
+                    "vae_path": str(path),
+                    "vae_decode_only": True,
+                    "force_sdxl_vae_conv_scale": factor == FACTOR,
+                    "tensor_type_rules": "diffusion_model=q8_0,conditioner=q8_0,cond_stage=q8_0",
+                },
+                "call": {**CALL, "sigmas": f"{SDXL_FACTOR},0.0"},
+                "output": str(folder / f"{name}-{key}{bool(factor)}.out"),
+            }
+            for key, path in files.items()
+            for factor in ("", FACTOR)
+        }
+        run(list(requests.values()))
+        exact, largest = decode(build(name))
+        pictures = {key: load_file(x["output"])["picture"] for key, x in requests.items()}
+        found[name] = {key: find_difference(x, exact) for key, x in pictures.items()}
+        found[name]["power"] = math.log2(largest)
+    return found
+
+
+def decode(decoder: Any) -> tuple[torch.Tensor, float]:
+    """What Diffusers makes of the noise in fp32, and the largest value that a convolution reads."""
+    read = list[float]()
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_pre_hook(lambda _, x: read.append(float(x[0].abs().max())))
+    with torch.no_grad():
+        return to_bytes(decoder.decode(draw_noise(4)).sample), max(read)
+
+
 def run_files(
     runs: Mapping[tuple[str, str], Mapping[str, Path]], folder: Path
 ) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
@@ -189,7 +291,7 @@ def draw_in_diffusers() -> torch.Tensor:
     transformer: Any = build(DENOISER)
     decoder: Any = build(DECODER)
     side = SIZE // 8
-    noise = torch.randn(1, 16, side, side, generator=torch.Generator().manual_seed(SEED))
+    noise = draw_noise(16)
     with torch.no_grad():
         change = transformer(
             hidden_states=FluxPipeline._pack_latents(noise, 1, 16, side, side),
@@ -206,4 +308,15 @@ def draw_in_diffusers() -> torch.Tensor:
         latents = noise - FluxPipeline._unpack_latents(change, SIZE, SIZE, 8)
         config = decoder.config
         y = decoder.decode(latents / config.scaling_factor + config.shift_factor).sample
-    return (y[0].permute(1, 2, 0) / 2 + 0.5).clamp(0, 1).mul(255).round()
+    return to_bytes(y)
+
+
+def draw_noise(channels: int) -> torch.Tensor:
+    """The noise of the seed, which stable-diffusion.cpp draws as torch does."""
+    seed = torch.Generator().manual_seed(SEED)
+    return torch.randn(1, channels, SIZE // 8, SIZE // 8, generator=seed)
+
+
+def to_bytes(decoded: torch.Tensor) -> torch.Tensor:
+    """A decoded picture as one of bytes, [H, W, 3]."""
+    return (decoded[0].permute(1, 2, 0) / 2 + 0.5).clamp(0, 1).mul(255).round()

@@ -284,6 +284,16 @@ def build_flux_vae() -> torch.nn.Module:
     )  # fmt: skip
 
 
+def build_sdxl_vae() -> torch.nn.Module:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(32, 64, 128, 128), latent_channels=4, layers_per_block=2, sample_size=32,
+        scaling_factor=0.13025,
+    )  # fmt: skip
+
+
 def build_wan_vae() -> torch.nn.Module:
     from diffusers import AutoencoderKLWan
 
@@ -578,6 +588,14 @@ SDCPP = {
         },
     ),
     "sdcpp-flux-vae": FileModel(build_flux_vae, {"z": (1, 16, 16, 16)}, {}),
+    "sdcpp-sdxl-vae": FileModel(build_sdxl_vae, {"z": (1, 4, 16, 16)}, {}),
+    "sdcpp-sdxl-vae-wide": FileModel(
+        build_sdxl_vae, {"z": (1, 4, 16, 16)}, {},
+        spikes={
+            r"decoder\.(conv_in|.*conv2|.*to_out\.0)\..*": 3,
+            r"decoder\..*(conv_shortcut|upsamplers\.0\.conv)\.bias": 3,
+        },
+    ),
 }  # fmt: skip
 """Those with sizes that stable-diffusion.cpp has in its code. It keeps values in fp32 between products, so
 that a stream alone does not hurt it: here what a product reads is beyond fp16, too."""
