@@ -48,7 +48,8 @@ PROMPT = "a red circle moving left on a grey background"
 STEPS = 2
 LIMIT_BYTES = 2 << 30
 SHARD_BYTES = 1 << 30
-STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums")
+STAGES = ("fp32", "bf16", "fp16", "plan", "fp16 by plan", "certify", "fp16 by certificate", "sums",
+          "certify, fp32 residual", "fp16 by certificate, fp32 residual")  # fmt: skip
 ENTRY, GROWTH = 14, 5.7
 """Exponents of two: of the residual stream where it begins, and by how much it grows to the end."""
 LOUD_ROWS, LOUDNESS = 4, 8.0
@@ -422,7 +423,16 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     return row | (compare(kept, stored) if stored is not None else describe(kept))
 
 
-_PLANS = {"fp16 by plan": "plan.json", "fp16 by certificate": "certificate.json"}
+_PLANS = {
+    "fp16 by plan": "plan.json",
+    "fp16 by certificate": "certificate.json",
+    "fp16 by certificate, fp32 residual": "certificate-residual.json",
+}
+_WRITES = {
+    "plan": "plan.json",
+    "certify": "certificate.json",
+    "certify, fp32 residual": "certificate-residual.json",
+}
 
 
 def wide(stage: str) -> Any:
@@ -484,9 +494,10 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         made = make_plan(source, prompts=() if request.prompt is None else (request.prompt,),
                          request=request, device="cpu", progress=follow)  # fmt: skip
     else:
-        made = certify_plan(source, request=request, progress=follow)
+        residual = "fp32" if stage.endswith("residual") else None
+        made = certify_plan(source, request=request, residual=residual, progress=follow)
     elapsed_s = time.perf_counter() - begun
-    write_plan(made, folder / f"{'plan' if stage == 'plan' else 'certificate'}.json")
+    write_plan(made, folder / _WRITES[stage])
     entry = next(x for x in made.components if x.component == CASES[name].component)
     exponents = entry.scaling.exponents.values()
     return {
@@ -523,9 +534,7 @@ def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_MAKERS = {
-    "weights": weights_stage, "plan": plan_stage, "certify": plan_stage, "sums": sums_stage,
-}  # fmt: skip
+_MAKERS = {**dict.fromkeys(_WRITES, plan_stage), "weights": weights_stage, "sums": sums_stage}
 
 
 def run_all(name: str, stages: list[str], folder: Path) -> None:
@@ -628,8 +637,9 @@ def format_run(stage: str, row: dict[str, Any]) -> str:
 def format_plan(stage: str, row: dict[str, Any]) -> str:
     modules = row["fp32_modules"]
     values = f"{row['bounded']} of {row['values']} certified" if row["values"] else "measured"
+    name = "measured" if stage == "plan" else stage.replace("certify", "certificate")
     cells = [
-        "measured" if stage == "plan" else "certificate", f"{row['elapsed_s']:.0f}",
+        name, f"{row['elapsed_s']:.0f}",
         f"{row['peak_bytes'] / 2**30:.2f} GiB", f"{row['headroom_bits']:.1f} bits", str(row["folds"]),
         f"{row['exponents'][0]}..{row['exponents'][1]}", ", ".join(modules) or "none", values,
     ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,13 @@ from typer.testing import CliRunner
 
 from stopdown.app.cli import app
 from stopdown.errors import OptionError, SourceError
+from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.certified import Checkpoint, certify_plan
-from stopdown.records import Plan
+from stopdown.plans.plan_files import read_plan
+from stopdown.records import ComponentPlan, Plan
 
 SaveTiny = Callable[..., Path]
 
@@ -31,7 +34,7 @@ def test_a_transformer_is_certified_without_a_run(
     certified: tuple[Path, Plan, list[tuple[str, str, int, int]]],
 ) -> None:
     """Every fp16 value of the transformer and the text encoder rests on a bound, with no fp32 module."""
-    entries = {x.component: x for x in certified[1].components}
+    entries = entries_of(certified[1])
     for name in ("transformer", "text_encoder"):
         assert entries[name].scaling.certified
         assert entries[name].scaling.bounded == entries[name].scaling.values > 0
@@ -69,6 +72,48 @@ def test_the_plan_fits_the_pipeline(
     assert torch.equal(before, after)
 
 
+def test_a_certificate_with_an_fp32_residual_stream(
+    certified: tuple[Path, Plan, list[tuple[str, str, int, int]]], tmp_path: Path
+) -> None:
+    """The stream is fp32 and scaled by nothing; all else is bounded; in fp16 the call is near to fp32's."""
+    folder, native = certified[:2]
+    page = str(tmp_path / "plan.json")
+    arguments = ["plan", str(folder), "--certify", "--residual", "fp32", "-o", page, "--json"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    plan = read_plan(page)
+    scaling = entries_of(plan)["transformer"].scaling
+    assert scaling.certified
+    assert scaling.stream is not None
+    assert 0 < scaling.values < entries_of(native)["transformer"].scaling.values
+    assert len(scaling.exponents) < len(entries_of(native)["transformer"].scaling.exponents)
+    pipe = load_pipeline(resolve_source(str(folder)), torch_dtypes=torch.float32)
+    call = {
+        "hidden_states": torch.randn(1, 2, 4, 4, 4, generator=torch.Generator().manual_seed(0)),
+        "encoder_hidden_states": torch.randn(1, 8, pipe.transformer.config.text_embed_dim),
+        "timestep": torch.tensor([500]),
+    }
+    with torch.no_grad():
+        before = pipe.transformer(**call).sample
+        assert not copy.deepcopy(pipe.transformer).half()(**halve(call)).sample.isfinite().all()
+        with apply_plan(pipe, plan, cast=False):
+            assert torch.equal(before, pipe.transformer(**call).sample)
+        with apply_plan(pipe, plan):
+            after = pipe.transformer(**halve(call)).sample
+    assert after.isfinite().all()
+    assert relative_l2(after.float(), before) < 4e-3
+
+
+def entries_of(plan: Plan) -> dict[str, ComponentPlan]:
+    """A plan's entries by component."""
+    return {entry.component: entry for entry in plan.components}
+
+
+def halve(call: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A call with its floating tensors in fp16."""
+    return {name: x.half() if x.is_floating_point() else x for name, x in call.items()}
+
+
 def test_a_lost_tensor_is_named() -> None:
     """Weights without a tensor that the model needs are refused, naming it."""
     checkpoint = Checkpoint(files={}, aliases={}, buffers=dict)
@@ -88,7 +133,7 @@ def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny
     """It is planned in what was asked for, without exponents; a name that there is not is refused."""
     folder = save_tiny("cogvideox")
     found = certify_plan(folder, precision="text_encoder=fp32")
-    entries = {entry.component: entry for entry in found.components}
+    entries = entries_of(found)
     assert entries["text_encoder"].precision == "fp32"
     assert entries["text_encoder"].reasons == ("It was asked for in fp32.",)
     assert not entries["text_encoder"].scaling.values

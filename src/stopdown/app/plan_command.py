@@ -249,7 +249,6 @@ def _check_certify(options: PlanOptions) -> None:
     given = {
         "--prompt": options.prompt,
         "--call": options.call,
-        "--residual": options.residual != "native",
         "--ranges": options.ranges != "measured",
         "--device": options.device,
         "--frames, --height, --width or --guidance": any(x is not None for x in sizes),
@@ -288,6 +287,7 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
             source,
             precision=options.precision,
             request=request,
+            residual=options.residual,
             progress=display.progress,
         )
 

@@ -16,18 +16,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from stopdown.bounds.propagation import Load
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
-from stopdown.graph.capture import Capture, capture_call, name_parameters
+from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request, choose_class
@@ -48,8 +48,10 @@ from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
 from stopdown.plans.quantised_bounds import put_file_bounds
-from stopdown.records import ComponentPlan, Plan, Trial
-from stopdown.scaling.search import scale_unmeasured
+from stopdown.records import ComponentPlan, Plan, Scaling, Trial
+from stopdown.scaling import check_residual
+from stopdown.scaling.measurement import capture_streamed
+from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 
 _UNTRIED = Trial(
     note="A certificate is computed from the weights, without inputs, so no call was tried."
@@ -107,6 +109,7 @@ def certify_plan(
     *,
     precision: str = "fp16",
     request: Request | None = None,
+    residual: str | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan whose exponents rest on bounds, from the weights of a model.
@@ -116,17 +119,20 @@ def certify_plan(
             planned for these.
         precision: `fp16`, or components that are planned in another one: `text_encoder=fp32`.
         request: picture or video that the pipeline starts from; sizes are its defaults.
+        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
+            allows it. Its bounds, the loosest of all, then scale nothing down.
         progress: told of stage, what, done and total: tensors that were read.
 
     Raises:
-        OptionError: the precision is none that needs a plan, or names what is no component.
+        OptionError: the precision is none that needs a plan, or names what is no component; the residual
+            is unknown.
         SourceError: the model is missing, damaged or refused.
 
     Cost: captures of seconds, and one pass over the weights for each kind of call; a single file as it is
     stored in memory, a model with LoRAs in fp32.
     """
     started = time.perf_counter()
-    others = parse_fp16(precision, "A certificate")
+    others, stream = parse_fp16(precision, "A certificate"), check_residual(residual)
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
@@ -154,6 +160,7 @@ def certify_plan(
             _open(source, name, module, loaded.get(name)),
             calls.get(name, []),
             unseen,
+            stream,
             progress,
         )
         for name, module in modules.items()
@@ -197,6 +204,7 @@ def _plan_component(
     checkpoint: Checkpoint,
     made: list[RecordedCall],
     unseen: str,
+    residual: str,
     progress: Progress | None,
 ) -> ComponentPlan:
     name = checkpoint.component
@@ -207,8 +215,7 @@ def _plan_component(
         return _fall_back(source, bare, unseen or "The pipeline does not call it.")
     checkpoint.tell = _count(name, module, progress)
     try:
-        calls = [_capture(module, x) for x in made]
-        scaling = scale_unmeasured(module, calls, checkpoint.load)
+        scaling = _scale(module, made, residual, checkpoint.load)
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
     if "" in scaling.fp32_modules:
@@ -259,11 +266,19 @@ def _count(name: str, module: torch.nn.Module, progress: Progress | None) -> Cal
     return tell
 
 
-def _capture(
-    module: torch.nn.Module, made: RecordedCall
-) -> tuple[Capture, tuple[Any, ...], Mapping[str, Any]]:
-    capture = capture_call(find_call(module, made), made.args, made.kwargs, dtype=torch.float16)
-    return capture, made.args, made.kwargs
+def _scale(
+    module: torch.nn.Module, made: Sequence[RecordedCall], residual: str, load: Load
+) -> Scaling:
+    calls = [(find_call(module, x), x.args, x.kwargs) for x in made]
+    stream, note = None, ""
+    if residual == "fp32":
+        try:
+            stream = plan_stream(module, calls, torch.float16)
+        except ScalingError as error:
+            note = f"The residual stream is not kept in fp32: {error.what}"
+    captured = [(capture_streamed(*x, torch.float16, stream), *x[1:]) for x in calls]
+    found = scale_unmeasured(module, captured, load, functools.partial(find_scaling, stream=stream))
+    return dataclasses.replace(found, note=note) if note else found
 
 
 def _fall_back(source: Source, bare: ComponentPlan, why: str) -> ComponentPlan:
