@@ -20,8 +20,8 @@ CACHED_VALUES = 1 << 15
 """How many values are widened to float64 at a time on a CPU: 256 KiB; PyTorch gives more to several
 threads, which wait for each other."""
 
-ONEDNN_ROWS = 16
-"""Matrices with fewer rows are not worth the copies that oneDNN needs."""
+ONEDNN_TERMS, ONEDNN_ROWS = 512, 16
+"""Products of shorter sums, or of fewer rows, are not worth the copies that oneDNN needs."""
 
 
 def iterate_tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -118,6 +118,7 @@ def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     matrices = (rows, columns)
     if (
         all(x.dtype == torch.float32 and x.device.type == "cpu" for x in matrices)
+        and rows.shape[1] >= ONEDNN_TERMS
         and min(len(columns), len(rows)) >= ONEDNN_ROWS
         and torch.backends.mkldnn.is_available()
     ):

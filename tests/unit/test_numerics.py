@@ -12,6 +12,7 @@ from stopdown.numerics import (
     headroom_bits,
     iterate_tensors,
     measure_amax,
+    multiply_matrices,
     relative_l2,
     summarise_magnitudes,
 )
@@ -64,3 +65,20 @@ def test_tensors_are_found_in_nested_objects() -> None:
 
     found = list(iterate_tensors((Output(), torch.nn.Linear(2, 2), None)))
     assert [x.numel() for x in found] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("terms", [64, 600])
+def test_products_of_long_sums_are_as_near_as_their_terms_allow(terms: int) -> None:
+    """Whichever library computes them, each sum of n products is within n rounding errors."""
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = (torch.randn(count, terms, generator=generator) for count in (40, 24))
+    exact = rows.double() @ columns.double().T
+    room = terms * 2.0**-24 * (rows.double().abs() @ columns.double().abs().T)
+    assert bool(((multiply_matrices(rows, columns) - exact).abs() <= room).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_summaries_of_16_bits_are_those_of_their_values(dtype: torch.dtype) -> None:
+    """Ends that are read from bits are those of the same values in fp32."""
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert summarise_magnitudes(values) == summarise_magnitudes(values.float())
