@@ -101,6 +101,17 @@ def test_code_that_mixes_dtypes_runs_under_the_guard() -> None:
     assert not any(m._forward_pre_hooks for m in block.modules())
 
 
+def test_a_norm_that_gets_fp32_and_widens_it_is_found() -> None:
+    """Cast at its input it would widen that again, beside parameters in fp16: they are fp32 instead."""
+    block = make_block()
+    with guard(block, announce=lambda _: None) as guarded:
+        y = block(torch.ones(2, 8))  # the embedding's sum is fp32, and so is what the norm gets
+    (repair,) = guarded.repairs
+    assert "3 layers" in repair.reason
+    wide = copy.deepcopy(block).float()
+    torch.testing.assert_close(y.float(), wide(torch.ones(2, 8)), rtol=0, atol=2e-3)
+
+
 @pytest.mark.usefixtures("each_device")
 def test_an_overflow_behind_a_refusal_is_repaired_too() -> None:
     """First the dtypes, then the range: the casts stay in force under the exponents."""
@@ -128,7 +139,7 @@ def test_a_guard_that_may_not_repair_leaves_the_error_with_a_note(on_fault: Any)
     with guard(block, on_fault=on_fault) as guarded, pytest.raises(RuntimeError) as found:
         block(torch.ones(2, 8).half())
     (note,) = found.value.__notes__
-    assert "stopdown check" in note
+    assert note.startswith("Stopdown: Block:embed, whose weights are fp16, refused")
     assert guarded.repairs == ()
 
 

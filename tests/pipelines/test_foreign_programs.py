@@ -285,7 +285,7 @@ def read_webp(path: Path) -> np.ndarray:
 
 @pytest.mark.timeout(1800)
 def test_the_video_command_of_imaginairy(tmp_path: Path) -> None:
-    """Without CUDA its UNet mixes dtypes, which is named; as on CUDA, under autocast, it is guarded.
+    """Without CUDA its UNet mixes dtypes, which is repaired; as on CUDA, under autocast, it is guarded.
 
     There the healthy run gives the same file, and what overflows is repaired.
     """
@@ -309,9 +309,16 @@ def test_the_video_command_of_imaginairy(tmp_path: Path) -> None:
         return next((tmp_path / name).rglob("*.webp"), Path()), output
 
     run("mixed-plain", "cache", *alone, code=1)
-    record = read_record(run("mixed", "cache", *GUARDED, *alone, code=1)[1])
-    (said,) = record.remarks
-    assert said.startswith("OpenAIWrapper:diffusion_model.time_embed.0, whose weights are fp16, ")
+    video, output = run("mixed", "cache", *GUARDED, *alone)
+    found = read_record(output).modules
+    assert found is not None
+    assert {repair.action for repair in found.repairs} == {"cast-inputs"}
+    assert found.repairs[0].component == "OpenAIWrapper"
+    narrow, wide = (
+        read_webp(video),
+        read_webp(run("whole", "cache", *GUARDED, "--precision", "fp32", *alone)[0]),
+    )
+    assert 10 * np.log10(255**2 / np.mean((narrow - wide) ** 2)) > 25
 
     video, output = run("guarded", "cache", *GUARDED, *as_on_cuda)
     assert video.read_bytes() == run("plain", "cache", *as_on_cuda)[0].read_bytes()

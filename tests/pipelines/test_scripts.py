@@ -236,16 +236,27 @@ with torch.no_grad():
 """Code that mixes dtypes in fp16, as imaginAIry's does without CUDA."""
 
 
-def test_an_error_of_dtypes_is_named(run: Run, capsys: Any) -> None:
-    """The layer that refused its input, its format and what helps; the script's exit code is kept."""
+def test_an_error_of_dtypes_is_repaired(run: Run, capsys: Any) -> None:
+    """The layer that refused its input gets it cast, and the script goes on to its end."""
     record, said = run(MIXED)
+    assert record.exit_code == 0
+    assert not record.unrepaired
+    assert len(said) == 1
+    assert '"mat1 and mat2 must have the same dtype, but got Float and Half".' in said[0]
+    assert "time_embed.0 got another dtype than its weight has." in said[0]
+    assert capsys.readouterr().out == "torch.float16\n"
+
+
+def test_an_error_of_dtypes_is_named(run: Run, capsys: Any) -> None:
+    """Not repaired: the layer that refused its input, its format and what helps; the exit code is kept."""
+    record, said = run(MIXED, on_fault="raise")
     assert record.exit_code == 1
     assert not record.unrepaired
-    assert said == [
-        "UNet:time_embed.0, whose weights are fp16, refused what it was called with: mat1 and mat2 must "
-        "have the same dtype, but got Float and Half. Run the script with --precision fp32, or cast what "
-        "differs with stopdown.mend in Python."
-    ]
+    assert said == []
+    assert (
+        "Stopdown: UNet:time_embed.0, whose weights are fp16, refused operands of two dtypes. Run a script "
+        "with stopdown run --precision fp32" in capsys.readouterr().err
+    )
     assert record.modules is not None
     assert record.modules.unwatched == ("A call of UNet ended with RuntimeError.",)
 

@@ -47,17 +47,25 @@ def find_operands(call: Callable[[], Any], shadow: torch.nn.Module) -> Operands:
 
     Code that does not run even so is followed up to there.
 
-    Cost: one run of the call, on whatever tensors the shadow has.
+    Cost: one run of the call, on whatever tensors the shadow has; where inputs are to be cast a second one
+        with these casts, which shows the layers that widen them again.
     """
+    found = _look(call, shadow, NO_OPERANDS)
+    return _look(call, shadow, found) if found.cast_inputs else found
+
+
+def _look(call: Callable[[], Any], shadow: torch.nn.Module, known: Operands) -> Operands:
+    """What one run shows beside what is known already."""
     ignored = contextlib.suppress(
         Exception
     )  # what stops it stops the capture, which names the line
-    with Patches() as patches, _Watch(shadow, patches) as found, ignored:
-        call()
-    return Operands(
-        tuple(sorted(found.cast - {x.rpartition(".")[0] for x in found.wide})),
-        tuple(sorted(found.wide)),
-    )
+    with Patches() as patches:
+        cast_to_weights(shadow, Operands(known.cast_inputs), patches)
+        with _Watch(shadow, patches) as found, ignored:
+            call()
+    wide = found.wide.union(known.fp32_parameters)
+    cast = found.cast.union(known.cast_inputs) - {x.rpartition(".")[0] for x in wide}
+    return Operands(tuple(sorted(cast)), tuple(sorted(wide)))
 
 
 def merge_operands(*several: Operands) -> Operands:

@@ -9,20 +9,23 @@ and calls that several ranks make together. The error is then the program's own,
 from __future__ import annotations
 
 import time
+import traceback
+
+import torch
 
 from stopdown.call_names import name_module_path
 from stopdown.diagnosis import explain_text
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
+from stopdown.number_formats import name_dtype
+from stopdown.pipelines.components import read_precisions
 from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import Adjustment
 
-_NOTE = (
-    "Stopdown: two dtypes meet in {component}. To find the module: stopdown check SOURCE --precision fp16, "
-    "or in Python stopdown.check(pipe). To see what to write: stopdown explain with the log of this run."
-)
+REFUSALS = (RuntimeError, TypeError, ValueError)
+"""What torch, and kernels that are called in its place, raise at operands of two dtypes."""
 
 
 def is_refusal(error: Exception) -> bool:
@@ -30,11 +33,24 @@ def is_refusal(error: Exception) -> bool:
     return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
 
 
-def add_note(error: Exception, component: str) -> None:
-    """Let a traceback end with what to type; a second call does nothing."""
-    note = _NOTE.format(component=component)
+def add_note(error: Exception, component: str, module: torch.nn.Module) -> None:
+    """Let a traceback end with the module that refused, and what helps; a second call does nothing."""
+    note = f"Stopdown: {_describe_refusal(error, component, module)}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+
+
+def _describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
+    """Which module refused its operands, the innermost of the traceback, and what helps."""
+    names = {id(part): (path, part) for path, part in module.named_modules()}
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    path, part = ([names[id(x)] for x in running if id(x) in names] or [("", module)])[-1]
+    formats = " and ".join(name_dtype(x) for x in read_precisions(part))
+    return (
+        f"{name_module_path(component, path)}{f', whose weights are {formats},' if formats else ''} "
+        "refused operands of two dtypes. Run a script with stopdown run --precision fp32, or cast what "
+        "differs with stopdown.mend in Python."
+    )
 
 
 def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair] | None:

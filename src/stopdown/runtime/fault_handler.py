@@ -88,11 +88,11 @@ class FaultHandler:
                 fault = agree_on_fault(self.ranks, fault)
             return self._work_on(fault)
 
-    def answer_refusal(self, fault: Fault, error: RuntimeError) -> Any:
+    def answer_refusal(self, fault: Fault, error: Exception) -> Any:
         """The output of a call that stopped because operands had different dtypes.
 
         Raises:
-            RuntimeError: the error as it came, where it says something else or cannot be repaired.
+            Exception: the error as it came, where it says something else or cannot be repaired.
         """
         if not is_refusal(error):
             raise error
@@ -101,7 +101,7 @@ class FaultHandler:
             with _ONE_FAULT:
                 repaired = repair_refusal(fault, error)
         if repaired is None:
-            add_note(error, fault.component)
+            add_note(error, fault.component, fault.guarded.module)
             raise error
         fault.guarded.component.note_precisions()
         self.log.keep(repaired[1])

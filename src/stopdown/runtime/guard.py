@@ -81,6 +81,7 @@ from stopdown.records import (
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.clamps import noting_clamps, watch_clamps
+from stopdown.runtime.dtype_repairs import REFUSALS
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_origin import Origin, find_origin
 from stopdown.runtime.fault_texts import Fault, name_counts
@@ -516,7 +517,7 @@ class Guard:
         called = time.perf_counter()
         try:
             output = call(*args, **kwargs)
-        except RuntimeError as error:
+        except REFUSALS as error:
             fault = self._make_fault(guarded, call, args, kwargs)
             output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
-import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from stopdown.call_names import name_call, name_module_path
-from stopdown.errors import NonFiniteError, PlanError, StopdownError, take_first_line
+from stopdown.call_names import name_call
+from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.graph.capture import set_own_dtypes
 from stopdown.number_formats import name_dtype
@@ -39,7 +37,6 @@ from stopdown.pipelines.components import (
     Callee,
     cast_component_,
     find_callees,
-    find_components,
     read_precisions,
 )
 from stopdown.pipelines.outermost_calls import (
@@ -56,9 +53,6 @@ from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
 from stopdown.runtime.results import collect_videos
-
-_OF_DTYPES = re.compile(r"\bdtypes?\b|scalar type")
-"""In messages of torch about operands that do not go together."""
 
 _METHODS = ("encode", "decode")
 """Methods that are component calls, where a class has both."""
@@ -141,25 +135,6 @@ def _explain_leaving(module: torch.nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
     return "in training" if is_in_training(module) else ""
-
-
-def _describe_dtype_error(error: Exception, components: Mapping[str, torch.nn.Module]) -> str:
-    """Which module refused its operands, and what helps: the innermost one of the error's traceback."""
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = [x for x in running if isinstance(x, torch.nn.Module)]
-    names = {
-        id(part): (name_module_path(name, path), part)
-        for name, component in components.items()
-        for path, part in component.named_modules()
-    }
-    known = [names[id(x)] for x in inside if id(x) in names]
-    place, part = known[-1] if known else ("A component", None)
-    formats = [] if part is None else [name_dtype(x) for x in read_precisions(part)]
-    weights = f", whose weights are {' and '.join(formats)}," if formats else ""
-    return (
-        f"{place}{weights} refused what it was called with: {take_first_line(error)}. Run the script with "
-        "--precision fp32, or cast what differs with stopdown.mend in Python."
-    )
 
 
 def _add(before: CallSummary | None, call: CallSummary) -> CallSummary:
@@ -301,10 +276,6 @@ class ScriptGuard:
             self.failed = True
             remedy = self._advise()
             raise NonFiniteError(error.what, expected=error.expected, remedy=remedy) from error
-        except (RuntimeError, TypeError, ValueError) as error:
-            if _OF_DTYPES.search(str(error)):
-                self.announce(_describe_dtype_error(error, find_components(guarding.pipe)))
-            raise
         finally:
             self.failed |= any(repair.action == "none" for repair in guarding.repairs[before:])
 
