@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +42,18 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
+class _Watcher:
+    thread: int
+    is_off: bool
+    entered: list[torch.dtype] = field(default_factory=list)
+
+
+_LOCK, _PATCHES = threading.Lock(), Patches()
+_WATCHERS: list[_Watcher] = []
+"""Of all threads, which may leave in any order: the class is patched from the first to the last."""
+
+
 @contextlib.contextmanager
 def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
     """The dtypes of autocast that code enters by itself meanwhile, in this thread.
@@ -48,22 +61,35 @@ def watched_autocast(*, is_off: bool = False) -> Iterator[list[torch.dtype]]:
     Args:
         is_off: it has no effect there: what is fp32 stays fp32.
     """
-    entered: list[torch.dtype] = []
-    thread, original = threading.get_ident(), torch.autocast.__enter__
+    watcher = _Watcher(threading.get_ident(), is_off)
+    with _LOCK:
+        if not _WATCHERS:
+            enter = _watch(torch.autocast.__enter__)
+            _PATCHES.set_class_attribute(torch.autocast, "__enter__", enter)
+        _WATCHERS.append(watcher)
+    try:
+        yield watcher.entered
+    finally:
+        with _LOCK:
+            _WATCHERS.remove(watcher)
+            if not _WATCHERS:
+                _PATCHES.undo()
 
+
+def _watch(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def enter(region: Any) -> Any:
-        if threading.get_ident() != thread or not region._enabled:
+        own = [x for x in tuple(_WATCHERS) if x.thread == threading.get_ident()]
+        if not own or not region._enabled:
             return original(region)
-        entered.append(region.fast_dtype)
-        region._enabled = not is_off
+        for watcher in own:
+            watcher.entered.append(region.fast_dtype)
+        region._enabled = not any(x.is_off for x in own)
         try:
             return original(region)
         finally:
             region._enabled = True
 
-    with Patches() as patches:
-        patches.set_class_attribute(torch.autocast, "__enter__", enter)
-        yield entered
+    return enter
 
 
 def leave_autocast(module: torch.nn.Module, patches: Patches) -> None:

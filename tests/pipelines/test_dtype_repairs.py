@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
-from stopdown.runtime import fault_handler
+from stopdown.runtime import guard as guard_module
+from stopdown.runtime import repairs
 from stopdown.runtime.guard import guard
 
 REFUSED = "should be the same|must have the same dtype|expect parameter to have scalar type"
@@ -125,7 +127,7 @@ def test_an_overflow_behind_a_refusal_is_repaired_too() -> None:
 
 def test_without_the_repair_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switched off, the error is back."""
-    monkeypatch.setattr(fault_handler, "is_refusal", lambda _: False)
+    monkeypatch.setattr(guard_module, "is_refusal", lambda _: False)
     block = make_block()
     with guard(block), pytest.raises(RuntimeError, match=REFUSED) as found:
         block(torch.ones(2, 8).half())
@@ -197,3 +199,155 @@ def test_a_script_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     record = run_script(ScriptOptions(script=str(script)), told.append)
     assert record.exit_code == 0, told
     assert [repair.action for repair in record.runs[0].repairs] == ["cast-inputs"]
+
+
+class Writer(torch.nn.Module):
+    """Counts its calls somewhere before it refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(1))
+        self.count = 0
+
+    def forward(self, x: torch.Tensor, where: str, kept: Any = None) -> torch.Tensor:
+        if where == "buffer":
+            self.state += 1
+        elif where == "attribute":
+            self.count += 1
+        elif where == "list":
+            kept.append(x)
+        elif where == "tensor":
+            kept += 1
+        y: torch.Tensor = self.inner(x)
+        return y
+
+
+class Cache:
+    """Keeps values between calls, as language models' caches do."""
+
+
+@pytest.mark.parametrize("where", ["buffer", "attribute", "list", "tensor", "cache"])
+def test_a_call_that_writes_is_not_made_again(where: str) -> None:
+    """It would write twice: the error is the program's own, and buffers and tensors are as it left them."""
+    writer = Writer().half().eval().requires_grad_(False)
+    kept: Any = {"list": [], "tensor": torch.zeros(1), "cache": Cache()}.get(where)
+    with guard(writer) as guarded, pytest.raises(RuntimeError, match=REFUSED) as found:
+        writer(torch.ones(2, 4), where, kept)
+    assert len(found.value.__notes__) == 1
+    assert guarded.repairs == ()
+    assert writer.state == (where == "buffer")
+    if where == "tensor":
+        assert kept == 1
+
+
+class Noisy(torch.nn.Module):
+    """Draws a number before its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.inner(x + torch.randn(4))
+        return y
+
+
+def test_a_repaired_call_draws_its_own_numbers() -> None:
+    """The result is that of the cast by hand with the same seed, and so is the next number."""
+    noisy = Noisy().half().eval().requires_grad_(False)
+    torch.manual_seed(3)
+    wanted, follows = noisy.inner((torch.ones(2, 4) + torch.randn(4)).half()), torch.randn(1)
+    torch.manual_seed(3)
+    with guard(noisy, announce=lambda _: None):
+        assert torch.equal(noisy(torch.ones(2, 4)), wanted)
+    assert torch.equal(torch.randn(1), follows)
+
+
+def test_an_error_leaves_random_numbers_as_without_a_guard() -> None:
+    """What is looked at and not repaired draws nothing that the program would miss."""
+
+    class Both(Noisy):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y @ torch.randn(4, 4)
+
+    both, numbers = Both().half().eval().requires_grad_(False), []
+    for on_fault in ("raise", "repair"):
+        torch.manual_seed(3)
+        with guard(both, on_fault=on_fault), pytest.raises(RuntimeError, match=REFUSED):
+            both(torch.ones(2, 4))
+        numbers.append(torch.randn(1))
+    assert torch.equal(*numbers)
+
+
+def test_formats_for_storage_are_no_operands() -> None:
+    """A cast to 8 bits would lose the value: the error is the program's own."""
+    stored = torch.nn.Linear(16, 16, bias=False).eval().requires_grad_(False)
+    stored.weight.data = stored.weight.data.to(torch.float8_e4m3fn)
+    with guard(stored) as guarded, pytest.raises(RuntimeError):
+        stored(torch.ones(2, 16))
+    assert guarded.repairs == ()
+
+
+class Scaled(torch.nn.Module):
+    """Its first parameter has another dtype than its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+        self.weight = torch.nn.Parameter(torch.randn(4, 4).half())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight) * self.scale
+
+
+def test_inputs_get_the_dtype_of_the_weight() -> None:
+    """Not that of whichever parameter comes first."""
+    scaled = Scaled().eval().requires_grad_(False)
+    with guard(scaled, announce=lambda _: None) as guarded:
+        assert scaled(torch.ones(2, 4)).isfinite().all()
+    assert len(guarded.repairs) == 1
+
+
+def test_threads_that_are_refused_together_all_go_on() -> None:
+    """One repairs the module, the others repeat their call."""
+    block = make_block()
+    together, began = threading.Barrier(3), set[int]()
+
+    def wait(*_: Any) -> None:
+        if threading.get_ident() not in began:
+            began.add(threading.get_ident())
+            together.wait(60)
+
+    block.embed.register_forward_pre_hook(wait)
+    found: list[Any] = []
+
+    def call() -> None:
+        try:
+            found.append(block(torch.ones(2, 8).half()))
+        except Exception as error:
+            found.append(error)
+
+    with guard(block, announce=lambda _: None) as guarded:
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(isinstance(x, torch.Tensor) for x in found), found
+    assert len(guarded.repairs) == 1
+
+
+def test_a_repair_that_cannot_be_put_on_leaves_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script gets its own error, and what was in force before stays so."""
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(repairs, "cast_to_weights", fail)
+    block = make_block()
+    with guard(block) as guarded, pytest.raises(RuntimeError, match=REFUSED):
+        block(torch.ones(2, 8).half())
+    assert guarded.repairs == ()

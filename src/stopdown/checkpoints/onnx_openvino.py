@@ -293,13 +293,13 @@ def _widen(value: Any, constants: list[tuple[Any, Any]]) -> Any:
     first, second = node.input_values()
     if kind == "Multiply" and first.get_node().get_type_name() == "Constant":
         first, second = second, first
+    if second.get_node().get_type_name() != "Constant":
+        return None
     inner = _widen(first, constants)
     if inner is None:
         return None
     if kind == "Unsqueeze":
         return opset13.unsqueeze(inner, second)
-    if second.get_node().get_type_name() != "Constant":
-        return None
     values = second.get_node().data.astype("float64")
     product = opset13.multiply(inner, opset13.constant(values))
     constants.append((product.input(1), values))

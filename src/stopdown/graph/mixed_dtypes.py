@@ -34,6 +34,9 @@ PRODUCT_FUNCTIONS: frozenset[Any] = frozenset({functional.linear}) | frozenset(
 )
 """Linears and convolutions as code calls them."""
 
+COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+"""What operations compute in; other floating dtypes are for storage, and a cast to them loses the value."""
+
 _WEIGHTED: dict[Any, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCT_FUNCTIONS, ("input", "weight", "bias")),
     functional.layer_norm: ("input", "normalized_shape", "weight", "bias"),
@@ -109,7 +112,10 @@ def _is_autocast(args: Any, kwargs: Any) -> bool:
 
 
 def _cast_to_weight(part: torch.nn.Module, value: torch.Tensor) -> torch.Tensor:
-    return _cast(next(part.parameters(recurse=False)).dtype, value)
+    weight = getattr(part, "weight", None)
+    if not isinstance(weight, torch.Tensor):
+        weight = next(part.parameters(recurse=False))
+    return _cast(weight.dtype, value) if {weight.dtype, value.dtype} <= COMPUTED else value
 
 
 def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
@@ -159,8 +165,8 @@ class _Watch(TorchFunctionMode):
         if (
             weight is not None
             and name
-            and source.is_floating_point()
             and source.dtype != weight.dtype
+            and {source.dtype, weight.dtype} <= COMPUTED
         ):
             path = name.rpartition(".")[0]
             if source.dtype in self._given.get(path, ()):

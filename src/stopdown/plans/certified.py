@@ -48,11 +48,12 @@ from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
 from stopdown.plans.quantised_bounds import put_file_bounds
-from stopdown.records import ComponentPlan, Plan, Scaling, Trial
+from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import capture_streamed
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 
+_WHOLE = "Only the whole component in fp32 keeps its bounds in range."
 _UNTRIED = Trial(
     note="A certificate is computed from the weights, without inputs, so no call was tried."
 )
@@ -219,8 +220,7 @@ def _plan_component(
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
     if "" in scaling.fp32_modules:
-        why = "Only the whole component in fp32 keeps its bounds in range."
-        return _fall_back(source, bare, why)
+        return _fall_back(source, bare, _WHOLE)
     return describe_scaling(bare, dataclasses.replace(scaling, trial=_UNTRIED), "fp16", 0)
 
 
@@ -269,16 +269,24 @@ def _count(name: str, module: torch.nn.Module, progress: Progress | None) -> Cal
 def _scale(
     module: torch.nn.Module, made: Sequence[RecordedCall], residual: str, load: Load
 ) -> Scaling:
+    """Exponents with the stream asked for, else as the model has it."""
     calls = [(find_call(module, x), x.args, x.kwargs) for x in made]
-    stream, note = None, ""
-    if residual == "fp32":
-        try:
-            stream = plan_stream(module, calls, torch.float16)
-        except ScalingError as error:
-            note = f"The residual stream is not kept in fp32: {error.what}"
-    captured = [(capture_streamed(*x, torch.float16, stream), *x[1:]) for x in calls]
-    found = scale_unmeasured(module, captured, load, functools.partial(find_scaling, stream=stream))
-    return dataclasses.replace(found, note=note) if note else found
+
+    def scale(stream: ResidualStream | None) -> Scaling:
+        captured = [(capture_streamed(*x, torch.float16, stream), *x[1:]) for x in calls]
+        find = functools.partial(find_scaling, stream=stream)
+        return scale_unmeasured(module, captured, load, find)
+
+    if residual == "native":
+        return scale(None)
+    try:
+        found = scale(plan_stream(module, calls, torch.float16))
+        if "" not in found.fp32_modules:
+            return found
+        why = _WHOLE
+    except ScalingError as error:
+        why = error.what
+    return dataclasses.replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")
 
 
 def _fall_back(source: Source, bare: ComponentPlan, why: str) -> ComponentPlan:

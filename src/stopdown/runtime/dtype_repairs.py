@@ -3,23 +3,33 @@
 **Catches** linears, convolutions, layer and group norms that get another floating dtype than their
 weight has.
 **Does not catch** products of two values of different dtypes, compiled code, calls that compute gradients,
-and calls that several ranks make together. The error is then the program's own, with a note.
+calls that several ranks make together, and calls that write into their arguments, into a cache or into
+their module, which cannot be made again. The error is then the program's own, with a note.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import Enum
+from numbers import Number
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stopdown.call_names import name_module_path
 from stopdown.diagnosis import explain_text
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.number_formats import name_dtype
+from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.components import read_precisions
 from stopdown.pipelines.step_caches import clear_caches
+from stopdown.randomness import save_random
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import Adjustment
@@ -33,14 +43,14 @@ def is_refusal(error: Exception) -> bool:
     return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
 
 
-def add_note(error: Exception, component: str, module: torch.nn.Module) -> None:
-    """Let a traceback end with the module that refused, and what helps; a second call does nothing."""
-    note = f"Stopdown: {_describe_refusal(error, component, module)}"
+def add_note(error: Exception, text: str) -> None:
+    """Let a traceback end with what is known; a second call does nothing."""
+    note = f"Stopdown: {text}"
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
-def _describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
+def describe_refusal(error: Exception, component: str, module: torch.nn.Module) -> str:
     """Which module refused its operands, the innermost of the traceback, and what helps."""
     names = {id(part): (path, part) for path, part in module.named_modules()}
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -53,23 +63,85 @@ def _describe_refusal(error: Exception, component: str, module: torch.nn.Module)
     )
 
 
-def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair] | None:
-    """The output of a refused call, made again with casts in front of its layers; None where none helps."""
-    begun, state = time.perf_counter(), fault.guarded.state
-    before = state.applied
-    fault.guarded.latest.restore()
-    operands = find_operands(fault.repeat, fault.guarded.module)
-    if operands == NO_OPERANDS:
+def repair_refusal(fault: Fault, error: Exception) -> tuple[object, Repair | None] | None:
+    """The output of a refused call, made again with casts in front of its layers; None where none helps.
+
+    Where another thread put them on meanwhile there is no repair of its own.
+    """
+    begun, guarded = time.perf_counter(), fault.guarded
+    state, latest, module = guarded.state, guarded.latest, guarded.module
+    given = (latest.args, latest.kwargs)
+    if not all(map(_is_plain, pytree.tree_leaves(given))):
         return None
-    state.put_on((*before, Adjustment("cast-inputs", fault.precision, operands=operands)))
-    fault.guarded.latest.restore()
-    clear_caches(fault.guarded.module)
+    restore_now = save_random(guarded.device or torch.device("cpu"), latest.kwargs)
+    before = state.applied
+
+    def repeat() -> object:
+        latest.restore()
+        return fault.repeat()
+
     try:
-        output = fault.repeat()
+        if any(one.action == "cast-inputs" for one in before):
+            with contextlib.suppress(*REFUSALS):
+                return repeat(), None
+        operands = _find_operands(repeat, module, given)
+        if operands != NO_OPERANDS:
+            state.put_on((*before, Adjustment("cast-inputs", fault.precision, operands=operands)))
+            clear_caches(module)
+            return repeat(), _describe(fault, error, operands, time.perf_counter() - begun)
     except Exception:  # another operation refuses too: the first error is the program's own
         state.put_on(before)
-        return None
-    return output, _describe(fault, error, operands, time.perf_counter() - begun)
+    restore_now()
+    return None
+
+
+def _find_operands(repeat: Callable[[], object], module: torch.nn.Module, given: Any) -> Operands:
+    """What makes a call's operands one; nothing where making it again changes what it is made of."""
+    tensors = [*module.buffers(), *iterate_tensors(given)]
+    values = [x.clone() for x in tensors]
+    marks = _mark(module, given)
+    operands = find_operands(repeat, module)
+    if _mark(module, given) == marks:
+        return operands
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+    return NO_OPERANDS
+
+
+def _is_plain(value: object) -> bool:
+    """Whether an argument keeps nothing between calls, as a cache does."""
+    kinds = (
+        torch.Tensor,
+        torch.Generator,
+        torch.dtype,
+        torch.device,
+        Number,
+        Enum,
+        str,
+        bytes,
+        tuple,
+    )
+    return value is None or isinstance(value, kinds) or callable(value)
+
+
+def _mark(module: torch.nn.Module, given: Any) -> list[tuple[object, ...]]:
+    """What changes when a call writes: tensors, attributes of modules, lengths of containers."""
+    tensors = [*module.buffers(), *iterate_tensors(given)]
+    marks: list[tuple[object, ...]] = [
+        (id(x), 0 if x.is_inference() else x._version) for x in tensors
+    ]
+    own = vars(torch.nn.Module()).keys()
+    for part in module.modules():
+        marks += [(name, id(x), _measure(x)) for name, x in vars(part).items() if name not in own]
+    return [*marks, (_measure(given),)]
+
+
+def _measure(value: object) -> object:
+    """The lengths of nested containers."""
+    if isinstance(value, Mapping):
+        return tuple(map(_measure, value.values()))
+    return tuple(map(_measure, value)) if isinstance(value, list | tuple | deque) else 0
 
 
 def _describe(fault: Fault, error: Exception, operands: Operands, elapsed_s: float) -> Repair:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,7 @@ from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.culprit import Culprit, find_culprit
-from stopdown.runtime.dtype_repairs import add_note, is_refusal, repair_refusal
+from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_origin import Origin
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
 from stopdown.runtime.guarded_call import GuardedCall
@@ -92,20 +93,22 @@ class FaultHandler:
         """The output of a call that stopped because operands had different dtypes.
 
         Raises:
-            Exception: the error as it came, where it says something else or cannot be repaired.
+            Exception: the error as it came, where it cannot be repaired.
         """
-        if not is_refusal(error):
-            raise error
+        note = describe_refusal(error, fault.component, fault.guarded.module)
         repaired = None
         if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
+            traceback.clear_frames(error.__traceback__)  # they hold what the call had computed
             with _ONE_FAULT:
                 repaired = repair_refusal(fault, error)
         if repaired is None:
-            add_note(error, fault.component, fault.guarded.module)
+            add_note(error, note)
             raise error
+        output, repair = repaired
         fault.guarded.component.note_precisions()
-        self.log.keep(repaired[1])
-        return repaired[0]
+        if repair is not None:
+            self.log.keep(repair)
+        return output
 
     def _work_on(self, fault: Fault) -> Any:
         begun = time.perf_counter()

@@ -81,7 +81,7 @@ from stopdown.records import (
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.clamps import noting_clamps, watch_clamps
-from stopdown.runtime.dtype_repairs import REFUSALS
+from stopdown.runtime.dtype_repairs import REFUSALS, is_refusal
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_origin import Origin, find_origin
 from stopdown.runtime.fault_texts import Fault, name_counts
@@ -518,6 +518,8 @@ class Guard:
         try:
             output = call(*args, **kwargs)
         except REFUSALS as error:
+            if not is_refusal(error):
+                raise
             fault = self._make_fault(guarded, call, args, kwargs)
             output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()
