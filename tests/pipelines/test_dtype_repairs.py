@@ -13,6 +13,7 @@ import torch
 
 from stopdown import testing
 from stopdown.app.run_command import ScriptOptions, run_script
+from stopdown.autocast import watched_autocast
 from stopdown.runtime import guard as guard_module
 from stopdown.runtime import repairs
 from stopdown.runtime.guard import guard
@@ -351,3 +352,26 @@ def test_a_repair_that_cannot_be_put_on_leaves_the_error(monkeypatch: pytest.Mon
     with guard(block) as guarded, pytest.raises(RuntimeError, match=REFUSED):
         block(torch.ones(2, 8).half())
     assert guarded.repairs == ()
+
+
+def test_threads_that_watch_autocast_leave_it_as_it_was() -> None:
+    """Whoever leaves first: the class is restored by the last, and each sees its own thread alone."""
+    original = torch.autocast.__enter__
+    entered, left = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        with watched_autocast(is_off=True) as seen:
+            entered.set()
+            left.wait(60)
+        assert seen == []
+
+    with watched_autocast() as own:
+        thread = threading.Thread(target=watch)
+        thread.start()
+        entered.wait(60)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.is_autocast_enabled("cpu")
+    assert own == [torch.bfloat16]
+    left.set()
+    thread.join()
+    assert torch.autocast.__enter__ is original

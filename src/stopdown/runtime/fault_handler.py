@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -98,7 +97,6 @@ class FaultHandler:
         note = describe_refusal(error, fault.component, fault.guarded.module)
         repaired = None
         if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
-            traceback.clear_frames(error.__traceback__)  # they hold what the call had computed
             with _ONE_FAULT:
                 repaired = repair_refusal(fault, error)
         if repaired is None:
