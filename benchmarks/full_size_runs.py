@@ -391,7 +391,7 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     verify_source(source)
     chosen = select_pipeline(source, request)
     facts = gather_facts(chosen.source, chosen.configs)
-    precision = str(folder / _PLANS[stage]) if stage in _PLANS else stage
+    precision = str(name_plan(folder, stage)) if stage in _MADE_BY else stage
     begun = time.perf_counter()
     loader = choose_loader(chosen.source, precision, facts, probe_formats(device), device,
                            request=request)  # fmt: skip
@@ -423,16 +423,18 @@ def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     return row | (compare(kept, stored) if stored is not None else describe(kept))
 
 
-_PLANS = {
-    "fp16 by plan": "plan.json",
-    "fp16 by certificate": "certificate.json",
-    "fp16 by certificate, fp32 residual": "certificate-residual.json",
+_MADE_BY = {
+    "fp16 by plan": "plan",
+    "fp16 by certificate": "certify",
+    "fp16 by certificate, fp32 residual": "certify, fp32 residual",
+    "sums": "certify",
 }
-_WRITES = {
-    "plan": "plan.json",
-    "certify": "certificate.json",
-    "certify, fp32 residual": "certificate-residual.json",
-}
+"""Stages that rest on a plan, and the stage that makes it."""
+
+
+def name_plan(folder: Path, stage: str) -> Path:
+    """The file of the plan that a stage rests on."""
+    return folder / f"{_MADE_BY[stage]}.json"
 
 
 def wide(stage: str) -> Any:
@@ -497,7 +499,7 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
         residual = "fp32" if stage.endswith("residual") else None
         made = certify_plan(source, request=request, residual=residual, progress=follow)
     elapsed_s = time.perf_counter() - begun
-    write_plan(made, folder / _WRITES[stage])
+    write_plan(made, folder / f"{stage}.json")
     entry = next(x for x in made.components if x.component == CASES[name].component)
     exponents = entry.scaling.exponents.values()
     return {
@@ -524,7 +526,7 @@ def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     from stopdown.plans.fp16_sums import choose_sums, list_refused
     from stopdown.plans.plan_files import read_plan
 
-    made = choose_sums(read_plan(folder / _PLANS["fp16 by certificate"]), "auto")
+    made = choose_sums(read_plan(name_plan(folder, stage)), "auto")
     entry = next(x for x in made.components if x.component == CASES[name].component)
     taken = entry.accumulation.fp16_sums if entry.accumulation is not None else {}
     terms = {path: bound.terms for path, bound in entry.scaling.sums.items()}
@@ -534,7 +536,11 @@ def sums_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_MAKERS = {**dict.fromkeys(_WRITES, plan_stage), "weights": weights_stage, "sums": sums_stage}
+_MAKERS = {
+    **dict.fromkeys(_MADE_BY.values(), plan_stage),
+    "weights": weights_stage,
+    "sums": sums_stage,
+}
 
 
 def run_all(name: str, stages: list[str], folder: Path) -> None:
@@ -549,17 +555,13 @@ def run_all(name: str, stages: list[str], folder: Path) -> None:
         store(name, stage, row)
 
 
-BY_CERTIFICATE = ("fp16 by certificate", "sums")
-"""Stages that a certificate decides."""
-
-
 def store(name: str, stage: str, row: dict[str, Any]) -> None:
     path = RESULTS / "full_size_runs.json"
     report = json.loads(path.read_text()) if path.is_file() else {"rows": {}}
     rows = report["rows"]
     rows.setdefault(name, {})[stage] = row
-    for later in BY_CERTIFICATE if stage == "certify" else ():
-        rows[name].pop(later, None)  # of the certificate before
+    for later in [later for later, made_by in _MADE_BY.items() if made_by == stage]:
+        rows[name].pop(later, None)  # of the plan before
     command = "; ".join(f"python benchmarks/full_size_runs.py {x}" for x in rows)
     report = {"command": command, "machine": describe_machine(), "rows": rows}
     path.write_text(json.dumps(report, indent=1) + "\n")

@@ -559,7 +559,8 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
 def _describe_load(work: _Work, output: Path) -> str:
     """How plain Diffusers, or ComfyUI, loads what was written."""
     if work.form == "comfyui":
-        return f"copy its folders into those of ComfyUI/models: cp -r {output}/*/ ComfyUI/models/"
+        folders = f"{output}/{{diffusion_models,text_encoders,vae}}"
+        return f"copy its folders into those of ComfyUI/models: cp -R {folders} ComfyUI/models/"
     dtypes = {
         entry.component: FORMATS[_find_stored(work, entry.component)].torch_dtype
         for entry in work.plan.components

@@ -94,13 +94,12 @@ class FaultHandler:
         Raises:
             Exception: the error as it came, where it cannot be repaired.
         """
-        note = describe_refusal(error, fault.component, fault.guarded.module)
         repaired = None
         if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
             with _ONE_FAULT:
                 repaired = repair_refusal(fault, error)
         if repaired is None:
-            add_note(error, note)
+            add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
             raise error
         output, repair = repaired
         fault.guarded.component.note_precisions()
