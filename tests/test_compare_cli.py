@@ -56,6 +56,18 @@ def test_compare_writes_page_and_record(run: Any, save_tiny: Any, tmp_path: Path
     assert made.request["steps"] == 1
 
 
+def test_a_limit_of_memory_is_kept_and_recorded(run: Any, save_tiny: Any) -> None:
+    """Weights that do not fit beside the values wait elsewhere; record and page say how it ran."""
+    limited = ("compare", save_tiny("cogvideox", "fp32"), *SIZES, "--memory", "6MiB", "--json")
+    code, out, err = run(*limited, "--prompt", "a", "--precisions", "bf16,fp32")
+    assert code == 0, err
+    made = from_json(out.encode(), Comparison)
+    assert {x.strategy for x in made.variants} == {"resident+tiling"}
+    assert "--memory 6MiB" in made.command
+    assert "it ran as resident+tiling" in made.variants[0].reasons[-1]
+    assert "it ran as resident+tiling" in Path("report.html").read_text(encoding="utf-8")
+
+
 def test_report_prints_the_record(run: Any) -> None:
     """`report` writes the page again; with --json the record without pictures is printed."""
     Path("r.html.json").write_text(to_json(make_comparison()))

@@ -118,6 +118,13 @@ class CompareOptions(RequestOptions):
     height: HeightOption = None
     width: WidthOption = None
     guidance: GuidanceOption = None
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Stay within this much device memory in each run, such as 15GiB; auto is all that the "
+            "device has. If the decoder has to work in tiles in one precision, it does in all."
+        ),
+    ] = None
     min_psnr: Annotated[
         float | None,
         typer.Option(help="Least PSNR in dB of the verdict same picture. By default 33."),
@@ -185,20 +192,31 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     source = _find_source(options, display)
     from stopdown.comparison.precision_lists import parse_precisions
 
-    widest = "fp32" if "fp32" in parse_precisions(options.precisions) else "fp16"
-    refuse_unmeasurable(source, request, options.device, display, precision=widest)
+    is_wide = not {"fp32", "autocast"}.isdisjoint(parse_precisions(options.precisions))
+    widest = "fp32" if is_wide else "fp16"
+    if options.memory is None:
+        refuse_unmeasurable(source, request, options.device, display, precision=widest)
     from stopdown.comparison.matrix import compare as run_matrix
+    from stopdown.comparison.subjects import describe_subject
     from stopdown.report.pages import render_comparison
+    from stopdown.runtime.memory_limits import Limit
 
     with _held(folder):
         try:
-            made = run_matrix(
+            subject = describe_subject(
                 source,
+                dataclasses.replace(request, prompt=numbered[0][1] or None),
+                device=options.device,
+                progress=display.progress,
+                limit=None if options.memory is None else Limit(options.memory),
+                widest=widest,
+            )
+            made = run_matrix(
+                subject,
                 numbered,
                 options.precisions,
                 request=request,
                 thresholds=_read_thresholds(options),
-                device=options.device,
                 folder=folder,
                 progress=display.progress,
             )

@@ -175,7 +175,11 @@ class _Matrix:
         self.looked.add(name)
         device = self.subject.device
         run = self.runs[index] if self.runs else None
-        return run_cell(opened, name, request, device, observe, names_culprit=is_new, run=run)
+        made = run_cell(opened, name, request, device, observe, names_culprit=is_new, run=run)
+        if opened.offloader is not None:  # as it ended: a call that ran out of memory steps down
+            strategy = opened.offloader.taken.strategy.name
+            self._keep_variant(dataclasses.replace(self.variants[name], strategy=strategy))
+        return made
 
     def _keep_variant(self, variant: Variant) -> None:
         if self.variants.get(variant.name) != variant:
@@ -247,7 +251,8 @@ def compare(
     Args:
         pipe_or_source: a Diffusers pipeline, which is copied and left as it is; or a Hub id,
             Diffusers folder, single safetensors file, bundled model, or `Source`; or another program
-            as `guard` takes it, which is cast where it is for each run, and is as before at the end.
+            as `guard` takes it, which is cast where it is for each run, and is as before at the end; or
+            what `describe_subject` gave for one of these.
         prompts: a text, several, or pairs of a line number and a text; an empty text for a pipeline
             that takes none. For a program that is no pipeline what runs it once and returns pictures,
             arrays or tensors: a function without arguments, or several. PyTorch's seed is set before.
@@ -258,7 +263,7 @@ def compare(
         request: sizes, steps, guidance and a picture or video to start from; its seed is that of the
             first prompt, each further one has the next.
         thresholds: what counts as the same picture.
-        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
+        device: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`; a subject has its own.
         folder: where cells are kept until all is done, so that a second start goes on; None takes
             one that is removed at the end.
         progress: told of stage, what, done and total.
@@ -284,7 +289,11 @@ def compare(
         if folder is None:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="stopdown-compare-"))
             folder = Path(made)
-        subject = describe_subject(pipe_or_source, first, device=device, progress=told, runs=runs)
+        subject = (
+            pipe_or_source
+            if isinstance(pipe_or_source, Subject)
+            else describe_subject(pipe_or_source, first, device=device, progress=told, runs=runs)
+        )
         stack.callback(subject.close)
         needs_clamp = any(map(keeps_clamps, subject.classes))
         place = folder / _sign_request(subject, asked, limits, names, len(numbered))
@@ -372,6 +381,7 @@ def _sign_request(
         subject.pipeline,
         subject.scheduler,
         str(subject.device),
+        subject.memory,
         describe_request(request),
         dataclasses.asdict(thresholds),
         list(names),

@@ -217,6 +217,7 @@ class Variant(Displayed):
         weights_bytes: of its parameters and buffers.
         decisions: precision of each component.
         plan: what it was rescaled by.
+        strategy: how it stayed within a limit of memory; "" without one.
         heats: headroom by component.
         time_ratios: stage to its time over the reference's, the median over prompts; `all` for the
             whole run.
@@ -232,6 +233,7 @@ class Variant(Displayed):
     weights_bytes: int = 0
     decisions: tuple[Decision, ...] = ()
     plan: Plan | None = None
+    strategy: str = ""
     heats: tuple[Heat, ...] = ()
     time_ratios: dict[str, float] = field(default_factory=dict)
     peak_bytes: int = 0

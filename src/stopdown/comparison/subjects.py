@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,10 @@ import torch
 from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS
+from stopdown.memory.offloader import Offloader
+from stopdown.memory.strategies import Variant as CallVariant
 from stopdown.patches import Patches
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import intercept_components, put_cast
 from stopdown.pipelines.class_selection import select_pipeline
 from stopdown.pipelines.components import (
@@ -39,9 +43,11 @@ from stopdown.plans.applier import apply_plan, load_planned
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.plan_files import read_plan, write_plan
-from stopdown.plans.planned_loader import gather_facts
+from stopdown.plans.planned_loader import Loaded, gather_facts
 from stopdown.plans.precision import ComponentFacts
+from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
+from stopdown.runtime.memory_limits import Limit, find_variant, fit_run
 
 Progress = Callable[[str, str, int, int], None]
 Run = Callable[[], Any]
@@ -76,7 +82,9 @@ class Opened:
         load_s: seconds that it took.
         weights_bytes: of its parameters and buffers.
         uses_autocast, clamps: how it is to be run.
-        patches: what was put on a program that is itself in this precision.
+        offloader: keeps it within a limit of memory; None without one.
+        patches: what was put on a program that is itself in this precision, or on a pipeline to keep
+            it within a limit.
     """
 
     pipe: Any
@@ -87,6 +95,7 @@ class Opened:
     weights_bytes: int = 0
     uses_autocast: bool = False
     clamps: bool = False
+    offloader: Offloader | None = None
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -110,7 +119,8 @@ class Subject:
         device: where it runs.
         classes: class names of its components.
         scheduler: class in the place of the model's own; "" for that.
-        keeps_one: it is in one precision at a time, being in memory and not copied.
+        keeps_one: it is in one precision at a time: in memory and not copied, or within a limit.
+        memory: the limit that its runs stay within; "" for none.
     """
 
     name: str
@@ -124,6 +134,7 @@ class Subject:
     _opened: dict[str, Opened] = field(default_factory=dict)
     scheduler: str = ""
     keeps_one: bool = False
+    memory: str = ""
 
     def open(self, name: str, folder: Path) -> Opened:
         """The pipeline in one precision; an open one is given again.
@@ -183,6 +194,8 @@ def describe_subject(
     device: str = "auto",
     progress: Progress | None = None,
     runs: Sequence[Run] = (),
+    limit: Limit | None = None,
+    widest: str = "fp32",
 ) -> Subject:
     """What is to be compared, before anything is loaded.
 
@@ -191,6 +204,9 @@ def describe_subject(
             folder, single safetensors file, bundled model, or `Source`.
         request: of the runs.
         runs: what runs a program that is no pipeline, one function a row.
+        limit: what each run of a checkpoint is to stay within.
+        widest: the precision of those compared that takes the most memory: as its calls have to be made
+            smaller within the limit, so are those of all, because that may change the picture.
 
     Raises:
         InputError: it is no pipeline and nothing runs it, or the other way round.
@@ -208,14 +224,22 @@ def describe_subject(
     verify_source(source)
     chosen = select_pipeline(source, request)
     source = chosen.source
-    facts, supports = gather_facts(source, chosen.configs), probe_formats(target)
+    opener = _Opener(
+        source,
+        gather_facts(source, chosen.configs),
+        probe_formats(target),
+        target,
+        request,
+        limit,
+        widest,
+    )
     return Subject(
         source.name,
         fingerprint(source),
         source.pipeline_class,
         target,
         tuple(class_name for _, class_name in source.components.values()),
-        partial(_open_source, source, facts, supports, target, request),
+        opener.open,
         partial(
             make_plan,
             source,
@@ -223,32 +247,60 @@ def describe_subject(
             request=request,
             progress=progress,
         ),
-        partial(_open_planned_source, source, facts, target),
+        opener.open_planned,
         scheduler=source.scheduler,
+        keeps_one=limit is not None,
+        memory=limit.memory if limit is not None else "",
     )
 
 
-def _open_source(
-    source: Source,
-    facts: list[ComponentFacts],
-    supports: Mapping[str, Support],
-    device: Device,
-    request: Request,
-    precision: str,
-) -> Opened:
-    loaded = choose_loader(source, precision, facts, supports, device, request=request)()
-    return Opened(loaded.pipe, loaded.decisions)
+@dataclass
+class _Opener:
+    """Opens a checkpoint, within a limit of memory where there is one."""
 
+    source: Source
+    facts: list[ComponentFacts]
+    supports: Mapping[str, Support]
+    device: Device
+    request: Request
+    limit: Limit | None
+    widest: str
 
-def _open_planned_source(
-    source: Source,
-    facts: list[ComponentFacts],
-    device: Device,
-    plan: Plan,
-    name: str,
-) -> Opened:
-    loaded = load_planned(source, plan, Path(name).name, facts, device)
-    return Opened(loaded.pipe, loaded.decisions, plan)
+    def open(self, precision: str) -> Opened:
+        load = choose_loader(
+            self.source, precision, self.facts, self.supports, self.device, request=self.request
+        )
+        return self._fit(load(move=self.limit is None))
+
+    def open_planned(self, plan: Plan, name: str) -> Opened:
+        named, move = Path(name).name, self.limit is None
+        loaded = load_planned(self.source, plan, named, self.facts, self.device, move=move)
+        return dataclasses.replace(self._fit(loaded), plan=plan)
+
+    def _fit(self, loaded: Loaded) -> Opened:
+        opened = Opened(loaded.pipe, loaded.decisions)
+        fitted = fit_run(
+            loaded,
+            self.request,
+            self.device,
+            self.limit,
+            read_configs(self.source.described),
+            announce=lambda text: None,
+            variant=self._variant,
+        )
+        if fitted.offloader is not None:
+            opened.offloader = fitted.offloader.__enter__()
+            opened.patches.defer(opened.offloader.__exit__)
+        return opened
+
+    @functools.cached_property
+    def _variant(self) -> CallVariant | None:
+        if self.limit is None:
+            return None
+        way = list_ways(self.facts, self.supports, self.widest)[0]
+        pipe = build_way(self.source, way)
+        formats = set(way.precisions.values())
+        return find_variant(pipe, formats, self.request, self.device, self.limit)
 
 
 def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:

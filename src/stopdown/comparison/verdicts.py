@@ -126,10 +126,15 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
     return dataclasses.replace(
         variant,
         verdict=verdict,
-        reasons=tuple(_summarise(cells, verdict)),
+        reasons=(*_summarise(cells, verdict), *_explain_strategy(variant)),
         time_ratios=_find_ratios(rows, variant.name),
         peak_bytes=max(cell.peak_bytes for cell in cells),
     )
+
+
+def _explain_strategy(variant: Variant) -> Iterable[str]:
+    if variant.strategy:
+        yield f"To stay within the memory limit it ran as {variant.strategy}."
 
 
 def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:

@@ -20,6 +20,7 @@ from stopdown.memory.strategies import (
     Prediction,
     Storage,
     Strategy,
+    Variant,
     list_strategies,
     predict,
 )
@@ -91,7 +92,7 @@ def predict_all(
         storages=storages if any(map(find_storable, modules)) else (),
     )
     answers = {} if answers is None else answers
-    found: dict[tuple[bool, bool, int, bool], RunMemory] = {}
+    found: dict[Variant, RunMemory] = {}
     variants = {strategy.variant: strategy for strategy in strategies}
     for number, (variant, strategy) in enumerate(variants.items()):
         if progress is not None:
@@ -188,6 +189,17 @@ def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
         return whole[0][0]
     found, found_s = exact[0] if exact else (first, least_s)
     return found if found_s <= WORTH * least_s else first
+
+
+def keep_variant(fit: Fit, variant: Variant) -> Fit:
+    """The predictions whose calls are made smaller in one way; where the weights are may differ."""
+    kept = [number for number, one in enumerate(fit.predictions) if one.strategy.variant == variant]
+    return dataclasses.replace(
+        fit,
+        predictions=tuple(fit.predictions[number] for number in kept),
+        flops=tuple(fit.flops[number] for number in kept),
+        times=tuple(fit.times[number] for number in kept if fit.times),
+    )
 
 
 def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:

@@ -30,6 +30,10 @@ PACKED_PLACEMENTS: tuple[Placement, ...] = ("resident", "component")
 """With which 8 bits are worth it: where blocks or layers are there one at a time, they save little."""
 
 
+Variant = tuple[bool, bool, int, bool]
+"""What changes the calls themselves: slicing, tiling, pieces, split."""
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to run a pipeline.
@@ -61,7 +65,7 @@ class Strategy:
         return "+".join(parts)
 
     @property
-    def variant(self) -> tuple[bool, bool, int, bool]:
+    def variant(self) -> Variant:
         """What of it changes the calls themselves."""
         return self.slicing, self.tiling, self.pieces, self.split
 

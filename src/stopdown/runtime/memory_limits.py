@@ -13,9 +13,10 @@ from stopdown.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
 from stopdown.environment import Device
 from stopdown.memory import speed as speeds
-from stopdown.memory.forecast import Fit, choose
+from stopdown.memory.forecast import Fit, choose, keep_variant
 from stopdown.memory.offloader import Offloader, make_offloader, predict_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
+from stopdown.memory.strategies import Variant
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_grid
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
@@ -96,8 +97,13 @@ def fit_run(
     limit: Limit | None,
     configs: Mapping[str, dict[str, Any]],
     announce: Callable[[str], None],
+    *,
+    variant: Variant | None = None,
 ) -> Fitted:
     """What keeps a run within a limit, and what it makes.
+
+    Args:
+        variant: of the calls; another one is taken only where nothing with this one fits.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
@@ -105,7 +111,10 @@ def fit_run(
     if limit is None:
         return Fitted(request)
     limit_bytes = limit.count_bytes(device)
-    fit = _predict(loaded, request, device)
+    fit = _predict_loaded(loaded, request, device)
+    if variant is not None:
+        alike = keep_variant(fit, variant)
+        fit = alike if choose(alike, limit_bytes, limit.allow) is not None else fit
     size = find_size(loaded.pipe, request, fit)
     reduced = None
     is_too_large = choose(fit, limit_bytes, limit.allow) is None
@@ -114,7 +123,7 @@ def fit_run(
             request,
             size,
             configs,
-            lambda one: _predict(loaded, one, device),
+            lambda one: _predict_loaded(loaded, one, device),
             limit_bytes,
             limit.allow,
         )
@@ -188,13 +197,31 @@ def find_smaller(
     return shrink_request(request, made), fit, Reduction(str(size), str(made), reason), made
 
 
-def _predict(loaded: Loaded, request: Request, device: Device) -> Fit:
-    arguments = build_arguments(loaded.pipe, request)
+def find_variant(
+    pipe: Any, formats: Collection[str], request: Request, device: Device, limit: Limit
+) -> Variant | None:
+    """How the calls of a run are made smaller to stay within a limit; None where nothing fits.
+
+    Args:
+        pipe: may be without weights.
+        formats: that it computes in.
+    """
+    fit = _predict(pipe, formats, request, device)
+    chosen = choose(fit, limit.count_bytes(device), limit.allow)
+    return None if chosen is None else chosen.strategy.variant
+
+
+def _predict_loaded(loaded: Loaded, request: Request, device: Device) -> Fit:
     formats = {decision.precision for decision in loaded.decisions}
+    return _predict(loaded.pipe, formats, request, device)
+
+
+def _predict(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
+    arguments = build_arguments(pipe, request)
     return predict_run(
-        loaded.pipe,
+        pipe,
         arguments,
-        steps=find_steps(loaded.pipe, arguments),
+        steps=find_steps(pipe, arguments),
         fused=has_fused_attention(describe_device(device), formats),
         speed=speeds.measure_speed(device, formats),
         device=device.torch_name,
