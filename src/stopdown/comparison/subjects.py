@@ -21,9 +21,9 @@ import torch
 
 from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
 from stopdown.errors import OptionError
-from stopdown.number_formats import FORMATS
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Variant as CallVariant
+from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import intercept_components, put_cast
