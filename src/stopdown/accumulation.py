@@ -1,4 +1,4 @@
-"""How sums inside products are done: torch's switches for one call, and sums in fp16 on any device.
+"""How sums inside products are done: torch's switch for one call, and sums in fp16 on any device.
 
 A product of fp16 matrices is a sum of many products. Most hardware sums in fp32 and rounds once; some
 kernels sum in fp16 itself: tensor cores with fp16 accumulators (torch's `allow_fp16_accumulation`,
@@ -8,7 +8,7 @@ are divided by the root of the width, so scores that fit after it need not fit b
 the softmax is NaN. Stable Video Diffusion showed it under a compiler on A100 and A30, and not on V100,
 whose kernels summed in fp32.
 
-`accumulating` sets the switches for a block and puts them back. `summing_in_fp16` emulates fp16
+`accumulating` sets the switch for a block and puts it back. `summing_in_fp16` emulates fp16
 accumulators on any device, so that the failure can be shown on a CPU, and heeds the switch as the
 hardware does. `find_sums` says beforehand, from one call, which sums would not fit.
 
@@ -18,13 +18,14 @@ after each group, as tensor cores do in principle; the order of real kernels dif
 
 **Catches** linear layers, `matmul`, `bmm`, `addmm`, `baddbmm` and `scaled_dot_product_attention`, by
 whatever name PyTorch's Python interface has for them.
-**Does not catch** convolutions, `einsum`, and products inside compiled code. The switches are those of
-the whole process: two threads that set them differently disturb each other.
+**Does not catch** convolutions, `einsum`, and products inside compiled code. The switch is that of
+the whole process: two threads that set it differently disturb each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,14 +33,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from stopdown.errors import OptionError
 from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import FP16
 from stopdown.patches import Patches
-from stopdown.records import Accumulation
 
 GROUP = 16
 """Products that are summed before an accumulator is rounded: the depth of a tensor core's step."""
@@ -50,59 +48,26 @@ ROUNDING = 2.0**-11
 SUBNORMAL = 2.0**-25
 """Absolute error of one where fp16 has no more bits."""
 
-BACKENDS = {
-    "math": SDPBackend.MATH,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-"""Names of the kernels for attention that torch chooses from."""
-
 PIECE = 2**24
 """Sums that are looked at together: 64 MiB in fp32."""
 
-_SWITCHES = {
-    "fp16_accumulation": "allow_fp16_accumulation",
-    "fp16_reduced": "allow_fp16_reduced_precision_reduction",
-    "bf16_reduced": "allow_bf16_reduced_precision_reduction",
-}
+SWITCH = "allow_fp16_accumulation"
 
 
 @contextlib.contextmanager
-def accumulating(wanted: Accumulation) -> Iterator[None]:
-    """Torch's switches as wanted inside the block, and as they were after it.
+def accumulating(in_fp16: bool | None) -> Iterator[None]:
+    """Torch's switch for sums in fp16 as wanted inside the block, and as it was after it.
 
-    Switches that this version of torch does not have are left out.
-
-    Raises:
-        OptionError: a kernel for attention is unknown.
+    Args:
+        in_fp16: None leaves it; so does a version of torch that has none.
     """
-    _check_backends(wanted)
     matmul = torch.backends.cuda.matmul
-    with contextlib.ExitStack() as stack:
-        for name, switch in _SWITCHES.items():
-            value = getattr(wanted, name)
-            before = getattr(matmul, switch, None)
-            if value is not None and before is not None:
-                stack.callback(setattr, matmul, switch, before)
-                setattr(matmul, switch, value)
-        if wanted.math_reduced is not None:
-            allow = torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp
-            stack.callback(allow, torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed())
-            allow(wanted.math_reduced)
-        if wanted.attention:
-            stack.enter_context(sdpa_kernel([BACKENDS[name] for name in wanted.attention]))
+    with Patches() as patches:
+        before = getattr(matmul, SWITCH, None)
+        if in_fp16 is not None and before is not None:
+            patches.defer(functools.partial(setattr, matmul, SWITCH, before))
+            setattr(matmul, SWITCH, in_fp16)
         yield
-
-
-def _check_backends(wanted: Accumulation) -> None:
-    unknown = [name for name in wanted.attention if name not in BACKENDS]
-    if unknown:
-        raise OptionError(
-            f"The kernel for attention {unknown[0]!r} is unknown.",
-            expected=f"Known values are {', '.join(BACKENDS)}.",
-            remedy='Use attention=("math",).',
-        )
 
 
 @contextlib.contextmanager
@@ -114,7 +79,7 @@ def summing_in_fp16() -> Iterator[None]:
 
     Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
     """
-    with accumulating(Accumulation(fp16_accumulation=True)), _Emulation():
+    with accumulating(True), _Emulation():
         yield
 
 
@@ -138,7 +103,7 @@ def sum_linear_in_fp16(layer: torch.nn.Linear, terms: int, given: torch.Tensor) 
 
     Cost: a product and an addition for each piece.
     """
-    with accumulating(Accumulation(fp16_accumulation=True)):
+    with accumulating(True):
         if layer.in_features <= terms:
             return functional.linear(given, layer.weight, layer.bias)
         pairs = zip(given.split(terms, -1), layer.weight.split(terms, -1), strict=True)
@@ -217,7 +182,7 @@ class _Emulation(_Products):
 
     def wants(self, tensors: tuple[Any, ...]) -> bool:
         plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-        is_on = bool(getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True))
+        is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
         return (
             is_on and plain and bool(tensors) and all(t.dtype == torch.float16 for t in tensors[:2])
         )

@@ -554,22 +554,15 @@ class Operands(Displayed):
 
 @dataclass(frozen=True, repr=False)
 class Accumulation(Displayed):
-    """How torch sums inside products while a component is called; None leaves a switch as it is.
+    """How torch sums inside products while a component is called.
 
     Attributes:
-        fp16_accumulation: products of fp16 matrices may be summed in fp16.
-        fp16_reduced, bf16_reduced: sums that are split may be joined in that format.
-        math_reduced: attention in plain operations may keep its scores in 16 bits.
-        attention: kernels that it may use: `math`, `flash`, `efficient`, `cudnn`; empty for any.
+        fp16_accumulation: products of fp16 matrices may be summed in fp16; None leaves torch's switch.
         fp16_sums: path of a linear layer that is summed in fp16, whatever holds for the others, to how
             many terms are summed so before fp32 goes on.
     """
 
     fp16_accumulation: bool | None = None
-    fp16_reduced: bool | None = None
-    bf16_reduced: bool | None = None
-    math_reduced: bool | None = None
-    attention: tuple[str, ...] = ()
     fp16_sums: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -80,9 +80,9 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "counts": (put("bounded", 3), TRANSFORMER + "the counts 0, 3, 0, 0"),
     "negative count": (put("calls", -1), TRANSFORMER + "the counts 0, 0, -1, 0"),
     "limit": (put("limits", {"forward.x": -1.0}), TRANSFORMER + "the limit -1.0 of 'forward.x'"),
-    "attention": (
-        put("accumulation", {"attention": ["evil"]}),
-        TRANSFORMER + "the attention 'evil'",
+    "sums": (
+        put("accumulation", {"fp16_sums": {"a": 0}}),
+        TRANSFORMER + "sums of 0 terms",
     ),
     "component": (put("component", "__class__.a"), "'__class__.a' with a name that is no"),
     "twice": (twice, "the component 'transformer' twice"),

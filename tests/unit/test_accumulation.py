@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from torch.nn.attention import _cur_sdpa_kernel_backends
 
 from stopdown import accumulation, testing
-from stopdown.accumulation import BACKENDS, GROUP, accumulating, find_sums, summing_in_fp16
-from stopdown.errors import OptionError
+from stopdown.accumulation import GROUP, accumulating, find_sums, summing_in_fp16
 from stopdown.pipelines.components import find_components
 from stopdown.plans.applier import apply_plan
 from stopdown.plans.calibrated import sample_weights
@@ -26,19 +24,6 @@ from stopdown.runtime.guard import guard
 
 def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).half()
-
-
-def read_accumulation() -> Accumulation:
-    """Torch's switches as they are now."""
-    cuda = torch.backends.cuda
-    allowed = _cur_sdpa_kernel_backends()
-    return Accumulation(
-        fp16_accumulation=getattr(cuda.matmul, "allow_fp16_accumulation", None),
-        fp16_reduced=cuda.matmul.allow_fp16_reduced_precision_reduction,
-        bf16_reduced=cuda.matmul.allow_bf16_reduced_precision_reduction,
-        math_reduced=cuda.fp16_bf16_reduction_math_sdp_allowed(),
-        attention=tuple(name for name, backend in BACKENDS.items() if backend in allowed),
-    )
 
 
 def multiply_slowly(left: torch.Tensor, right: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -71,7 +56,7 @@ def test_a_sum_that_leaves_fp16_on_its_way_is_lost() -> None:
     assert (left @ right).item() == 0
     with summing_in_fp16():
         assert math.isinf((left @ right).item())
-        with accumulating(Accumulation(fp16_accumulation=False)):
+        with accumulating(False):
             assert (left @ right).item() == 0
         assert math.isinf((left @ right).item())
 
@@ -226,35 +211,18 @@ def test_a_guard_repairs_it_too(unet_call: Any, half: Any) -> None:
     assert (found - reference).abs().max() < 0.1
 
 
-# ---------------------------------------------------------------------------------------------
-# The switches
-
-
-def test_switches_are_put_back() -> None:
-    """After the block, after an exception and in nested blocks, every switch is as it was."""
-    before = read_accumulation()
-    wanted = Accumulation(True, False, False, True, ("math",))
-    with accumulating(wanted):
-        assert read_accumulation() == wanted
-        inner = accumulating(Accumulation(attention=("flash", "math")))
-        with contextlib.suppress(KeyboardInterrupt), inner:
-            assert set(read_accumulation().attention) == {"flash", "math"}
-            assert read_accumulation().fp16_accumulation is True
+def test_the_switch_is_put_back() -> None:
+    """After the block, after an exception and in nested blocks it is as it was."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_fp16_accumulation
+    with accumulating(True):
+        assert matmul.allow_fp16_accumulation
+        with contextlib.suppress(KeyboardInterrupt), accumulating(False):
+            assert not matmul.allow_fp16_accumulation
             raise KeyboardInterrupt
-        assert read_accumulation() == wanted
-    assert read_accumulation() == before
-
-
-def test_an_unknown_kernel_is_refused() -> None:
-    """It is named with those that are known, and no switch was moved."""
-    before = read_accumulation()
-    with pytest.raises(OptionError) as caught, accumulating(Accumulation(attention=("fast",))):
-        pass
-    assert str(caught.value) == (
-        "The kernel for attention 'fast' is unknown. Known values are math, flash, efficient, cudnn. "
-        'Use attention=("math",).'
-    )
-    assert read_accumulation() == before
+        with accumulating(None):
+            assert matmul.allow_fp16_accumulation
+    assert matmul.allow_fp16_accumulation == before
 
 
 def test_large_products_are_summed_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

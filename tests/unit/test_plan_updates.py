@@ -60,7 +60,7 @@ SCALINGS = st.builds(
     ),
 )
 FIELDS = {x.name for x in dataclasses.fields(Scaling)}
-BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(bf16_reduced=False))
+BARE = ComponentPlan("vae", "VAE", "0" * 64, "fp32", accumulation=Accumulation(False))
 
 
 def test_every_field_is_drawn() -> None:

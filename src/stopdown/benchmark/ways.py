@@ -19,7 +19,7 @@ from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
 from stopdown.plans.applier import apply_plan
-from stopdown.records import Accumulation, Plan
+from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 
 
@@ -98,7 +98,7 @@ def running(
             offloader = Offloader(pipe, prediction, (), strays, device=device.torch_name)
             stack.enter_context(offloader)
         if way.sums_in_fp16 is not None:
-            stack.enter_context(accumulating(Accumulation(fp16_accumulation=way.sums_in_fp16)))
+            stack.enter_context(accumulating(way.sums_in_fp16))
         if way.guarded:
             stack.enter_context(guard(pipe, announce=lambda text: None))
         stack.enter_context(torch.no_grad())

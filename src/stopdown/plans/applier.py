@@ -243,7 +243,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
 
 
 def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
-    """Torch's switches as the plan wants them, during each component's calls and no longer."""
+    """Sums as the plan wants them; torch's switch during each component's calls and no longer."""
     wanted = {x.component: x.accumulation for x in plan.components if x.accumulation is not None}
 
     for name, accumulation in wanted.items():
@@ -251,7 +251,8 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
 
     def put(callee: Callee, layers: Patches) -> None:
         if callee.component_name in wanted:
-            layer = functools.partial(_call_accumulating, wanted[callee.component_name])
+            in_fp16 = wanted[callee.component_name].fp16_accumulation
+            layer = functools.partial(_call_accumulating, in_fp16)
             intercept(callee, layer, layers, Rank.PLAN)
 
     if wanted:
@@ -285,9 +286,9 @@ def _put_sums(layer: torch.nn.Linear, terms: int, patches: Patches) -> None:
 
 
 def _call_accumulating(
-    accumulation: Accumulation, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    in_fp16: bool | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    with accumulating(accumulation):
+    with accumulating(in_fp16):
         return call(*args, **kwargs)
 
 

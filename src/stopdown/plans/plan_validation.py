@@ -1,7 +1,7 @@
 """Values that a plan can hold: what Stopdown writes lies within them, whoever sealed the file.
 
-**Catches** exponents beyond fp32's own range, precisions, kernels of attention and components that there
-are not, names that are no path, blocks of rows that are none, shares and counts that are none.
+**Catches** exponents beyond fp32's own range, precisions and components that there are not, names that are
+no path, blocks of rows that are none, shares and counts that are none.
 **Does not catch** values in range that do not belong together: `apply_plan` compares what it folds with
 the weights, and the guard watches the run.
 """
@@ -21,9 +21,6 @@ LARGEST_EXPONENT = 252
 
 MOST_OUTPUTS = 10**4
 """More than a component returns."""
-
-ATTENTION = ("math", "flash", "efficient", "cudnn")
-"""Kernels of attention that a plan can ask for."""
 
 _COMPONENT = re.compile(
     r"(?!__)[\w -]{1,100}(\.(?!__)[\w -]{1,100}){0,15}", re.ASCII
@@ -69,9 +66,6 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
 
 
 def _list_accumulation(accumulation: Accumulation) -> Iterator[str]:
-    for kernel in accumulation.attention:
-        if kernel not in ATTENTION:
-            yield f"the attention {kernel[:40]!r}"
     for path, terms in accumulation.fp16_sums.items():
         if not _PATH.fullmatch(path):
             yield f"the module {path[:40]!r}"
