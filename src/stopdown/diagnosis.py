@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
@@ -35,6 +35,9 @@ from stopdown.errors import InputError, make_printable
 from stopdown.outputs import find_record_path
 from stopdown.records import Alternative, Clue, Diagnosis, RunRecord, read_kind, read_record
 from stopdown.toml_files import read_folder
+
+if TYPE_CHECKING:
+    from stopdown.frame_faults import FrameFault
 
 UNKNOWN = "unknown"
 """The fault of a text that holds no message that is known."""
@@ -387,7 +390,6 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
     return Diagnosis(
         fault=UNKNOWN,
         meaning="no message of precision that is known here",
-        cause="",
         title="Nothing in this text is a known failure of precision.",
         why="It may be something else (memory, a missing file, a size), or new. A log that begins "
         "earlier may hold the message that counts: the first warning, not the last line.",
@@ -397,11 +399,9 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
             "Give it more text: the whole log or traceback, with the model, the device and the dtype.",
         ),
         run_next=(
-            "stopdown generate SOURCE PROMPT --precision fp32",
-            "stopdown generate SOURCE PROMPT --precision fp16",
+            _RUN.format("fp32"),
+            _RUN.format("fp16"),
         ),
-        reports=(),
-        alternatives=(),
     )
 
 
@@ -523,15 +523,11 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
     return Diagnosis(
         fault=kinds[0] if kinds else NONE,
         meaning="what the run itself recorded",
-        cause="",
         title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
         why=" ".join(f"{', '.join(names)} {reason}" for reason, names in reasons.items()),
         evidence=(*found, *repaired),
-        frame="",
         remedy=tuple(x.remedy for x in run.findings) or ("Nothing has to be done.",),
         run_next=(f"stopdown report {shlex.quote(str(path))}",),
-        reports=(),
-        alternatives=(),
     )
 
 
@@ -549,84 +545,41 @@ def _refuse_log(path: Path, cause: str) -> InputError:
     )
 
 
-_SHOWN = {
-    "black": ("unattributed", "the picture is black"),
-    "grey": ("positions", "one grey all over"),
-    "flat": ("positions", "one colour all over"),
-    "frozen": ("frozen", "the video stands still"),
-    "noise": ("fp32-module", "noise without NaN"),
-}
+_RUN = "stopdown generate SOURCE PROMPT --precision {}"
 
 
-def explain_frames(path: Path, faults: Iterable[Any]) -> Diagnosis:
+def explain_frames(path: Path, faults: Iterable[FrameFault]) -> Diagnosis:
     """The diagnosis of a finished picture or video from the faults that its frames show."""
     found = list(faults)
     if not found:
         return _describe_healthy(path)
     known, first = read_knowledge(), found[0]
-    fault, meaning = _SHOWN[first.kind]
-    related = [cause for cause in known.causes if cause.fault == fault]
+    meant = first.meaning
+    related = [cause for cause in known.causes if cause.fault == meant.fault]
     return Diagnosis(
-        fault=fault,
-        meaning=known.faults.get(fault, meaning),
+        fault=meant.fault,
+        meaning=known.faults.get(meant.fault, meant.says),
         cause=f"{first.kind}-frames",
-        title=f"{make_printable(path.name)}: {meaning}.",
-        why=_explain_picture(first.kind),
+        title=f"{make_printable(path.name)}: {meant.says}.",
+        why=meant.why,
         evidence=tuple(Clue(0, entry.evidence, f"{entry.kind} frames") for entry in found),
-        frame="",
         remedy=tuple(entry.remedy for entry in found) + tuple(c.remedy[0] for c in related[:1]),
         run_next=related[0].next if related else ("stopdown generate SOURCE PROMPT --seed 1",),
         reports=tuple(report for cause in related for report in cause.reports)[:8],
         alternatives=tuple(
-            Alternative(name, known.faults[name], command)
-            for name, command in _ELSEWHERE[first.kind]
+            Alternative(name, known.faults[name], _RUN.format(precision))
+            for name, precision in meant.elsewhere.items()
         ),
     )
-
-
-_FP32 = "stopdown generate SOURCE PROMPT --precision fp32"
-_TRANSFORMER = "stopdown generate SOURCE PROMPT --precision transformer=fp32"
-_ENCODER = "stopdown generate SOURCE PROMPT --precision text_encoder=fp32"
-_VAE = "stopdown generate SOURCE PROMPT --precision vae=fp32"
-_ELSEWHERE = {
-    "black": (
-        ("transformer-range", _TRANSFORMER),
-        ("encoder-range", _ENCODER),
-        ("vae-range", _VAE),
-        ("look-alike", _FP32),
-    ),
-    "grey": (("autocast-or-compiler", _FP32), ("backend-kernel", _FP32)),
-    "flat": (("autocast-or-compiler", _FP32), ("vae-range", _VAE)),
-    "frozen": (("quantised", _FP32), ("look-alike", _FP32)),
-    "noise": (("attention-range", _FP32), ("backend-kernel", _FP32), ("side-effect", _FP32)),
-}
-
-
-def _explain_picture(kind: str) -> str:
-    return {
-        "black": "NaN becomes black when it is cast to a pixel, and so can an overflow that was "
-        "clamped. The picture does not show which component is at fault; a run that tests every "
-        "component's output does.",
-        "grey": "A uniform grey results if positions, timesteps or latents become equal in 16 bits.",
-        "flat": "A uniform colour results if positions or timesteps become equal in 16 bits.",
-        "frozen": "Every frame is the same: the motion was lost, without NaN.",
-        "noise": "Noise without NaN results if fp32 layers of an encoder were cast to 16 bits, or "
-        "from a broken attention kernel.",
-    }[kind]
 
 
 def _describe_healthy(path: Path) -> Diagnosis:
     return Diagnosis(
         fault=NONE,
         meaning="no fault that frames can show",
-        cause="",
         title=f"{make_printable(path.name)} looks healthy.",
         why="It is not black, grey, flat, frozen or noise. Whether it shows what was asked, and how "
         "near it is to fp32, its frames alone cannot say.",
-        evidence=(),
-        frame="",
         remedy=("Compare it with the same seed in fp32.",),
         run_next=("stopdown compare SOURCE --prompt PROMPT -o report.html",),
-        reports=(),
-        alternatives=(),
     )

@@ -6,11 +6,15 @@ guard finds elsewhere. `find_frame_faults` lists what is caught and what is not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from stopdown.records import Finding
+from stopdown.toml_files import read_rules
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,13 +30,45 @@ class FrameFault:
         kind: `black`, `grey`, `flat`, `frozen` or `noise`.
         frames: indices of the frames, from 0.
         evidence: what was measured, with the limit.
-        remedy: what to type or do.
     """
 
     kind: str
     frames: tuple[int, ...]
     evidence: str
+
+    @property
+    def meaning(self) -> Meaning:
+        """What such a fault means."""
+        return read_meanings()[self.kind]
+
+    @property
+    def remedy(self) -> str:
+        """What to type or do."""
+        return self.meaning.remedy
+
+
+class Meaning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of `knowledge/rules/frames.toml`.
+
+    Attributes:
+        fault: the class of failures that it most often is.
+        says: what is seen.
+        why: what it can come from.
+        remedy: what to type or do.
+        elsewhere: other classes of failures to the precision to try for each.
+    """
+
+    fault: str
+    says: str
+    why: str
     remedy: str
+    elsewhere: dict[str, str]
+
+
+@functools.cache
+def read_meanings() -> dict[str, Meaning]:
+    """What each kind of fault means."""
+    return msgspec.convert(read_rules("frames"), dict[str, Meaning])
 
 
 _SPREAD = 2.5  # standard deviation over a frame, of 255
@@ -153,15 +189,7 @@ def _measure_uniform(index: int, frame: Frames) -> _Uniform | None:
     return _Uniform(index, (red, green, blue), spread)
 
 
-_UNIFORM = {
-    "black": "Black without NaN is often an overflow that was clamped or cast on its way. Run "
-    "again with --precision text_encoder=fp32,vae=fp32, then with --precision fp32, to see which "
-    "component is at fault.",
-    "grey": "A uniform grey results if positions, timesteps or latents become equal in 16 "
-    "bits. Run again with --precision transformer=fp32, then with --precision fp32.",
-    "flat": "A uniform colour results if positions, timesteps or latents become equal in 16 "
-    "bits. Run again with --precision transformer=fp32, then with --precision fp32.",
-}
+_UNIFORM = ("black", "grey", "flat")
 
 
 def _detect_uniform(looks: Sequence[_Look]) -> list[FrameFault]:
@@ -178,7 +206,7 @@ def _report_uniform(kind: str, hits: list[_Uniform], total: int) -> FrameFault:
         f"{blue:.0f}) of 255, standard deviation at most {worst:.2f} (a picture has more than "
         f"{_SPREAD})."
     )
-    return FrameFault(kind, indices, evidence, _UNIFORM[kind])
+    return FrameFault(kind, indices, evidence)
 
 
 def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
@@ -188,12 +216,7 @@ def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
         f"All {len(looks)} frames show the same picture: no block of 4x4 pixels changes by more "
         f"than {looks[-1].change:.2f} of 255 (limit {_STILL:g})."
     )
-    remedy = (
-        "A clip stands still if a motion module has lost its input. Run again "
-        "with --precision transformer=fp32, then with another --seed; ignore this when the prompt "
-        "asks for a still picture."
-    )
-    return [FrameFault("frozen", tuple(range(len(looks))), evidence, remedy)]
+    return [FrameFault("frozen", tuple(range(len(looks))), evidence)]
 
 
 def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
@@ -204,13 +227,7 @@ def _detect_noise(looks: Sequence[_Look]) -> list[FrameFault]:
         f"{name_frames(tuple(hits), len(looks)).capitalize()}: neighbouring pixels are correlated "
         f"by at most {max(hits.values()):.2f} (a picture has more than {_KINSHIP})."
     )
-    remedy = (
-        "Noise without NaN results if fp32 layers of an encoder were cast to 16 bits, or from a "
-        "broken attention "
-        "kernel. Run again with --precision text_encoder=fp32, then with --precision fp32, "
-        "and without SageAttention or torch.compile if you use them."
-    )
-    return [FrameFault("noise", tuple(hits), evidence, remedy)]
+    return [FrameFault("noise", tuple(hits), evidence)]
 
 
 _KINSHIP = 0.25  # correlation of neighbours, below which they are strangers

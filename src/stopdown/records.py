@@ -806,7 +806,7 @@ class Alternative(Displayed):
     run_next: str
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, kw_only=True)
 class Diagnosis(Displayed):
     """Why something failed, as far as a text or a picture shows it.
 
@@ -826,15 +826,15 @@ class Diagnosis(Displayed):
 
     fault: str
     meaning: str
-    cause: str
+    cause: str = ""
     title: str
     why: str
-    evidence: tuple[Clue, ...]
-    frame: str = field(metadata={"was": "site"})
+    evidence: tuple[Clue, ...] = ()
+    frame: str = field(default="", metadata={"was": "site"})
     remedy: tuple[str, ...]
     run_next: tuple[str, ...]
-    reports: tuple[str, ...]
-    alternatives: tuple[Alternative, ...]
+    reports: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
     kind: str = "diagnosis"
     schema: int = field(default=SCHEMA)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
@@ -26,12 +26,14 @@ class Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         severity: see `Finding`.
         why: what it leads to.
         remedy: what to type; `{component}`, `{path}`, `{argument}`, `{dtype}` are filled in.
+        evidence: what was seen, filled in with the facts of an observation; "" where code words it.
         is_fault: False where it says what a model is, and not that anything is wrong with it.
     """
 
     severity: Literal["error", "wrong", "slow", "note"]
     why: str
     remedy: str
+    evidence: str = ""
     is_fault: bool = True
 
 
@@ -127,10 +129,11 @@ def _word(group: list[Observation]) -> Finding:
     places = list(dict.fromkeys(seen.module_path for seen in group))
     more = f" So do {len(places) - 1} more places." if len(places) > 1 else ""
     module_path = _choose_module_path(first)
-    evidence = _EVIDENCE[first.kind](first) + more
+    own = {"call": first.call, "component": first.component, "operation": first.operation}
+    evidence = read_kinds()[first.kind].evidence.format_map({**own, **first.facts})
     facts = {"path": first.path, **first.facts, "dtype": first.facts.get("main", "")}
     facts["component"] = first.component
-    return make_finding(first.kind, module_path, evidence, **facts)
+    return make_finding(first.kind, module_path, evidence + more, **facts)
 
 
 def _choose_module_path(seen: Observation) -> str:
@@ -138,66 +141,3 @@ def _choose_module_path(seen: Observation) -> str:
         owner = seen.facts.get("parameter", "").rpartition(".")[0]
         return name_module_path(seen.component, owner)
     return seen.module_path
-
-
-def _describe_boundary(seen: Observation) -> str:
-    facts = seen.facts
-    came = f" (it comes from {facts['before']})" if facts.get("before") else ""
-    return (
-        f"The argument {facts['argument']} of {seen.call} is {facts['odd_dtype']}{came}; "
-        f"{facts['reason']}"
-    )
-
-
-def _describe_operands(seen: Observation) -> str:
-    facts = seen.facts
-    return f"{facts['reason']} {facts['odd']} got {facts['odd_dtype']} from {facts['origin']}."
-
-
-def _describe_parameter(seen: Observation) -> str:
-    facts = seen.facts
-    return f"The parameter {facts['parameter']} brings in {facts['odd_dtype']}; {facts['reason']}"
-
-
-def _describe_format(seen: Observation) -> str:
-    source = f" ({seen.facts['source']})" if seen.facts.get("source") else ""
-    return f"{seen.facts['reason']}{source}"
-
-
-def _describe_positions(seen: Observation) -> str:
-    facts = seen.facts
-    return (
-        f"{facts['distinct']} different positions up to {facts['largest']} are cast to "
-        f"{facts['dtype']}, where {facts['left']} are left."
-    )
-
-
-def _describe_mask(seen: Observation) -> str:
-    facts = seen.facts
-    return f"The mask {facts['shape']} hides every key from every query in {facts['items']} of its items."
-
-
-def _describe_clamp(seen: Observation) -> str:
-    return f"{seen.component} has a {seen.operation} at the end of fp16, and no plan keeps it away."
-
-
-def _describe_autocast(seen: Observation) -> str:
-    facts = seen.facts
-    return (
-        f"{facts['operand']} of {seen.operation} is fp32 by {facts['wide']}; autocast is on for "
-        f"{facts['device']}."
-    )
-
-
-_EVIDENCE: dict[str, Callable[[Observation], str]] = {
-    "boundary": _describe_boundary,
-    "mixed-operands": _describe_operands,
-    "widens-itself": _describe_operands,
-    "fp32-module-not-cast-back": _describe_operands,
-    "mixed-parameters": _describe_parameter,
-    "not-implemented": _describe_format,
-    "positions-collapse": _describe_positions,
-    "mask-empty-row": _describe_mask,
-    "clamp-may-bite": _describe_clamp,
-    "autocast-overrides": _describe_autocast,
-}

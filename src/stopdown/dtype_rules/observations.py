@@ -174,7 +174,8 @@ class Judge:
                 continue
             ruling = judge_format(operation, self.case.place, name)
             if not ruling.accepted:
-                facts = {"reason": ruling.reason, "source": ruling.source, "dtype": name}
+                source = f" ({ruling.source})" if ruling.source else ""
+                facts = {"reason": ruling.reason, "source": source, "dtype": name}
                 self._observe("not-implemented", step, **facts)
 
     def _judge_mask(self, step: Step) -> None:
@@ -263,7 +264,7 @@ def _describe_origin(odd: Operand) -> dict[str, str]:
     facts = {"odd": odd.name, "odd_dtype": name_dtype(odd.dtype), "origin": str(origin)}
     if origin.kind == "argument":
         facts["argument"] = origin.name
-        facts["before"] = origin.before
+        facts["came"] = f" (it comes from {origin.before})" if origin.before else ""
     if origin.parameter:
         facts["parameter"] = origin.parameter
     return facts
