@@ -49,7 +49,6 @@ from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.numerics import iterate_tensors, relative_l2  # noqa: E402
 from stopdown.patches import Patches  # noqa: E402
 from stopdown.plans.applier import apply_entry  # noqa: E402
-from stopdown.plans.exponents import find_call, place_arguments  # noqa: E402
 
 VARIABLE = "STOPDOWN_FP16_PYTHON"
 READER = ROOT / "tests" / "openvino_reader.py"
@@ -101,13 +100,12 @@ class _Convolutions(TorchFunctionMode):
 def run_torch(module: torch.nn.Module, call: Any) -> torch.Tensor:
     """The first output of a call, with the arguments in the module's dtype."""
     dtype = next(module.parameters()).dtype
+    function, *given = call.place(module)
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda x: x.to(dtype) if x.is_floating_point() else x,
-        place_arguments(module, call),
+        torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, given
     )
     with torch.no_grad():
-        return next(iterate_tensors(find_call(module, call)(*args, **kwargs)))
+        return next(iterate_tensors(function(*args, **kwargs)))
 
 
 def write_graphs(name: str, folder: Path) -> dict[str, Any]:

@@ -672,7 +672,9 @@ def test_an_effect_beyond_the_limit_is_refused(
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
     folder, plan = made("sd")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
-    monkeypatch.setattr(file_exponents, "measure_kind", lambda *_: [SimpleNamespace(measured=None)])
+    monkeypatch.setattr(
+        file_exponents, "measure_kinds", lambda *_: [SimpleNamespace(measured=None)]
+    )
     monkeypatch.setattr(file_exponents, "find_folds", lambda *_, **__: None)
     with pytest.raises(OptionError) as caught:
         convert_made("sd", folder, tmp_path / "out", plan, leave=["vae"])

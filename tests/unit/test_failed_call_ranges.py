@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from stopdown.runtime.failed_call_ranges import Calibration
-from stopdown.scaling import fold_scaling
+from stopdown.scaling import find_scaling, fold_scaling
 
 
 class Stream(nn.Module):
@@ -28,11 +28,11 @@ def _make() -> Stream:
 def test_ranges_are_those_of_the_largest_call() -> None:
     """Two calls of one kind share a capture, and the larger one decides."""
     module = _make()
-    calibration = Calibration(module)
-    calibration.observe(module, (torch.ones(1, 4),))
-    small = calibration.find_scaling()
-    calibration.observe(module, (torch.full((1, 4), 6e4),))
-    large = calibration.find_scaling()
+    calibration = Calibration()
+    calibration.observe(module, "forward", (torch.ones(1, 4),))
+    small = find_scaling(module, calibration.measured)
+    calibration.observe(module, "forward", (torch.full((1, 4), 6e4),))
+    large = find_scaling(module, calibration.measured)
     assert len(calibration.measured) == 1
     assert calibration.calls == 2
     assert small.exponents == {}
@@ -42,10 +42,10 @@ def test_ranges_are_those_of_the_largest_call() -> None:
 def test_other_lengths_meet_in_the_parameters() -> None:
     """Two lengths are two graphs and one set of exponents."""
     module = _make()
-    calibration = Calibration(module)
+    calibration = Calibration()
     for length in (1, 3):
-        calibration.observe(module, (torch.full((length, 4), 6e4),))
-    scaling = calibration.find_scaling()
+        calibration.observe(module, "forward", (torch.full((length, 4), 6e4),))
+    scaling = find_scaling(module, calibration.measured)
     assert len(calibration.measured) == 2
     assert set(scaling.exponents) == {"embed.weight", "embed.bias"}
     x = torch.randn(5, 4)

@@ -102,7 +102,7 @@ class Bounds:
 
     Attributes:
         values: node name to its bound; None where there is none.
-        ranges: node name to the ranges of its blocks, as `measure_ranges` gives them; values
+        ranges: node name to the ranges of its blocks, as `run_capture` gives them; values
             without a bound are not there.
         reasons: node name to why it has no bound, where that begins.
         scores: `component:path` of attention to the bound of its scores.

@@ -33,17 +33,11 @@ from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
 from stopdown.plans.call_recorder import RecordedCall
-from stopdown.plans.exponents import (
-    find_call,
-    group_calls,
-    leave_out_failing,
-    measure_kind,
-    place_arguments,
-)
+from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
 from stopdown.scaling.folds import split_name
-from stopdown.scaling.measurement import Kind
+from stopdown.scaling.measurement import Kind, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
 
@@ -187,7 +181,8 @@ class _Search:
         kinds: list[Kind] = []
         for group in group_calls(self.calls):
             try:
-                kinds += measure_kind(self.module, group, torch.float16)
+                placed = [call.place(self.module) for call in group]
+                kinds += measure_kinds(self.module, [placed], torch.float16, None)
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise
@@ -341,8 +336,7 @@ def _measure_effect(
 
 def _run(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Iterator[torch.Tensor]:
     for call in calls:
-        args, kwargs = place_arguments(module, call)
-        output, _ = run_call(module, find_call(module, call), args, kwargs)
+        output, _ = run_call(module, *call.place(module))
         yield from (x.cpu() for x in iterate_tensors(output) if x.is_floating_point())
 
 

@@ -34,7 +34,6 @@ from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_entry, check_source
 from stopdown.plans.call_recorder import Progress, RecordedCall
 from stopdown.plans.dry_calls import draw_calls
-from stopdown.plans.exponents import find_call, place_arguments
 from stopdown.records import ComponentPlan, Plan
 
 Form = Literal["onnx", "openvino"]
@@ -64,7 +63,7 @@ def list_inputs(module: torch.nn.Module, call: RecordedCall) -> dict[str, torch.
 
     An argument has its own name; of several tensors in one, each has its number behind it.
     """
-    parameters = inspect.signature(find_call(module, call)).parameters
+    parameters = inspect.signature(call.callee.bind(module)).parameters
     named = [*zip(parameters, call.args, strict=False), *call.kwargs.items()]
     found = {}
     for name, value in named:
@@ -127,6 +126,10 @@ def export_plan(
     return written
 
 
+def _halve(value: torch.Tensor) -> torch.Tensor:
+    return value.half() if value.dtype == torch.float32 else value
+
+
 def _choose_calls(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The first call of each method that the pipeline makes."""
     return list({call.callee.name: call for call in reversed(calls) if not call.made_up}.values())
@@ -163,13 +166,11 @@ def export_component(
             apply_entry(module, entry, patches, cast=is_cast)
         elif is_cast:
             apply_entry(module, ComponentPlan("", "", "", "fp16"), patches)
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor,
-            lambda x: x.half() if is_cast and x.dtype == torch.float32 else x,
-            place_arguments(module, call),
-        )
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        traced = _Traced(module, find_call(module, call), leaves, spec).eval()
+        function, *given_to = call.place(module)
+        leaves, spec = pytree.tree_flatten(tuple(given_to))
+        if is_cast:
+            leaves = pytree.tree_map_only(torch.Tensor, _halve, leaves)
+        traced = _Traced(module, function, leaves, spec).eval()
         given = tuple(x for x in leaves if isinstance(x, torch.Tensor))
         names = list(list_inputs(module, call))
         write = {"onnx": _write_onnx, "openvino": _write_openvino}[form]

@@ -69,29 +69,6 @@ Ranges = Mapping[str, tuple[Range, ...]]
 """Node name to the ranges of its blocks: one where the value is not split."""
 
 
-def measure_ranges(
-    capture: Capture,
-    module: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    blocks: Mapping[Node, Blocks],
-    kept_clamps: frozenset[Node] = frozenset(),
-    known: Ranges | None = None,
-) -> dict[str, tuple[Range, ...]]:
-    """The range of every float value and parameter of a captured call, run in fp32.
-
-    Args:
-        kept_clamps: clamps at the end of fp16's range that are part of what the model computes.
-        known: of an earlier call; the weights are not measured again.
-
-    Raises:
-        ScalingError: a weight or a value is NaN or Inf in fp32 already.
-
-    Cost: one forward in fp32, one pass and one host read for each value.
-    """
-    return run_capture(capture, module, args, kwargs, blocks, kept_clamps, known)[0]
-
-
 def run_capture(
     capture: Capture,
     module: torch.nn.Module,
@@ -101,10 +78,19 @@ def run_capture(
     kept_clamps: frozenset[Node] = frozenset(),
     known: Ranges | None = None,
 ) -> tuple[dict[str, tuple[Range, ...]], tuple[torch.Tensor, ...]]:
-    """As `measure_ranges`, and what the graph returns: in fp32 what is computed in 16 bits to be.
+    """The range of every float value and parameter of a captured call, run in fp32; and what it returns.
 
-    That differs from the module in fp32 where code that runs in fp16 alone is part of the model: a
-    kept clamp.
+    What the graph returns is in fp32 what is computed in 16 bits to be. That differs from the module in
+    fp32 where code that runs in fp16 alone is part of the model: a kept clamp.
+
+    Args:
+        kept_clamps: clamps at the end of fp16's range that are part of what the model computes.
+        known: of an earlier call; the weights are not measured again.
+
+    Raises:
+        ScalingError: a weight or a value is NaN or Inf in fp32 already.
+
+    Cost: one forward in fp32, one pass and one host read for each value.
     """
     tensors = flatten_call(args, kwargs)
     if len(tensors) != len(capture.inputs):

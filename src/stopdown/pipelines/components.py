@@ -72,6 +72,10 @@ class Callee:
         """Without the method: `transformer`, `vae`."""
         return self.name.removesuffix(f".{self.method}")
 
+    def bind(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """What is called where this module is the owner: itself, or its `encode` or `decode`."""
+        return module if self.method == "forward" else getattr(module, self.method)
+
 
 @dataclass(frozen=True)
 class Adapter:

@@ -12,6 +12,7 @@ encode, of what it decoded, because the same checkpoint serves pictures and vide
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ from stopdown.pipelines.components import Callee, find_adapter
 from stopdown.pipelines.library_messages import quiet_truncation
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
 from stopdown.pipelines.step_counter import StepCounter
+from stopdown.scaling.trial import Call as PlainCall
 
 MOST_CALLS = 24
 """Calls of one component call that are kept, spread over the prompts."""
@@ -59,6 +61,14 @@ class RecordedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made_up: bool = False
+
+    def place(self, module: torch.nn.Module) -> PlainCall:
+        """The call of this module, with the arguments on its device."""
+        device = next(itertools.chain(module.parameters(), module.buffers())).device
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: x.to(device), (self.args, self.kwargs)
+        )
+        return self.callee.bind(module), args, kwargs
 
 
 @dataclass

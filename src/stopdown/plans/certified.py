@@ -44,7 +44,6 @@ from stopdown.pipelines.sources import (
 from stopdown.plans.calibrated import describe_scaling, sample_tensors
 from stopdown.plans.call_recorder import Progress, RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
-from stopdown.plans.exponents import find_call
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
 from stopdown.plans.quantised_bounds import put_file_bounds
@@ -270,7 +269,7 @@ def _scale(
     module: torch.nn.Module, made: Sequence[RecordedCall], residual: str, load: Load
 ) -> Scaling:
     """Exponents with the stream asked for, else as the model has it."""
-    calls = [(find_call(module, x), x.args, x.kwargs) for x in made]
+    calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(capture_streamed(*x, torch.float16, stream), *x[1:]) for x in calls]

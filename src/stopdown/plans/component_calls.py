@@ -65,12 +65,9 @@ def play_calls(program: Any, given: Sequence[str | Mapping[str, Any]]) -> None:
     known = list_part_calls(program)
     for one in given:
         for callee, arguments in _name_calls(known, one):
-            call = (
-                callee.owner if callee.method == "forward" else getattr(callee.owner, callee.method)
-            )
             try:
                 with torch.no_grad():
-                    call(**arguments)
+                    callee.bind(callee.owner)(**arguments)
             except Exception as error:  # whatever a model's code raises for other arguments
                 raise OptionError(
                     f"{callee.name} did not run as recorded: {take_first_line(error)}.",

@@ -11,21 +11,14 @@ quantised, that no exponents bring into range, that would not be exact, or does 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
 from stopdown.plans.call_recorder import RecordedCall, sign_call
 from stopdown.records import Scaling
-from stopdown.scaling import (
-    scale_calls,
-)
-from stopdown.scaling.measurement import Kind, measure_kinds
-from stopdown.scaling.rescale import Call as PlainCall
+from stopdown.scaling import scale_calls
 from stopdown.scaling.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
@@ -73,15 +66,11 @@ def _find_exact(
     residual: str,
     ranges: str,
 ) -> Scaling:
-    placed = [[_place_call(module, call) for call in group] for group in kinds]
+    placed = [[call.place(module) for call in group] for group in kinds]
     scaling = scale_calls(module, placed, dtype, residual, ranges)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
     return scaling
-
-
-def _place_call(module: torch.nn.Module, call: RecordedCall) -> PlainCall:
-    return find_call(module, call), *place_arguments(module, call)
 
 
 def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:
@@ -101,36 +90,13 @@ def leave_out_failing(module: torch.nn.Module, calls: Sequence[RecordedCall]) ->
 
 
 def _runs(module: torch.nn.Module, call: RecordedCall) -> bool:
-    args, kwargs = place_arguments(module, call)
+    function, args, kwargs = call.place(module)
     try:
         with torch.no_grad():
-            find_call(module, call)(*args, **kwargs)
+            function(*args, **kwargs)
     except Exception:  # Allegro's autoencoder takes no clip of so few frames
         return False
     return True
-
-
-def measure_kind(
-    module: torch.nn.Module, group: Sequence[RecordedCall], dtype: torch.dtype
-) -> list[Kind]:
-    """A capture with the merged ranges of a kind's calls; several where its path depends on values."""
-    return measure_kinds(module, [[_place_call(module, call) for call in group]], dtype, None)
-
-
-def find_call(module: torch.nn.Module, call: RecordedCall) -> Callable[..., Any]:
-    """What is called: the module itself, or its `encode` or `decode`."""
-    return module if call.callee.method == "forward" else getattr(module, call.callee.method)
-
-
-def place_arguments(
-    module: torch.nn.Module, call: RecordedCall
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A recorded call's arguments on the device of the module."""
-    device = next(itertools.chain(module.parameters(), module.buffers())).device
-    moved: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-        torch.Tensor, lambda x: x.to(device), (call.args, call.kwargs)
-    )
-    return moved
 
 
 def describe_failure(error: Exception) -> str:

@@ -12,34 +12,40 @@ on measurements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stopdown.autocast import without_autocast
-from stopdown.graph.capture import owner_of
 from stopdown.pipelines.call_interception import sign_arguments
-from stopdown.records import Scaling
-from stopdown.scaling import Measured, find_scaling
+from stopdown.scaling import Measured
 from stopdown.scaling.measurement import add_call
 
 
+@dataclass
 class Calibration:
-    """What the calls of one module have reached so far."""
+    """What the calls of one module have reached so far.
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype = torch.float16) -> None:
-        self.module, self.dtype = module, dtype
-        self._kinds: dict[Hashable, list[Measured]] = {}
-        self.calls = 0
+    Attributes:
+        calls: how many were measured.
+    """
+
+    calls: int = 0
+    _kinds: dict[Hashable, list[Measured]] = field(default_factory=dict)
 
     def observe(
         self,
-        call: Callable[..., Any],
+        module: torch.nn.Module,
+        method: str,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Measure one call of the module, or of a method of it, and merge what it reached.
+        """Measure one call of the module, and merge what it reached.
+
+        Args:
+            method: that is called: `forward`, `decode`.
 
         Raises:
             CaptureError: the code cannot be traced.
@@ -47,22 +53,13 @@ class Calibration:
 
         Cost: one forward in fp32; for the first call of a kind a capture as well (seconds).
         """
-        kwargs = kwargs or {}
-        method = "forward" if call is owner_of(call) else getattr(call, "__name__", "")
-        kind = self._kinds.setdefault((method, sign_arguments(args, kwargs)), [])
+        call = module if method == "forward" else getattr(module, method)
+        kind = self._kinds.setdefault((method, sign_arguments(args, kwargs or {})), [])
         with without_autocast():
-            add_call(kind, self.module, (call, args, kwargs), self.dtype)
+            add_call(kind, module, (call, args, kwargs or {}), torch.float16)
         self.calls += 1
 
     @property
     def measured(self) -> list[Measured]:
         """One entry for each kind of call, its ranges merged over the calls."""
         return [entry for kind in self._kinds.values() for entry in kind]
-
-    def find_scaling(self) -> Scaling:
-        """The cheapest exponents that keep everything measured so far in range.
-
-        Raises:
-            ScalingError: there are none.
-        """
-        return find_scaling(self.module, self.measured)

@@ -12,7 +12,6 @@ encoder, when decoding failed) keeps the plan's exponents.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -32,7 +31,7 @@ from stopdown.plans.applier import apply_precision
 from stopdown.records import Operands, ResidualStream, Scaling
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
-from stopdown.scaling import cast_
+from stopdown.scaling import cast_, find_scaling
 from stopdown.scaling.folds import read_headroom
 
 
@@ -110,17 +109,11 @@ class ComponentState:
     def take_over(self, found: Found) -> None:
         """Put on what another guard found, and know what its failing calls reached."""
         self.put_on(found.applied)
-        if found.calibration is not None:
-            found.calibration.module = self.module
         self._calibration = found.calibration
 
     def hand_over(self) -> Found:
         """What was found, for another guard; it does not keep the component alive."""
-        calibration = self._calibration
-        if calibration is not None:
-            calibration = copy.copy(calibration)
-            calibration.module = torch.nn.Module()
-        return Found(self.applied, calibration)
+        return Found(self.applied, self._calibration)
 
     def leave(self) -> None:
         """Leave the component as the guard found it. A second call does nothing."""
@@ -244,12 +237,9 @@ class ComponentState:
                 without_caches(self.module),
                 without_context_parallel(self.module),
             ):
-                is_forward = callee.method == "forward"
-                call = self.module if is_forward else getattr(self.module, callee.method)
-                if self._calibration is None:
-                    self._calibration = Calibration(self.module)
-                self._calibration.observe(call, args, kwargs)
-                found = self._calibration.find_scaling()
+                self._calibration = self._calibration or Calibration()
+                self._calibration.observe(self.module, callee.method, args, kwargs)
+                found = find_scaling(self.module, self._calibration.measured)
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)
             if known is None:
                 return found

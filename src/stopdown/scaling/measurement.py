@@ -18,7 +18,7 @@ from stopdown.graph.capture import (
     note_answers,
     owner_of,
 )
-from stopdown.graph.ranges import measure_ranges, merge_ranges
+from stopdown.graph.ranges import merge_ranges, run_capture
 from stopdown.records import ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
@@ -52,25 +52,20 @@ def measure_kinds(
     dtype: torch.dtype,
     stream: ResidualStream | None,
 ) -> list[Kind]:
-    """What calls reach, kind by kind, with a residual stream as it is given.
+    """What calls reach, with a residual stream as it is given.
+
+    A kind has one capture with the merged ranges of its calls; more where its path depends on values.
 
     Cost: a capture for each kind (seconds), and a forward in fp32 for each call.
     """
-    return [
-        Kind(x, kind[0][1], kind[0][2] or {})
-        for kind in kinds
-        for x in _measure_kind(module, kind, dtype, stream)
-    ]
-
-
-def _measure_kind(
-    module: torch.nn.Module, kind: Sequence[Call], dtype: torch.dtype, stream: ResidualStream | None
-) -> list[Measured]:
-    """One capture with the merged ranges of a kind's calls; more where its path depends on values."""
-    found: list[Measured] = []
-    for call in kind:
-        add_call(found, module, call, dtype, stream)
-    return found
+    measured: list[Kind] = []
+    for kind in kinds:
+        found: list[Measured] = []
+        for call in kind:
+            add_call(found, module, call, dtype, stream)
+        _, args, kwargs = kind[0]
+        measured += [Kind(x, args, kwargs or {}) for x in found]
+    return measured
 
 
 def add_call(
@@ -134,7 +129,7 @@ def measure_call(
     """
     capture = capture_streamed(call, args, kwargs, dtype, stream)
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
-    ranges = measure_ranges(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
+    ranges, _ = run_capture(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
     return Measured(capture, blocks, ranges)
 
 
@@ -146,5 +141,5 @@ def measure_again(
     Cost: one forward in fp32.
     """
     clamps = find_kept_clamps(known.capture)
-    ranges = measure_ranges(known.capture, module, args, kwargs, known.blocks, clamps, known.ranges)
+    ranges, _ = run_capture(known.capture, module, args, kwargs, known.blocks, clamps, known.ranges)
     return replace(known, ranges=merge_ranges(known.ranges, ranges))
