@@ -89,6 +89,25 @@ class _Answer:
     repaired: bool
 
 
+@dataclass(frozen=True)
+class _Made:
+    """One component call that a pipeline makes."""
+
+    callee: Callee
+    call: Call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def run(self) -> Any:
+        """Make it."""
+        return self.call(*self.args, **self.kwargs)
+
+    def find_sources(self) -> list[RandomSource]:
+        """What it may draw random numbers from."""
+        device = _find_device(self.callee)
+        return find_random(device, (*self.args, *self.kwargs.values()))
+
+
 class _Layers:
     """Layers around all component calls, of which the outermost one answers."""
 
@@ -99,28 +118,18 @@ class _Layers:
             intercept(callee, functools.partial(self._stand, callee), patches, Rank.JOURNAL)
 
     def _stand(
-        self,
-        callee: Callee,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, callee: Callee, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """One call: from the journal, or made and written there."""
         if self._depth:  # a component that calls another one: the outer call is what counts
             return call(*args, **kwargs)
         self._depth += 1
         try:
-            return self._answer(callee, call, args, kwargs)
+            return self._answer(_Made(callee, call, args, kwargs))
         finally:
             self._depth -= 1
 
-    def _answer(
-        self,
-        callee: Callee,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _answer(self, made: _Made) -> Any:
         raise NotImplementedError
 
 
@@ -210,7 +219,7 @@ class Journal(_Layers):
         count = 1 if ranks is None else ranks.count
         head = {**self._run, "ranks": count, **_describe_pipeline(pipe)}
         self._refuse_differences(head)
-        self._digest = _digest_bytes(msgspec.json.encode(head))
+        self._digest = _digest_head(head)
         if self._head is None:
             self._begin(head)
         elif count := len(self._list_entries()):
@@ -232,33 +241,27 @@ class Journal(_Layers):
                 remedy="Name another folder for the journal.",
             ) from error
 
-    def _answer(
-        self,
-        callee: Callee,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _answer(self, made: _Made) -> Any:
         begun = time.perf_counter()
         number, self._number = self._number, self._number + 1
         if self._stopped and not self._find_entry(number):
             self._share(None)
-            return call(*args, **kwargs)
-        digest = digest_call(callee.name, args, kwargs)
-        sources = find_random(_find_device(callee), (*args, *kwargs.values()))
+            return made.run()
+        digest, sources = digest_call(made.callee.name, made.args, made.kwargs), made.find_sources()
         found = self._read(number, digest, len(sources))
         self._share(found)
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
             self._answered += 1
-            return _give(found, call, args, kwargs, sources)
+            return _give(found, made, sources)
         repairs = self._count_repairs()
-        output = call(*args, **kwargs)
+        output = made.run()
         begun = time.perf_counter()
         if not self._stopped:
-            drawn = _read_drawn(sources, before)
-            self._write(number, callee, digest, output, drawn, self._count_repairs() > repairs)
+            is_repaired = self._count_repairs() > repairs
+            answer = _Answer(output, _read_drawn(sources, before), is_repaired)
+            self._write(number, made.callee.name, digest, answer)
         self.own_s += time.perf_counter() - begun
         return output
 
@@ -267,25 +270,17 @@ class Journal(_Layers):
         if self._ranks is not None:
             self._ranks.share(found and (*pack(found.output), found.random, found.repaired))
 
-    def _write(
-        self,
-        number: int,
-        callee: Callee,
-        digest: str,
-        output: Any,
-        random: dict[int, torch.Tensor],
-        repaired: bool,
-    ) -> None:
+    def _write(self, number: int, component: str, digest: str, answer: _Answer) -> None:
         try:
-            structure, kept = pack(output)
+            structure, kept = pack(answer.output)
             tensors = {f"output.{i}": tensor for i, tensor in enumerate(kept)}
-            tensors |= {f"random.{i}": state.contiguous() for i, state in random.items()}
-            places = {f"random.{i}": i for i in random}
-            entry = _Entry(self._digest, digest, structure, places, repaired)
+            tensors |= {f"random.{i}": state.contiguous() for i, state in answer.random.items()}
+            places = {f"random.{i}": i for i in answer.random}
+            entry = _Entry(self._digest, digest, structure, places, answer.repaired)
             content = safetensors.torch.save(tensors, {"call": msgspec.json.encode(entry).decode()})
-            self._write_entry(number, callee.name, content)
+            self._write_entry(number, component, content)
         except PackingError as error:
-            self._stop(f"the output of `{callee.name}` cannot be kept: {error}")
+            self._stop(f"the output of `{component}` cannot be kept: {error}")
         except OSError as error:
             self._stop(f"the folder cannot be written: {error.strerror}")
 
@@ -322,11 +317,9 @@ class Journal(_Layers):
             if not all(0 <= index < sources for index in random):
                 raise PackingError("it names random numbers that no call draws from")
             return _Answer(unpack(entry.structure, kept), random, entry.repaired)
-        except KeyError as error:
-            self._rebuild(number, f"is of no use: it lacks the tensor {error}")
-            return None
-        except PackingError as error:
-            self._rebuild(number, f"is of no use: {error}")
+        except (KeyError, PackingError) as error:
+            lacks = "it lacks the tensor " if isinstance(error, KeyError) else ""
+            self._rebuild(number, f"is of no use: {lacks}{error}")
             return None
 
     def _rebuild(self, number: int, why: str) -> None:
@@ -405,33 +398,19 @@ class Follower(_Layers):
         """Intercept the component calls of a pipeline as the journal does."""
         self._put_layers(pipe, patches)
 
-    def _answer(
-        self,
-        callee: Callee,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _answer(self, made: _Made) -> Any:
         told = self._ranks.share(None)
         if told is None:
-            return call(*args, **kwargs)
+            return made.run()
         structure, tensors, random, repaired = told
-        device = _find_device(callee)
-        sources = find_random(device, (*args, *kwargs.values()))
-        output = unpack(move_structure(structure, device), tensors)
-        return _give(_Answer(output, random, repaired), call, args, kwargs, sources)
+        output = unpack(move_structure(structure, _find_device(made.callee)), tensors)
+        return _give(_Answer(output, random, repaired), made, made.find_sources())
 
 
-def _give(
-    found: _Answer,
-    call: Call,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    sources: list[RandomSource],
-) -> Any:
+def _give(found: _Answer, made: _Made, sources: list[RandomSource]) -> Any:
     """The output of a call that was made before, with random numbers as after it."""
     if found.repaired:
-        call(*args, **kwargs)
+        made.run()
     for index, state in found.random.items():
         sources[index].put(state)
     return found.output
