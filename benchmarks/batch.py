@@ -23,9 +23,10 @@ from typing import Any
 from stopdown.app.batch_command import BatchOptions, batch
 from stopdown.app.display import Silent
 from stopdown.batch import dispatch
-from stopdown.batch.jobs import Settings, prepare
+from stopdown.batch.jobs import prepare
 from stopdown.batch.prompt_maker import PromptMaker, make_request
 from stopdown.batch.records import Item
+from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
 from stopdown.environment import describe_machine
 from stopdown.runtime.runs import make_frames, write_frames

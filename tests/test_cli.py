@@ -744,8 +744,8 @@ def plain_plan(save_tiny: SaveTiny, here: Path) -> tuple[Path, Path]:
     """A tiny model and a plan that scales nothing: fp16 for every component."""
     from stopdown.pipelines.components import find_components
     from stopdown.pipelines.sources import fingerprint, resolve_source
-    from stopdown.plans.calibrated import sample_weights
     from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
+    from stopdown.plans.weight_fingerprints import sample_weights
     from stopdown.records import ComponentPlan, Plan
     from stopdown.testing import make_pipeline
 

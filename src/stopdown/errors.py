@@ -149,6 +149,12 @@ def take_one_line(error: BaseException, most: int | None = None) -> str:
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 
+def describe_error(error: Exception, most: int = 1000) -> str:
+    """An error in one line of so many characters, with its class when it is none of Stopdown's."""
+    text = take_one_line(error, most)
+    return text if isinstance(error, StopdownError) else f"{type(error).__name__}: {text}"
+
+
 _UNPRINTABLE = re.compile(
     r"\x1b\[[0-?]{0,64}[ -/]{0,8}[@-~]"  # colours, cursor movements
     r"|\x1b[\]PX^_][^\x07\x1b\n]{0,512}(?:\x07|\x1b\\)"  # titles, links, device commands

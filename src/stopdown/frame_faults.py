@@ -296,9 +296,9 @@ def require_clip(frames: Frames) -> Frames:
 
 
 def name_frames(indices: Sequence[int], total: int) -> str:
-    """Frames in words: `all 9 frames`, `frame 3 of 9`, `frames 3, 4 of 9` (counted from 0)."""
+    """Frames in words: `all 9 frames`, `frame 3 of 9`, `frames 4, 5 of 9`, counted from 1."""
     if len(indices) == total:
         return "the only frame" if total == 1 else f"all {total} frames"
-    shown = ", ".join(str(index) for index in indices[:8])
+    shown = ", ".join(str(index + 1) for index in indices[:8])
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return f"frame{'s' if len(indices) > 1 else ''} {shown}{more} of {total} (counted from 0)"
+    return f"frame{'s' if len(indices) > 1 else ''} {shown}{more} of {total}"

@@ -107,8 +107,8 @@ def save_sd() -> Path:
     from stopdown import testing
     from stopdown.pipelines.components import find_components
     from stopdown.pipelines.sources import fingerprint, resolve_source
-    from stopdown.plans.calibrated import sample_weights
     from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
+    from stopdown.plans.weight_fingerprints import sample_weights
     from stopdown.records import ComponentPlan, Plan
 
     folder = Path(tempfile.mkdtemp(prefix="writes-"))

@@ -16,7 +16,8 @@ import torch
 from pipeline_calls import CALLS, call_pipeline
 from simulated_device import KIND, Simulated
 from stopdown import testing
-from stopdown.environment import choose_device, peak_memory
+from stopdown.device_memory import peak_memory
+from stopdown.environment import choose_device
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.strategies import PLACEMENTS, Placement, Strategy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stopdown.environment import choose_device, judge_device, peak_memory, probe_formats
+from stopdown.device_memory import peak_memory
+from stopdown.environment import choose_device, judge_device, probe_formats
 
 pytestmark = [
     pytest.mark.gpu,

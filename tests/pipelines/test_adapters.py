@@ -28,12 +28,13 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import fingerprint, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.applier import apply_plan, load_planned
-from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
 from stopdown.plans.planned_loader import gather_facts
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import folds
 from stopdown.scaling.folds import fold_scaling

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_convert import assert_right, build, convert_made, measured, run_plain
 
 from stopdown.checkpoints.convert import convert
-from stopdown.checkpoints.places import Target
+from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, load_pipeline

@@ -44,8 +44,9 @@ from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
 from stopdown.pipelines.lora_names import is_lora_file, split_name
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
-from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import rescale_
 

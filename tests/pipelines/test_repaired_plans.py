@@ -18,8 +18,9 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import make_plan, sample_weights
+from stopdown.plans.calibrated import make_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repairs import merge_scalings

@@ -16,8 +16,8 @@ from stopdown import accumulation, testing
 from stopdown.accumulation import GROUP, accumulating, find_sums, summing_in_fp16
 from stopdown.pipelines.components import find_components
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.plan_files import read_class_versions
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Plan, from_json, to_json
 from stopdown.runtime.guard import guard
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from stopdown import environment
+from stopdown.device_memory import peak_memory
 from stopdown.environment import (
     Device,
     Support,
@@ -35,7 +36,6 @@ from stopdown.environment import (
     judge_rocm,
     list_devices,
     normalise_cpu_flags,
-    peak_memory,
     probe_formats,
     read_cpu_flags,
     read_settings,

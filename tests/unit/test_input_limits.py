@@ -13,8 +13,8 @@ from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import guard, rescale_, testing
 from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
 from stopdown.errors import StopdownWarning
-from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.plan_files import read_class_versions
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 
 

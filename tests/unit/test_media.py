@@ -480,7 +480,7 @@ def test_black_frames_are_found() -> None:
     (fault,) = find_frame_faults(clip)
     assert (fault.kind, fault.frames) == ("black", (4, 5))
     assert fault.evidence == (
-        "Frames 4, 5 of 9 (counted from 0): mean colour (0, 0, 0) of 255, standard deviation at "
+        "Frames 5, 6 of 9: mean colour (0, 0, 0) of 255, standard deviation at "
         "most 0.00 (a picture has more than 2.5)."
     )
     assert "--precision text_encoder=fp32,vae=fp32" in fault.remedy

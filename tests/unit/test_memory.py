@@ -23,14 +23,14 @@ from stopdown.device_profiles import find_profile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import allocation_tracker, convolution_workspaces, speed
-from stopdown.memory import placement as placement_module
+from stopdown.memory import smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
 from stopdown.memory.gradient_checkpointing import IDLE
 from stopdown.memory.offloader import Offloader, predict_run
-from stopdown.memory.placement import put_variant
 from stopdown.memory.run_memory import RunMemory, listen_to_run
+from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
     PLACEMENTS,
@@ -610,7 +610,7 @@ def test_split_attention_gives_the_same_rows(
     with_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few queries at a time give what all at once give, in a part of the memory."""
-    monkeypatch.setattr(placement_module, "_MOST_SCORE_BYTES", 4 * 2 * 64 * 10)
+    monkeypatch.setattr(smaller_calls, "_MOST_SCORE_BYTES", 4 * 2 * 64 * 10)
     query, key, value = (torch.randn(1, 2, 64, 8) for _ in range(3))
     mask = torch.randn(1, 1, 64, 64) if with_mask else None
 
@@ -619,7 +619,7 @@ def test_split_attention_gives_the_same_rows(
 
     with sdpa_kernel(SDPBackend.MATH):
         expected, whole = attend(), measure_allocator(attend)
-        with placement_module._SplitQueries():
+        with smaller_calls._SplitQueries():
             found, split = attend(), measure_allocator(attend)
     torch.testing.assert_close(found, expected)
     assert split < 0.5 * whole

@@ -25,9 +25,9 @@ from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
-from stopdown.plans.calibrated import sample_weights
 from stopdown.plans.out_of_memory_history import MOST_KEPT, add_out_of_memory, find_failed
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, OutOfMemory, Plan, RunRecord
 from stopdown.testing import save_pipeline
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from stopdown.app.progress import open_console, print_prose
+import stopdown
+from stopdown.app.progress import STAGES, open_console, print_prose
 from stopdown.errors import StopdownError, StopdownWarning
 
 REMEDY = "  - Use [this] --precision text_encoder=bf16, or make a plan: stopdown plan SOURCE"
@@ -71,3 +74,17 @@ def test_a_message_holds_no_control_sequence() -> None:
     assert str(error) == "a[bold]b[/bold] :fire: \ufffd31m c\ufffd \ufffd \ufffdtxt.exe"
     assert error.what.isprintable()
     assert str(StopdownWarning(HOSTILE)).isprintable()
+
+
+def test_every_stage_has_words() -> None:
+    """A stage that the package tells of, by a call such as `progress("load", what, done, total)`."""
+    told = set()
+    for path in Path(stopdown.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and len(node.args) == 4:
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                first = node.args[0]
+                if name in ("progress", "told", "_tell") and isinstance(first, ast.Constant):
+                    told.add(first.value)
+    assert {"load", "plan", "certify", "bench", "compare"} <= told
+    assert told <= set(STAGES)

@@ -13,10 +13,10 @@ import torch
 
 from pipeline_calls import make_pipeline
 from stopdown.errors import OptionError
+from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.requests import (
     Request,
     build_arguments,
-    choose_class,
     find_frames,
     name_arguments,
     read_frames,

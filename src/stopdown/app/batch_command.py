@@ -53,9 +53,10 @@ from stopdown.records import to_json
 if TYPE_CHECKING:
     from stopdown.app.display import Display
     from stopdown.batch.dispatch import Dispatch
-    from stopdown.batch.jobs import Prepared, Settings
+    from stopdown.batch.jobs import Prepared
     from stopdown.batch.pools import Pool
     from stopdown.batch.ray_pool import Cluster
+    from stopdown.batch.settings import Settings
     from stopdown.batch.stores import Store
     from stopdown.pipelines.requests import Request
 
@@ -342,7 +343,7 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
     _check_options(options)
     items = [_place_image(options, item) for item in read_items(options.prompts)]
     asked = [(item, _read_request(options, item)) for item in items]
-    from stopdown.batch.jobs import Settings
+    from stopdown.batch.settings import Settings
 
     return Settings(
         source=options.source,

@@ -139,7 +139,7 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
-    from stopdown.checkpoints.places import Target
+    from stopdown.checkpoints.output_places import Target
     from stopdown.plans.component_calls import read_call
 
     if options.call is not None:

@@ -57,7 +57,8 @@ from stopdown.outputs import find_record_path
 from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
 
 if TYPE_CHECKING:
-    from stopdown.environment import Device, PeakMemory
+    from stopdown.device_memory import PeakMemory
+    from stopdown.environment import Device
     from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.class_selection import Selection
     from stopdown.pipelines.requests import Request
@@ -527,7 +528,7 @@ def _check_output_early(options: GenerateOptions) -> None:
 
 @contextlib.contextmanager
 def _measured(device: Device) -> Iterator[PeakMemory]:
-    from stopdown.environment import peak_memory
+    from stopdown.device_memory import peak_memory
 
     with peak_memory(device) as memory:
         yield memory

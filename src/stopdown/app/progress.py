@@ -30,19 +30,24 @@ if TYPE_CHECKING:
     from stopdown.app.flags import CommandOptions
 from stopdown.environment import has_moving_cursor
 
-_LABELS = {
+STAGES = {
     "batch": "Making",
+    "bench": "Measuring",
+    "certify": "Certifying",
     "import": "Loading",
     "download": "Downloading",
     "compare": "Comparing",
     "load": "Loading",
     "observe": "Observing",
     "measure": "Measuring",
+    "plan": "Predicting",
+    "predict": "Predicting",
     "encode": "Encoding",
     "denoise": "Denoising",
     "decode": "Decoding",
     "write": "Writing",
 }
+"""What a stage of a run is called while it goes on."""
 
 
 class _PlainConsole(Console):
@@ -110,7 +115,7 @@ class Bars:
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
         """A stage has come this far; `total` 0 when its end is unknown."""
         if stage not in self._tasks:
-            label = f"{_LABELS.get(stage, stage):<11}"
+            label = f"{STAGES.get(stage, stage):<11}"
             self._tasks[stage] = self._progress.add_task(label, total=None, detail="")
         self._progress.update(self._tasks[stage], visible=True)
         if stage != "import" and "import" in self._tasks:
@@ -175,7 +180,7 @@ class Lines:
         share = done / total if total else 0.0
         spent = now - self._since
         left = f", left {_show_time(spent / share - spent)}" if spent and 0 < share < 1 else ""
-        label = _LABELS.get(stage, stage)
+        label = STAGES.get(stage, stage)
         print_prose(
             self._console,
             f"{label} {_word(stage, what, done, total)}: elapsed {_show_time(now - self._begun)}{left}",

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 WAYS = ("auto", "context", "guidance")
 """How a step is spread: by its tokens, by its rows, or by tokens where the model has a plan for that."""
 
-_LIMIT_S = 1800.0
-"""How long a rank waits for another one: planning and loading lie between exchanges."""
-
 
 @contextlib.contextmanager
 def joined_ranks(
@@ -59,7 +56,7 @@ def joined_ranks(
     from stopdown.patches import Patches
 
     device = name_device(device, settings)
-    with joined(choose_device(device), _LIMIT_S) as ranks, Patches() as patches:
+    with joined(choose_device(device)) as ranks, Patches() as patches:
         ranks.watch(patches)
         with ranks.ending():
             try:

@@ -104,8 +104,9 @@ def refuse_unmeasurable(
         device: its name; None is whichever device holds the run, and no less than the host's memory.
     """
     from stopdown.environment import choose_device
+    from stopdown.pipelines.class_selection import choose_class
     from stopdown.pipelines.loader import complete_source, find_class
-    from stopdown.pipelines.requests import PROMPTS, choose_class, list_needed_fields
+    from stopdown.pipelines.requests import PROMPTS, list_needed_fields
 
     if request.height is None and request.width is None:
         return

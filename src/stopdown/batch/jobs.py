@@ -1,103 +1,38 @@
-"""What the workers of a batch share, and its items as tasks, each known by a hash of what determines it.
-
-The hash is over the prompt, the seed, sizes and settings, the model's fingerprint, its sampler and the plan
-that the batch begins with. It is not over the place of the prompt in its file, the device, or a repair that
-was found on the way: the record of an item says which version of the plan made it.
+"""A batch before its workers begin: the model, its plan, and the items as tasks.
 
 **Catches**, before anything is made, a request that the pipeline does not take, pictures that cannot be
 read, items that need different pipelines.
-**Does not catch** versions of libraries: after an upgrade finished items stay as they are.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
 from stopdown.batch.prompts import is_url, naming_line
 from stopdown.batch.records import Item
+from stopdown.batch.settings import Job, Settings
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
-from stopdown.pipelines.class_selection import Selection, select_pipeline
+from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.component_classes import find_class
-from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import MEDIA, Request, choose_class, find_target
+from stopdown.pipelines.requests import Request, find_target
 from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
-from stopdown.records import Decision, Plan
-from stopdown.runtime.journal import LIMIT_BYTES
-from stopdown.runtime.repair_order import OnFault
+from stopdown.records import Plan
 
 Progress = Callable[[str, str, int, int], None]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is asked for all items of a batch.
-
-    Attributes:
-        source, revision, config, variant: the model, as `resolve_source` takes them.
-        output: folder or URL.
-        precision: as for `--precision`.
-        device: as for `choose_device`; the plan is made for it.
-        fps: frames per second of the files.
-        suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
-        on_fault: as for `guard`.
-        journal: folder of the journals of items that are being made; None keeps none.
-        journal_bytes: size at which one of them ends.
-        lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
-        scheduler: in the place of the model's own.
-        memory: what each item is to stay within, `8GiB`, or `auto`; None sets no limit.
-        allow: what may change the picture for that: `fp8`, `int8`, `smaller`.
-    """
-
-    source: str
-    output: str
-    revision: str | None = None
-    config: str | None = None
-    precision: str = "auto"
-    device: str = "auto"
-    fps: float = 8.0
-    suffix: str = ""
-    on_fault: OnFault = "repair"
-    journal: str | None = None
-    journal_bytes: int = LIMIT_BYTES
-    variant: str | None = None
-    lora: tuple[str, ...] = ()
-    scheduler: str | None = None
-    memory: str | None = None
-    allow: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Job:
-    """What all workers of a batch share, as plain data.
-
-    Attributes:
-        settings: as asked, with the suffix.
-        pipeline: class that serves the items.
-        fingerprint: of the model, which each worker compares.
-        decisions: precision of each call, where there is no plan.
-        plan_name: what reasons call the plan.
-    """
-
-    settings: Settings
-    pipeline: str
-    fingerprint: str
-    decisions: tuple[Decision, ...] = ()
-    plan_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,17 +83,17 @@ class Prepared:
         Raises:
             InputError: an item cannot be made as asked; its line is named.
         """
-        shared = _describe_shared(self.job, self.chosen, self.plan)
+        shared = describe_shared(self.job, self.chosen, self.plan)
         tasks: dict[str, Task] = {}
         notes = []
         for item, request in asked:
             with naming_line(item):
                 digest = _check_item(self.chosen, item, request)
-            signed = _sign(shared, request, digest)
+            signed = sign_item(shared, request, digest)
             if signed in tasks:
                 notes.append(f"Line {item.line} is the same item as line {tasks[signed].line}.")
                 continue
-            tasks[signed] = Task(signed, _name_item(item, signed), item.line, request, item.image)
+            tasks[signed] = Task(signed, name_item(item, signed), item.line, request, item.image)
         return tuple(tasks.values()), tuple(notes)
 
 
@@ -248,38 +183,6 @@ def _check_item(chosen: Selection, item: Item, request: Request) -> str:
         )
     chosen.check_request(request)
     return digest
-
-
-def _describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str, Any]:
-    scheduler = chosen.source.described / "scheduler" / "scheduler_config.json"
-    config = read_description(scheduler) if scheduler.is_file() else {}
-    return {
-        "model": job.fingerprint,
-        "pipeline": job.pipeline,
-        **({"memory": [memory, job.settings.allow]} if (memory := job.settings.memory) else {}),
-        **({"scheduler": name} if (name := chosen.source.scheduler) else {}),
-        "sampler": {k: v for k, v in config.items() if not k.startswith("_diffusers")},
-        "plan": plan.seal if plan else [(x.component, x.precision) for x in job.decisions],
-        "file": [job.settings.suffix, job.settings.fps],
-    }
-
-
-def _sign(shared: dict[str, Any], request: Request, image: str) -> str:
-    said = describe_request(request)
-    text = json.dumps([shared, said, image], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def describe_request(request: Request) -> dict[str, Any]:
-    """What of a request is plain data and given."""
-    plain = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    return {k: v for k, v in plain.items() if k not in (*MEDIA, "arguments") and v is not None}
-
-
-def _name_item(item: Item, signed: str) -> str:
-    """Its name, or words of its prompt and its hash."""
-    words = "-".join(re.findall(r"\w+", (item.prompt or "").lower()))[:48].rstrip("-")
-    return item.name or f"{words or 'item'}-{signed[:12]}"
 
 
 def read_picture(given: str) -> Any:

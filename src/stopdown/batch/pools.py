@@ -11,8 +11,9 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from stopdown.batch.jobs import Job, Task
+from stopdown.batch.jobs import Task
 from stopdown.batch.limits import MOST_EARLY_DEATHS
+from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.errors import StopdownError

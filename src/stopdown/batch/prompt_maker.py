@@ -17,8 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stopdown.batch.jobs import Prepared, Settings, prepare
+from stopdown.batch.jobs import Prepared, prepare
 from stopdown.batch.records import Item
+from stopdown.batch.settings import Settings
 from stopdown.batch.stores import open_store
 from stopdown.batch.worker import Worker
 from stopdown.errors import InputError

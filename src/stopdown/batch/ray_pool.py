@@ -21,8 +21,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from stopdown.batch.jobs import Job, Prepared, Task, prepare
+from stopdown.batch.jobs import Prepared, Task, prepare
 from stopdown.batch.pools import Died, Event, refuse_deaths
+from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
 from stopdown.environment import list_devices, read_version, require_package

@@ -19,11 +19,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stopdown.batch.jobs import Job, Task, describe_request
+from stopdown.batch.item_signatures import describe_request
+from stopdown.batch.jobs import Task
 from stopdown.batch.records import ItemResult, Status
+from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, open_store, write_probe
-from stopdown.environment import choose_device, peak_memory
-from stopdown.errors import InputError, OutputError, SourceError, StopdownError, take_one_line
+from stopdown.device_memory import peak_memory
+from stopdown.environment import choose_device
+from stopdown.errors import (
+    InputError,
+    OutputError,
+    SourceError,
+    StopdownError,
+    describe_error,
+)
 from stopdown.media import SUFFIXES, draw_preview
 from stopdown.outputs import find_record_path
 from stopdown.pipelines.allowed_sizes import read_configs
@@ -273,9 +282,3 @@ def fail_task(task: Task, error: str, tries: int) -> ItemResult:
 
 def _begin_result(task: Task, status: Status, **others: Any) -> ItemResult:
     return ItemResult(task.item, task.name, task.line, task.request.prompt or "", status, **others)
-
-
-def describe_error(error: Exception) -> str:
-    """An error in one paragraph, with its class when it is none of Stopdown's."""
-    text = take_one_line(error, 1000)
-    return text if isinstance(error, StopdownError) else f"{type(error).__name__}: {text}"

@@ -17,12 +17,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stopdown.benchmark.records import KernelTime
+from stopdown.device_memory import free_memory, peak_memory
 from stopdown.doctor import attend_with, list_kernels
-from stopdown.environment import Device, free_memory, peak_memory
+from stopdown.environment import Device
 from stopdown.memory.speed import time_runs
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.components import find_components
+
+REPEATS = 2
+"""Timed runs of which the fastest counts."""
 
 _CALLS = 5
 """Calls of an attention kernel of which the fastest counts."""

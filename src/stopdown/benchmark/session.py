@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from stopdown.benchmark.measurement import Counter, measure_peak, time_attention
+from stopdown.benchmark.measurement import REPEATS, Counter, measure_peak, time_attention
 from stopdown.benchmark.records import Benchmark, Measurement
 from stopdown.benchmark.subjects import Subject
 from stopdown.benchmark.ways import WAYS, Way, running
+from stopdown.device_memory import free_memory, is_out_of_memory
 from stopdown.doctor import try_attention
-from stopdown.environment import Device, describe_machine, free_memory, is_out_of_memory
+from stopdown.environment import Device, describe_machine
 from stopdown.errors import take_one_line
 from stopdown.memory.forecast import Fit
 from stopdown.memory.offloader import predict_run
@@ -39,9 +40,6 @@ from stopdown.records import Plan
 
 Keep = Callable[[Benchmark], None]
 Progress = Callable[[str, str, int, int], None]
-
-REPEATS = 2
-"""Timed runs of which the fastest counts."""
 
 
 def begin(

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from stopdown.accumulation import accumulating
-from stopdown.environment import Device, free_memory
+from stopdown.device_memory import free_memory
+from stopdown.environment import Device
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS

@@ -11,7 +11,7 @@ import torch
 
 from stopdown.checkpoints.cards import word_card
 from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
-from stopdown.checkpoints.places import RECORD_NAME, measure_files
+from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.errors import OptionError
 from stopdown.pipelines.components import find_kept_fp32
 from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights

@@ -39,7 +39,7 @@ from stopdown.checkpoints.file_exponents import (
     express_component,
     rests_on_bounds,
 )
-from stopdown.checkpoints.places import (
+from stopdown.checkpoints.output_places import (
     Form,
     Target,
     check_place,
@@ -54,6 +54,7 @@ from stopdown.errors import (
 )
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
+from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
@@ -65,7 +66,7 @@ from stopdown.pipelines.folders import (
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program, move_program
-from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_file_names import (
     arrange,
     change_tensor,

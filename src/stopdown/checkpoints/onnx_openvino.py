@@ -28,8 +28,9 @@ from stopdown.errors import OptionError, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.outputs import check_target, written_beside
 from stopdown.patches import Patches
+from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.loader import complete_source, load_program
-from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_entry, check_source
 from stopdown.plans.call_recorder import Progress, RecordedCall

@@ -42,7 +42,7 @@ from stopdown.checkpoints.file_exponents import (
     describe_rest,
     express_component,
 )
-from stopdown.checkpoints.places import check_place
+from stopdown.checkpoints.output_places import check_place
 from stopdown.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.graph.capture import capture_call, name_parameters
@@ -68,9 +68,10 @@ from stopdown.pipelines.headers import (
 from stopdown.pipelines.hub import Progress, download_component
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.sources import Source
-from stopdown.plans.calibrated import describe_scaling, sample_weights
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import describe_failure, scale_component
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Conversion
 from stopdown.scaling.search import scale_unmeasured
 

@@ -20,8 +20,9 @@ from stopdown.comparison.measures import Frames, clean_frames, find_headroom, re
 from stopdown.comparison.probes import Probe, Trace
 from stopdown.comparison.records import Cell
 from stopdown.comparison.subjects import Opened, Run
-from stopdown.environment import Device, peak_memory
-from stopdown.errors import InputError, take_first_line, take_one_line
+from stopdown.device_memory import peak_memory
+from stopdown.environment import Device
+from stopdown.errors import InputError, describe_error, take_first_line
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
@@ -85,13 +86,6 @@ def run_cell(
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
         elapsed_s = time.perf_counter() - begun
         return Outcome(Cell(name, error=describe_error(error), elapsed_s=elapsed_s), None, Trace())
-
-
-def describe_error(error: Exception) -> str:
-    """An error in one paragraph, with its class when it is none of Stopdown's."""
-    text = take_one_line(error, 600)
-    is_own = type(error).__module__.startswith("stopdown")
-    return text if is_own else f"{type(error).__name__}: {text}"
 
 
 def _run(

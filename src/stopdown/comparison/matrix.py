@@ -26,7 +26,6 @@ from typing import Any
 
 from stopdown.comparison.cells import (
     Outcome,
-    describe_error,
     fail_cell,
     read_outcome,
     run_cell,
@@ -67,7 +66,7 @@ from stopdown.comparison.verdicts import (
     recommend,
 )
 from stopdown.environment import describe_machine
-from stopdown.errors import InputError
+from stopdown.errors import InputError, describe_error
 from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
 from stopdown.model_needs import keeps_clamps

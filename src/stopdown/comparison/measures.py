@@ -17,14 +17,13 @@ import torch
 from stopdown.call_names import name_module_path
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import SPOILT, CallError, Heat, Measures, Parting, count_bits
+from stopdown.comparison.thresholds import PARTING
 from stopdown.errors import OptionError
 from stopdown.numerics import iterate_leaves, relative_l2
 from stopdown.runtime.results import collect_videos
 
 Frames = np.ndarray[Any, Any]
 
-PARTING = 0.05
-"""Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
 
 _SSIM_WINDOW = 11
 

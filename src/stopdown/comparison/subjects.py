@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import Device, Support, choose_device, free_memory, probe_formats
+from stopdown.device_memory import free_memory
+from stopdown.environment import Device, Support, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Variant as CallVariant

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from stopdown.record_display import Displayed
 
+PARTING = 0.05
+"""Relative error at which two runs part: ten times what rounding to bf16 alone leaves (2^-8)."""
+
 
 @dataclass(frozen=True, repr=False)
 class Thresholds(Displayed):

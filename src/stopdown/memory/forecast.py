@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stopdown.memory.placement import put_variant
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
+from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import (
     PACKED_PLACEMENTS,

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import free_memory, is_out_of_memory
+from stopdown.device_memory import free_memory, is_out_of_memory
 from stopdown.errors import StopdownError, take_one_line
 from stopdown.memory.forecast import (
     USABLE_SHARE,
@@ -31,7 +31,8 @@ from stopdown.memory.forecast import (
     sort_by_time,
 )
 from stopdown.memory.gradient_checkpointing import IDLE, find_checkpointing
-from stopdown.memory.placement import put_placement, put_variant
+from stopdown.memory.placement import put_placement
+from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction
 from stopdown.memory.weight_stores import WeightStore

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from stopdown.device_memory import is_out_of_memory
 from stopdown.device_profiles import Profile
-from stopdown.environment import Device, is_out_of_memory, synchronise
+from stopdown.environment import Device, synchronise
 from stopdown.memory.eight_bits import pack
 from stopdown.number_formats import FORMATS
 

@@ -26,6 +26,9 @@ from stopdown.patches import Patches
 from stopdown.pipelines.components import find_callees
 from stopdown.pipelines.context_parallel import find_plan, put_context_parallel
 
+_LIMIT_S = 1800.0
+"""How long a rank waits for another one: planning and loading lie between exchanges."""
+
 
 def name_device(asked: str, settings: RankSettings) -> str:
     """The device of one process: of `auto` and `cuda` the one with its number on this machine.
@@ -47,7 +50,7 @@ def name_device(asked: str, settings: RankSettings) -> str:
 
 
 @contextlib.contextmanager
-def joined(device: Device, limit_s: float) -> Iterator[Ranks]:
+def joined(device: Device, limit_s: float = _LIMIT_S) -> Iterator[Ranks]:
     """The ranks of this process and of those that were started with it.
 
     Args:

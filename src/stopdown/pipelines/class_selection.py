@@ -10,8 +10,30 @@ from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_config
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.requests import Request, choose_class, name_arguments
+from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source
+
+VIDEO_TO_VIDEO = {
+    "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
+    "WanPipeline": "WanVideoToVideoPipeline",
+}
+"""Pipelines whose checkpoint also serves another class, which takes a video."""
+
+IMAGE_TO_IMAGE = {
+    "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
+    "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",
+    "StableDiffusion3Pipeline": "StableDiffusion3Img2ImgPipeline",
+    "FluxPipeline": "FluxImg2ImgPipeline",
+}
+"""Pipelines whose checkpoint also serves another class, which takes a picture."""
+
+INPAINTING = {
+    "StableDiffusionPipeline": "StableDiffusionInpaintPipeline",
+    "StableDiffusionXLPipeline": "StableDiffusionXLInpaintPipeline",
+    "StableDiffusion3Pipeline": "StableDiffusion3InpaintPipeline",
+    "FluxPipeline": "FluxInpaintPipeline",
+}
+"""Pipelines whose checkpoint also serves another class, which takes a picture and a mask."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +59,17 @@ class Selection:
         check_sizes(
             find_grid(self.configs), frames=frames, height=request.height, width=request.width
         )
+
+
+def choose_class(class_name: str, request: Request) -> str:
+    """The class that serves a request from a checkpoint: its own, or a sister for video or image."""
+    if request.mask is not None:
+        return INPAINTING.get(class_name, class_name)
+    if request.video is not None:
+        return VIDEO_TO_VIDEO.get(class_name, class_name)
+    if request.image is not None:
+        return IMAGE_TO_IMAGE.get(class_name, class_name)
+    return class_name
 
 
 def select_pipeline(

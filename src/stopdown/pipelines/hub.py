@@ -33,7 +33,9 @@ Progress = Callable[[str, int, int], None]
 """Called with what is done, the bytes done and the bytes in all (0 when unknown)."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-SIDE_FILES = (".json", ".txt", ".model", ".jinja")
+SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken")
+"""How the names of files end that a component has beside its weights."""
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from stopdown.environment import Device, choose_device, describing_out_of_memory
+from stopdown.device_memory import describing_out_of_memory
+from stopdown.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.mapped_weights import choose_folder

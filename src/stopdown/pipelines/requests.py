@@ -27,28 +27,6 @@ PROMPTS = (
 """What is measured when no prompt is given: short, long, still and moving."""
 
 
-VIDEO_TO_VIDEO = {
-    "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
-    "WanPipeline": "WanVideoToVideoPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a video."""
-
-IMAGE_TO_IMAGE = {
-    "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
-    "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",
-    "StableDiffusion3Pipeline": "StableDiffusion3Img2ImgPipeline",
-    "FluxPipeline": "FluxImg2ImgPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a picture."""
-
-INPAINTING = {
-    "StableDiffusionPipeline": "StableDiffusionInpaintPipeline",
-    "StableDiffusionXLPipeline": "StableDiffusionXLInpaintPipeline",
-    "StableDiffusion3Pipeline": "StableDiffusion3InpaintPipeline",
-    "FluxPipeline": "FluxInpaintPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a picture and a mask."""
-
 _NAMES = {
     "prompt": ("prompt",),
     "negative": ("negative_prompt",),
@@ -111,17 +89,6 @@ class Request:
     control_image: np.ndarray[Any, Any] | None = None
     strength: float | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-def choose_class(class_name: str, request: Request) -> str:
-    """The class that serves a request from a checkpoint: its own, or a sister for video or image."""
-    if request.mask is not None:
-        return INPAINTING.get(class_name, class_name)
-    if request.video is not None:
-        return VIDEO_TO_VIDEO.get(class_name, class_name)
-    if request.image is not None:
-        return IMAGE_TO_IMAGE.get(class_name, class_name)
-    return class_name
 
 
 def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:

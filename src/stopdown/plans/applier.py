@@ -44,10 +44,11 @@ from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapter_check import watch_adapters
-from stopdown.plans.calibrated import count_folds, sample_weights
+from stopdown.plans.calibrated import count_folds
 from stopdown.plans.plan_files import read_class_versions, read_plan
 from stopdown.plans.planned_loader import Loaded, LoadedPlan
 from stopdown.plans.precision import ComponentFacts
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
 from stopdown.scaling.certificate import describe_share

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from stopdown.errors import OptionError
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.patches import Patches
+from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.components import (
     explain_run,
     find_adapter,
@@ -38,12 +38,7 @@ from stopdown.pipelines.components import (
     read_precisions,
 )
 from stopdown.pipelines.loader import complete_source, load_program, move_program
-from stopdown.pipelines.requests import (
-    Request,
-    build_arguments,
-    choose_class,
-    list_needed_fields,
-)
+from stopdown.pipelines.requests import Request, build_arguments, list_needed_fields
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
@@ -63,6 +58,7 @@ from stopdown.plans.exponents import describe_failure, scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, choose_precision
 from stopdown.plans.quantised_bounds import put_file_bounds
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import cast_, check_residual
 from stopdown.scaling.certificate import check_ranges
@@ -71,9 +67,6 @@ from stopdown.scaling.weight_checks import find_quantised
 
 STEPS = 4
 """Denoising steps of a measured run, where a request names none."""
-
-SAMPLES = 16
-"""Values of each tensor that tell one checkpoint from another."""
 
 
 @dataclass(frozen=True)
@@ -478,26 +471,3 @@ def count_folds(scaling: Scaling) -> str:
     low, high = min(scaling.exponents.values()), max(scaling.exponents.values())
     noun = "tensor is" if len(tensors) == 1 else "tensors are"
     return f"{len(tensors)} {noun} scaled by exponents {low}..{high}"
-
-
-def sample_weights(module: torch.nn.Module) -> str:
-    """SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
-
-    The same in fp32 and in the format that the checkpoint is stored in.
-    Cost: one host read for each dtype.
-    """
-    return sample_tensors(sorted(module.state_dict().items()))
-
-
-def sample_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """As `sample_weights`, of tensors that come one by one in the order of their names."""
-    digest, taken = hashlib.sha256(), []
-    for name, tensor in named:
-        digest.update(f"{name}{tuple(tensor.shape)}\0".encode())
-        if tensor.is_floating_point() and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
-            taken.append(flat[places.long().to(flat.device)].float())
-    if taken:
-        digest.update(torch.cat(taken).cpu().numpy().tobytes())
-    return digest.hexdigest()

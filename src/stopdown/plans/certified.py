@@ -29,8 +29,9 @@ from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
+from stopdown.pipelines.class_selection import choose_class
 from stopdown.pipelines.loader import complete_source, load_program
-from stopdown.pipelines.requests import Request, choose_class
+from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
 from stopdown.pipelines.sources import (
     Source,
@@ -41,12 +42,13 @@ from stopdown.pipelines.sources import (
     resolve_source,
     verify_source,
 )
-from stopdown.plans.calibrated import describe_scaling, sample_tensors
+from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import Progress, RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
 from stopdown.plans.quantised_bounds import put_file_bounds
+from stopdown.plans.weight_fingerprints import sample_tensors
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
 from stopdown.scaling.measurement import capture_streamed

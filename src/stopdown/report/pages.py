@@ -8,6 +8,7 @@ from typing import Any
 
 from stopdown.batch.records import BatchRecord
 from stopdown.comparison.records import SPOILT, Cell, Comparison, Sheet, Variant
+from stopdown.comparison.thresholds import PARTING
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_json_table
@@ -103,6 +104,7 @@ def render_comparison(comparison: Comparison) -> str:
         bins=figures.BINS,
         pictures=_list_pictures(comparison),
         partings=_list_partings(comparison),
+        parting_limit=PARTING,
         plans=[v for v in comparison.variants if v.plan is not None],
         facts=_list_facts(comparison.machine),
         stages=STAGES,

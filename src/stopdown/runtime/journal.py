@@ -48,7 +48,7 @@ from stopdown.parallel.ranks import Ranks
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees, find_components, read_precisions
-from stopdown.plans.calibrated import sample_weights
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.randomness import RandomSource, find_random
 from stopdown.records import JournalUse
 from stopdown.runtime.journal_values import (

@@ -21,7 +21,7 @@ from stopdown.number_formats import name_dtype
 from stopdown.numerics import count_non_finite, iterate_tensors
 from stopdown.parallel.ranks import Ranks, find_group
 from stopdown.pipelines.components import find_components, read_precisions
-from stopdown.plans.calibrated import sample_weights
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Plan
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.culprit import Culprit

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from stopdown.pipelines.components import read_precisions
-from stopdown.plans.calibrated import sample_weights
+from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.runtime.repairs import Adjustment, ComponentState, Found
 
 

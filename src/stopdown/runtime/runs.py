@@ -17,12 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.environment import (
-    Device,
-    PeakMemory,
-    describe_machine,
-    describing_out_of_memory,
-)
+from stopdown.device_memory import PeakMemory, describing_out_of_memory
+from stopdown.environment import Device, describe_machine
 from stopdown.errors import InputError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import choose_format, to_uint8, write_media

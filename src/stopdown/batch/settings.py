@@ -1,0 +1,66 @@
+"""What a batch is asked to do, and what its workers share, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stopdown.records import Decision
+from stopdown.runtime.journal import LIMIT_BYTES
+from stopdown.runtime.repair_order import OnFault
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked for all items of a batch.
+
+    Attributes:
+        source, revision, config, variant: the model, as `resolve_source` takes them.
+        output: folder or URL.
+        precision: as for `--precision`.
+        device: as for `choose_device`; the plan is made for it.
+        fps: frames per second of the files.
+        suffix: of the outputs; "" takes `.mp4` for videos and `.png` for pictures.
+        on_fault: as for `guard`.
+        journal: folder of the journals of items that are being made; None keeps none.
+        journal_bytes: size at which one of them ends.
+        lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
+        scheduler: in the place of the model's own.
+        memory: what each item is to stay within, `8GiB`, or `auto`; None sets no limit.
+        allow: what may change the picture for that: `fp8`, `int8`, `smaller`.
+    """
+
+    source: str
+    output: str
+    revision: str | None = None
+    config: str | None = None
+    precision: str = "auto"
+    device: str = "auto"
+    fps: float = 8.0
+    suffix: str = ""
+    on_fault: OnFault = "repair"
+    journal: str | None = None
+    journal_bytes: int = LIMIT_BYTES
+    variant: str | None = None
+    lora: tuple[str, ...] = ()
+    scheduler: str | None = None
+    memory: str | None = None
+    allow: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all workers of a batch share, as plain data.
+
+    Attributes:
+        settings: as asked, with the suffix.
+        pipeline: class that serves the items.
+        fingerprint: of the model, which each worker compares.
+        decisions: precision of each call, where there is no plan.
+        plan_name: what reasons call the plan.
+    """
+
+    settings: Settings
+    pipeline: str
+    fingerprint: str
+    decisions: tuple[Decision, ...] = ()
+    plan_name: str = ""

@@ -1,0 +1,127 @@
+"""Calls that take less memory: an autoencoder in slices and tiles, layers and attention in pieces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from stopdown.memory.strategies import Strategy
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import Call, Rank, intercept, put_layer
+from stopdown.pipelines.components import find_callees, find_components, is_autoencoder
+
+_MOST_SCORE_BYTES = 2**28
+"""Scores of attention in fp32 that are made at a time when it is split."""
+
+
+_FEED_FORWARD = ("FeedForward",)
+"""Classes that work on each position of a sequence alone."""
+
+
+def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
+    """Put what makes the calls smaller on a pipeline, until `patches` is undone."""
+    for module in find_components(pipe).values():
+        if is_autoencoder(module):
+            for name, wanted in (("slicing", strategy.slicing), ("tiling", strategy.tiling)):
+                _switch(module, name, wanted, patches)
+    for callee in find_callees(pipe):
+        if strategy.pieces > 1 and callee.stage == "denoise":
+            _put_pieces(callee.owner, strategy.pieces, patches)
+        if strategy.split:
+            intercept(callee, _split_attention, patches, Rank.MEMORY)
+
+
+def _switch(module: torch.nn.Module, name: str, wanted: bool, patches: Patches) -> None:
+    """Turn an autoencoder's slicing or tiling on or off."""
+    before = bool(getattr(module, f"use_{name}", False))
+    if wanted == before or not hasattr(module, f"use_{name}"):
+        return
+    patches.set_attribute(module, f"use_{name}", wanted)
+    if name == "tiling":
+        for side in ("height", "width"):
+            _fit_overlap(module, side, patches)
+
+
+def _fit_overlap(module: torch.nn.Module, side: str, patches: Patches) -> None:
+    """Give tiles of a CogVideoX kind an overlap of whole latents: a part of one shifts the seams."""
+    name = f"tile_overlap_factor_{side}"
+    latents = getattr(module, f"tile_latent_min_{side}", 0)
+    if not hasattr(module, name) or not latents:
+        return
+    factors = (getattr(module, name), 0.25, 0.5)
+    fits = [f for f in factors if abs(latents * f - round(latents * f)) < 1e-6]
+    if fits and fits[0] != factors[0]:
+        patches.set_attribute(module, name, fits[0])
+
+
+def _put_pieces(module: torch.nn.Module, pieces: int, patches: Patches) -> None:
+    for part in module.modules():
+        if type(part).__name__ in _FEED_FORWARD:
+            put_layer(
+                part, "forward", functools.partial(_work_in_pieces, pieces), patches, Rank.MEMORY
+            )
+
+
+def _work_in_pieces(
+    pieces: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """A feed-forward layer on pieces of the sequence (dimension 1 of `[B, L, C]`), one at a time."""
+    given, rest = args[0], args[1:]
+    if not isinstance(given, torch.Tensor) or given.dim() != 3 or given.shape[1] < pieces:
+        whole: torch.Tensor = call(*args, **kwargs)
+        return whole
+    first: torch.Tensor | None = None
+    done = 0
+    for piece in given.chunk(pieces, dim=1):
+        output = call(piece, *rest, **kwargs)
+        if first is None:
+            first = output.new_empty(given.shape[0], given.shape[1], *output.shape[2:])
+        first[:, done : done + output.shape[1]] = output
+        done += output.shape[1]
+    assert first is not None
+    return first
+
+
+def _split_attention(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _SplitQueries():
+        return call(*args, **kwargs)
+
+
+class _SplitQueries(TorchFunctionMode):
+    """Attention on a few queries at a time: each row of the result depends on its own query only."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return _attend_in_pieces(func, *args, **(kwargs or {}))
+
+
+def _attend_in_pieces(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention of `query` `[..., L, E]` over `key` `[..., S, E]`, its scores a part at a time."""
+    length, row_bytes = query.shape[-2], query.shape[:-2].numel() * key.shape[-2] * 4
+    rows = max(1, _MOST_SCORE_BYTES // row_bytes)
+    if is_causal or rows >= length:
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    output = query.new_empty(*query.shape[:-1], value.shape[-1])
+    for start in range(0, length, rows):
+        part = slice(start, start + rows)
+        mask = attn_mask
+        if mask is not None and mask.shape[-2] == length:
+            mask = mask[..., part, :]
+        output[..., part, :] = attend(query[..., part, :], key, value, mask, dropout_p, **options)
+    return output
