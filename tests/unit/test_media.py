@@ -345,8 +345,8 @@ def test_nan_never_becomes_black() -> None:
     with pytest.raises(NonFiniteError) as caught:
         to_uint8(frames)
     assert str(caught.value) == (
-        "The decoded frames hold 3 NaN and 1 Inf among 432 values, in frames 3, 4 of 9 (counted "
-        "from 0). Every value must be finite: a NaN that is cast to a pixel turns black. "
+        "The decoded frames hold 3 NaN and 1 Inf among 432 values, in frames 4, 5 of 9. "
+        "Every value must be finite: a NaN that is cast to a pixel turns black. "
         'Use precision="vae=fp32", or precision="fp32" for the whole pipeline.'
     )
 

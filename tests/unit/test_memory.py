@@ -22,8 +22,7 @@ from stopdown.app.request_options import read_allowed
 from stopdown.device_profiles import find_profile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
-from stopdown.memory import allocation_tracker, convolution_workspaces, speed
-from stopdown.memory import smaller_calls
+from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_calls, speed
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
