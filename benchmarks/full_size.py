@@ -29,7 +29,7 @@ from torch.fx import Node
 from stopdown.environment import describe_machine
 from stopdown.graph.capture import Capture, build_fake, capture_call
 from stopdown.graph.nodes import arguments, is_float, operation, shape_of
-from stopdown.graph.ranges import Range
+from stopdown.graph.range_measurement import Range
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.problem import Measured, split_values
 from stopdown.scaling.search import find_scaling

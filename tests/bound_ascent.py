@@ -21,7 +21,7 @@ from stopdown.bounds.input_limits import name_inputs, state_limits
 from stopdown.bounds.propagation import Bounds, InputLimits, bound_call
 from stopdown.graph.capture import Capture, capture_call, module_path, name_parameters
 from stopdown.graph.nodes import is_float, is_range_clamp, operation, shape_of
-from stopdown.graph.ranges import find_masked
+from stopdown.graph.range_measurement import find_masked
 from stopdown.scaling.problem import split_values
 
 SLACK = 1e-9

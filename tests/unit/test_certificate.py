@@ -22,7 +22,7 @@ from stopdown.bounds.values import Bound
 from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.graph.nodes import is_kind
-from stopdown.graph.ranges import Range
+from stopdown.graph.range_measurement import Range
 from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling import find_scaling, measure_call, search

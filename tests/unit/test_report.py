@@ -20,7 +20,7 @@ from stopdown.app.report_command import name_page, report
 from stopdown.comparison.records import BadLine, Comparison, Heat
 from stopdown.errors import InputError, OptionError
 from stopdown.records import RunRecord, from_json, to_json
-from stopdown.report import figures
+from stopdown.report import figures, formats
 from stopdown.report.comparison_table import list_notes, list_rows
 from stopdown.report.pages import render_comparison, render_run
 
@@ -239,3 +239,18 @@ def test_a_page_needs_no_torch(made: Comparison, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.42, "0.42 s"),
+        (99.4, "99 s"),
+        (200, "3 min 20 s"),
+        (3599.6, "1 h 0 min"),
+        (7800, "2 h 10 min"),
+    ],
+)
+def test_durations_are_read_at_a_glance(seconds: float, said: str) -> None:
+    """Hours from an hour on; what rounds up to one is one."""
+    assert formats.format_seconds(seconds) == said

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rescaling_models import WAYS, make_example, run_calls, scale_weights
-from stopdown.graph.ranges import Range
+from stopdown.graph.range_measurement import Range
 from stopdown.numerics import relative_l2
 from stopdown.scaling import cast_, rescale_, search
 from stopdown.scaling.problem import Limit, Problem

@@ -48,7 +48,7 @@ from stopdown.graph.nodes import (
     shape_of,
 )
 from stopdown.graph.operations import find_operation
-from stopdown.graph.ranges import Range
+from stopdown.graph.range_measurement import Range
 from stopdown.numerics import summarise_magnitudes
 
 RELATIVE = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stopdown.comparison.records import SPOILT, Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
-from stopdown.report import figures
+from stopdown.report import figures, formats
 from stopdown.report.pages import SIGNS, WORDS
 
 _HEADINGS = ("precision", "verdict", "PSNR", "SSIM", "FLIP", "time", "headroom")
@@ -23,11 +23,11 @@ def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
     return (
         variant.name,
         f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
-        figures.format_number(psnr[1], 1),
-        figures.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
-        figures.format_number(figures.summarise_measure(cells, "flip")[1], 3),
-        figures.format_ratio(variant.time_ratios.get("all")),
-        figures.format_bits(least if known else None),
+        formats.format_number(psnr[1], 1),
+        formats.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
+        formats.format_number(figures.summarise_measure(cells, "flip")[1], 3),
+        formats.format_ratio(variant.time_ratios.get("all")),
+        formats.format_bits(least if known else None),
     )
 
 

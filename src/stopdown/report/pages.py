@@ -14,7 +14,7 @@ from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.number_formats import format_bytes
 from stopdown.records import RunRecord, convert_record
-from stopdown.report import figures
+from stopdown.report import figures, formats
 
 WORDS = {
     "reference": "reference",
@@ -152,10 +152,10 @@ def _read_template(name: str) -> Any:
     environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
     for find in (
         format_bytes,
-        figures.format_ratio,
-        figures.format_seconds,
-        figures.format_number,
-        figures.format_bits,
+        formats.format_ratio,
+        formats.format_seconds,
+        formats.format_number,
+        formats.format_bits,
     ):
         environment.filters[find.__name__.removeprefix("format_")] = find
     return environment.get_template(name)
@@ -204,7 +204,7 @@ def _list_pictures(comparison: Comparison) -> list[dict[str, Any]]:
 
 def _describe_cell(cell: Cell) -> dict[str, Any]:
     measures = cell.measures
-    said = "" if measures is None else f"{figures.format_number(measures.psnr_db, 1)} dB"
+    said = "" if measures is None else f"{formats.format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
         said = "identical"
     return {

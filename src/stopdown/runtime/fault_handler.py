@@ -28,9 +28,9 @@ from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
-from stopdown.runtime.fault_origin import Origin
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
 from stopdown.runtime.guarded_call import GuardedCall
+from stopdown.runtime.outside_faults import Origin
 from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault, Remedy, Situation, list_remedies

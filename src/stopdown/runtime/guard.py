@@ -83,10 +83,10 @@ from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.clamps import noting_clamps, watch_clamps
 from stopdown.runtime.dtype_repairs import REFUSALS, is_refusal
 from stopdown.runtime.fault_handler import FaultHandler
-from stopdown.runtime.fault_origin import Origin, find_origin
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
 from stopdown.runtime.journal import Follower, Journal
+from stopdown.runtime.outside_faults import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
 from stopdown.runtime.rank_agreement import (
     agree_on_check,

@@ -27,7 +27,7 @@ from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
-from stopdown.graph.ranges import Range, Ranges, log2_of
+from stopdown.graph.range_measurement import Range, Ranges, log2_of
 from stopdown.number_formats import FP16
 from stopdown.records import Scaling, SumBound
 from stopdown.scaling.headroom import CALIBRATED_BITS

@@ -18,7 +18,7 @@ from stopdown.graph.capture import (
     note_answers,
     owner_of,
 )
-from stopdown.graph.ranges import merge_ranges, run_capture
+from stopdown.graph.range_measurement import merge_ranges, run_capture
 from stopdown.records import ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream

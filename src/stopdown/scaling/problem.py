@@ -29,7 +29,7 @@ from stopdown.graph.nodes import (
     shape_of,
 )
 from stopdown.graph.operations import PRODUCTS
-from stopdown.graph.ranges import Range, Ranges, find_saturating, log2_of
+from stopdown.graph.range_measurement import Range, Ranges, find_saturating, log2_of
 from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import NEAR_FP16_END
 from stopdown.records import Operands

@@ -28,7 +28,7 @@ import torch
 from stopdown.bounds.propagation import LEAST_STORED_LOOSE, Load
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import Capture, capture_call
-from stopdown.graph.ranges import log2_of
+from stopdown.graph.range_measurement import log2_of
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, bound_unmeasured
 from stopdown.scaling.fallback import scale_by_hooks

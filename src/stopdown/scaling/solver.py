@@ -22,7 +22,7 @@ from scipy.sparse import csr_array
 
 from stopdown.call_names import list_outermost
 from stopdown.errors import ScalingError
-from stopdown.graph.ranges import log2_of
+from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import find_format
 from stopdown.scaling.headroom import FREE_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
