@@ -100,6 +100,16 @@ def build_flux(text_width: int = 32, pooled_width: int = 32) -> torch.nn.Module:
     )  # fmt: skip
 
 
+def build_flux_attention() -> torch.nn.Module:
+    """Attention values of its single block beyond fp16, with a feed-forward that counts as much beside."""
+    module = build_flux()
+    block: Any = module.get_submodule("single_transformer_blocks.0")
+    with torch.no_grad():
+        block.attn.to_v.weight.mul_(2.0**20)
+        block.proj_out.weight[:, 128:].mul_(2.0**20)
+    return module
+
+
 def build_chroma() -> torch.nn.Module:
     from diffusers import ChromaTransformer2DModel
 
@@ -416,6 +426,18 @@ MODELS = {
     ),
     "flux": FileModel(
         build_flux,
+        {
+            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
+            "pooled_projections": (1, 32), "guidance": torch.tensor([3.5]),
+            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
+        },
+        {
+            "x": (1, 16, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32), "y": (1, 32),
+            "guidance": torch.tensor([3.5]),
+        },
+    ),
+    "flux-attention": FileModel(
+        build_flux_attention,
         {
             "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
             "pooled_projections": (1, 32), "guidance": torch.tensor([3.5]),

@@ -46,7 +46,13 @@ PUBLISHED_ONLY = ("flux", "chroma", "hunyuan-video", "lumina2")
 OWN_NAMES = ("cogview4", "cogvideox-vae")
 """Diffusers reads these under the name of its own weight files."""
 
-UNREAD_BY_DIFFUSERS = (*PUBLISHED_ONLY, "cogvideox", "hunyuan-video-vae", "svd-unet")
+UNREAD_BY_DIFFUSERS = (
+    *PUBLISHED_ONLY,
+    "flux-attention",
+    "cogvideox",
+    "hunyuan-video-vae",
+    "svd-unet",
+)
 """No tiny file of these is read by Diffusers."""
 
 SQUARED = ("ltx-vae",)

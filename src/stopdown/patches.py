@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+Place = tuple[slice, ...]
+"""What of a tensor is meant, as in indexing it: all of it, some rows, or some columns."""
+
 _ABSENT = object()
 
 
@@ -54,21 +57,19 @@ class Patches:
         target[key] = value
         self._undo.append(lambda: _restore(target, key, before))
 
-    def write_tensor(
-        self, target: torch.Tensor, value: torch.Tensor, rows: slice = slice(None)
-    ) -> None:
-        """Overwrite a tensor's values, or those of some rows, in place; undoing restores every bit.
+    def write_tensor(self, target: torch.Tensor, value: torch.Tensor, place: Place = ()) -> None:
+        """Overwrite a tensor's values, or those at some place, in place; undoing restores every bit.
 
         Cost: a copy of the tensor until it is undone.
         """
-        before = _take_rows(target, rows).detach().clone()
-        _rewrite(target, value, rows)
-        self._undo.append(lambda: _rewrite(target, before, rows))
+        before = _take(target, place).detach().clone()
+        _rewrite(target, value, place)
+        self._undo.append(lambda: _rewrite(target, before, place))
 
     def scale_tensor(
-        self, target: torch.Tensor, exponent: int | torch.Tensor, rows: slice = slice(None)
+        self, target: torch.Tensor, exponent: int | torch.Tensor, place: Place = ()
     ) -> None:
-        """Multiply a tensor, or some rows of it, in place by `2**exponent`.
+        """Multiply a tensor, or what is at some place in it, in place by `2**exponent`.
 
         Several exponents are spread over the tensor as in any arithmetic. The values are kept only
         when multiplying back would not restore every bit. Undoing acts on what the tensor holds by
@@ -76,13 +77,13 @@ class Patches:
         """
         if isinstance(exponent, int) and exponent == 0:
             return
-        before = _take_rows(target, rows).detach()
+        before = _take(target, place).detach()
         scaled = _scale(before, exponent)
         if torch.equal(_scale(scaled, -exponent), before):
-            _rewrite(target, scaled, rows)
-            self._undo.append(lambda: _rescale(target, -exponent, rows))
+            _rewrite(target, scaled, place)
+            self._undo.append(lambda: _rescale(target, -exponent, place))
         else:
-            self.write_tensor(target, scaled, rows)
+            self.write_tensor(target, scaled, place)
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Record any other change by the call that takes it back."""
@@ -110,17 +111,17 @@ def _restore(target: MutableMapping[Any, Any], key: Any, before: object) -> None
         target[key] = before
 
 
-def _take_rows(target: torch.Tensor, rows: slice) -> torch.Tensor:
-    return target[rows] if target.dim() else target
+def _take(target: torch.Tensor, place: Place) -> torch.Tensor:
+    return target[place] if target.dim() else target
 
 
-def _rewrite(target: torch.Tensor, value: torch.Tensor, rows: slice) -> None:
+def _rewrite(target: torch.Tensor, value: torch.Tensor, place: Place) -> None:
     with torch.no_grad():
-        _take_rows(target, rows).copy_(value)
+        _take(target, place).copy_(value)
 
 
-def _rescale(target: torch.Tensor, exponent: int | torch.Tensor, rows: slice) -> None:
-    _rewrite(target, _scale(_take_rows(target, rows).detach(), exponent), rows)
+def _rescale(target: torch.Tensor, exponent: int | torch.Tensor, place: Place) -> None:
+    _rewrite(target, _scale(_take(target, place).detach(), exponent), place)
 
 
 def _scale(values: torch.Tensor, exponent: int | torch.Tensor) -> torch.Tensor:

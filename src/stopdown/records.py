@@ -602,7 +602,8 @@ class Scaling(Displayed):
     """Exponents of one component as plain data: what is stored is the value times `2**exponent`.
 
     Attributes:
-        exponents: parameter or buffer name to the exponent; `name[0:64]` for a block of rows.
+        exponents: parameter or buffer name to the exponent; `name[0:64]` for rows, `name[:,0:64]`
+            for columns.
         eps: `module.path.attribute` of a norm's eps to the exponent it is multiplied with.
         multiplies: module path to the exponent that its output is multiplied with.
         fp32_modules: paths of the modules that stay in fp32; "" is the component itself.
@@ -625,8 +626,9 @@ class Scaling(Displayed):
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
         trial: what the module gave when it was run once with all that; None where nobody tried.
-        layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs, to
-            the exponents of its input and its output; without those that have none.
+        layers: path of a module that multiplies by a weight, `path[0:64]` for a block of its outputs,
+            `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
+            have none.
         sums: path of each linear layer in fp16 to its sums; empty where bounds were not asked for.
     """
 

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_convert import assert_right, build, convert_made, measured, run_plain
 
-from stopdown.checkpoints.convert import convert
+from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
+from stopdown.fold_names import list_folds, spread_rows
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.pipelines.loader import complete_source, load_pipeline
 from stopdown.pipelines.requests import Request
@@ -26,12 +27,11 @@ from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.certified import certify_plan
-from stopdown.records import Conversion, Plan, read_record
-from stopdown.scaling.adapter_exponents import spread_rows
-from stopdown.scaling.folds import list_rows
+from stopdown.records import Conversion, Plan, Scaling, read_record
+from stopdown.scaling import fold_scaling
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from single_file_models import build_t5
+from single_file_models import build_flux, build_t5
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_comfyui_gets_a_file_each(planned: tuple[Path, Plan], tmp_path: Path) ->
 def assert_exponents(module: torch.nn.Module, path: Path) -> None:
     """Each tensor of a file is the original's times the powers of two that its metadata names."""
     with safe_open(path, "pt") as file:
-        exponents = list_rows(json.loads(file.metadata()["stopdown.exponents"]))
+        exponents = list_folds(json.loads(file.metadata()["stopdown.exponents"]))
     tensors = load_file(path)
     assert exponents
     assert exponents.keys() <= tensors.keys()
@@ -113,6 +113,33 @@ def assert_exponents(module: torch.nn.Module, path: Path) -> None:
         rows = spread_rows(exponents.get(name, ()), len(original))
         shape = (-1, *(1 for _ in original.shape[1:]))
         assert torch.equal(tensors[name], torch.ldexp(original, rows.view(shape)).half()), name
+
+
+def test_names_of_folds_follow_the_tensors_of_a_file() -> None:
+    """Rows of fused tensors and columns: a folded Flux in the names of its file is what they say."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module: Any = build_flux().eval().requires_grad_(False)
+    block, before = "single_transformer_blocks.0", arrange(module)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    exponents = {
+        f"{block}.proj_out.weight[:,0:128]": 3,
+        f"{block}.proj_out.weight[:,128:640]": -4,
+        f"{block}.attn.to_k.weight": -2,
+        f"{block}.attn.to_v.weight[64:128]": 1,
+    }
+    fold_scaling(module, Scaling(exponents=exponents))
+    named = _place_exponents(module, exponents, "")
+    assert named == {
+        "single_blocks.0.linear2.weight": 3,
+        "single_blocks.0.linear2.weight[:,128:640]": -7,
+        "single_blocks.0.linear1.weight[128:256]": -2,
+        "single_blocks.0.linear1.weight[320:384]": 1,
+    }
+    for name, folds in list_folds(named).items():
+        for place, exponent in folds:
+            before[name][place] *= 2.0**exponent
+    assert all(torch.equal(x, before[name]) for name, x in arrange(module).items())
 
 
 def test_what_is_left_keeps_its_format(planned: tuple[Path, Plan], tmp_path: Path) -> None:
@@ -213,7 +240,7 @@ def test_an_sdxl_becomes_one_file(tmp_path: Path) -> None:
     plan = make_plan(str(folder), **measured("sdxl"))
     convert_made("sdxl", folder, output, plan)
     with safe_open(output, "pt") as file:
-        exponents = list_rows(json.loads(file.metadata()["stopdown.exponents"]))
+        exponents = list_folds(json.loads(file.metadata()["stopdown.exponents"]))
     before = load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
     table, tensors = find_whole("StableDiffusionXLPipeline"), load_file(output)
     for name, prefix in table.prefixes.items():

@@ -38,6 +38,7 @@ from test_loras import call, list_steps
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
 from stopdown.errors import OptionError
+from stopdown.fold_names import split_name as split_fold
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
@@ -245,22 +246,22 @@ def test_a_plan_does_what_its_converted_model_does(make: Any, tmp_path: Path, ru
 WIDTH = 8
 
 
-def write_converted(path: Path) -> Tensors:
+def write_converted(path: Path, **more: tuple[tuple[int, int], dict[str, int]]) -> Tensors:
     """A file as `convert` leaves one, with fused rows of several exponents; the weights of before."""
     made = torch.Generator().manual_seed(0)
     names = {
         "double_blocks.0.img_attn.qkv": ((24, WIDTH), {"[0:8]": -1, "[16:24]": -3}),
         "single_blocks.0.linear2": ((WIDTH, 16), {"": -5}),
         "plain": ((WIDTH, WIDTH), {}),
+        **more,
     }
     before, exponents, stored = {}, {}, {}
-    for name, (shape, rows) in names.items():
+    for name, (shape, folds) in names.items():
         weight = torch.randn(shape, generator=made)
         scaled = weight.clone()
-        for block, exponent in rows.items():
+        for block, exponent in folds.items():
             exponents[f"model.diffusion_model.{name}.weight{block}"] = exponent
-            start, stop = map(int, block[1:-1].split(":")) if block else (0, shape[0])
-            scaled[start:stop] *= 2.0**exponent
+            scaled[split_fold(f"{name}{block}")[1]] *= 2.0**exponent
         before[name], stored[f"model.diffusion_model.{name}.weight"] = weight, scaled
     stored["model.diffusion_model.single_blocks.0.linear2.bias"] = torch.ones(WIDTH) / 32
     exponents["model.diffusion_model.single_blocks.0.linear2.bias"] = -5
@@ -329,11 +330,32 @@ def draw_parts(kind: str, out: int, width: int) -> Tensors:
     return parts | ({"dora_scale": draw(out, 1).abs()} if kind == "dora" else {})
 
 
+BY_COLUMN = ((WIDTH, 16), {"": -5, "[:,4:16]": 3})
+"""Shape and exponents of what reads a concatenation."""
+NOT_BY_COLUMN = ("dora", "lokr", "glora")
+
+
+@pytest.mark.parametrize("kind", NOT_BY_COLUMN)
+def test_what_has_no_rule_for_columns_is_refused(tmp_path: Path, kind: str) -> None:
+    """A norm of rows, a Kronecker product and a product with the weight itself: by name."""
+    write_converted(tmp_path / "model.safetensors", by_column=BY_COLUMN)
+    parts = draw_parts(kind, *BY_COLUMN[0])
+    lora = {f"diffusion_model.by_column.{key}": x for key, x in parts.items()}
+    save_file(lora, tmp_path / "lora.safetensors")
+    paths = [tmp_path / f"{name}.safetensors" for name in ("lora", "out", "model")]
+    with pytest.raises(
+        OptionError, match="columns of its weight have several exponents, and there is"
+    ):
+        convert_lora(*paths)
+    assert not paths[1].exists()
+
+
 @pytest.mark.parametrize("style", ["lora_unet_{}", "diffusion_model.{}"], ids=["kohya", "comfyui"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr", "diff", "glora", "oft"])
 def test_a_file_in_its_own_names(tmp_path: Path, kind: str, style: str) -> None:
     """Fused rows, each with its exponent: scaled weight and adapter give the scaled sum, bit for bit."""
-    before = write_converted(tmp_path / "model.safetensors")
+    columns = {} if kind in NOT_BY_COLUMN else {"by_column": BY_COLUMN}
+    before = write_converted(tmp_path / "model.safetensors", **columns)
     after = load_file(tmp_path / "model.safetensors")
     tensors, names = {}, {}
     for name, weight in before.items():

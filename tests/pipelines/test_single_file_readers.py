@@ -7,11 +7,19 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from stopdown.errors import OptionError
+from stopdown.fold_names import list_folds
+from stopdown.graph import blocks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -20,6 +28,7 @@ from single_file_readers import (
     SGM,
     SQUARED,
     UNREAD_BY_DIFFUSERS,
+    convert_model,
     measure,
     measure_checkpoint,
     measure_svd,
@@ -57,6 +66,27 @@ def test_diffusers_reads_what_was_converted(name: str, tmp_path: Path) -> None:
     if name in UNREAD_BY_DIFFUSERS:
         pytest.skip("Diffusers reads no file of this model, or of its published width alone")
     assert_right(measure(name, run_in_diffusers, tmp_path))
+
+
+def test_a_file_holds_exponents_of_columns(tmp_path: Path) -> None:
+    """A Flux whose single block has attention values beyond fp16: folds alone, in rows and columns.
+
+    `linear2` reads them beside the feed-forward. Without exponents by range it is refused.
+    """
+    source, path = convert_model("flux-attention", tmp_path)
+    with safe_open(path, "pt") as file:
+        folds = list_folds(json.loads(file.metadata()["stopdown.exponents"]))
+    assert len({exponent for place, exponent in folds["single_blocks.0.linear2.weight"]}) > 1
+    before, after = load_file(source), load_file(path)
+    for name, tensor in after.items():
+        expected = before[name].float()
+        for place, exponent in folds.get(name, ()):
+            expected[place] *= 2.0**exponent
+        assert torch.equal(tensor, expected.half()), name
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(blocks, "_read_joint", lambda node: None)
+        with pytest.raises(OptionError, match="1 multiply"):
+            convert_model("flux-attention", tmp_path / "without")
 
 
 @NO_COMFYUI

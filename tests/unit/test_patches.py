@@ -80,7 +80,7 @@ def test_scaling_is_undone_to_the_bit(exponents: list[int], seed: int, dtype: to
 def test_a_block_of_rows_is_scaled_alone() -> None:
     """Some rows of a tensor are scaled, the others stay."""
     tensor, patches = torch.ones(4, 2), Patches()
-    patches.scale_tensor(tensor, -3, slice(1, 3))
+    patches.scale_tensor(tensor, -3, (slice(1, 3),))
     assert tensor[:, 0].tolist() == [1.0, 0.125, 0.125, 1.0]
     patches.undo()
     assert torch.equal(tensor, torch.ones(4, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -13,9 +14,13 @@ from torch.nn import functional
 
 from rescaling_models import make_example, run_calls
 from stopdown.errors import ScalingError
+from stopdown.fold_names import list_folds, spread_columns
+from stopdown.graph import blocks
 from stopdown.numerics import relative_l2
+from stopdown.patches import Patches
 from stopdown.scaling import cast_, rescale_
 from stopdown.scaling import exponent_rules as rules
+from stopdown.scaling.fold_bounds import FoldBound, put_bounds
 from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
 
 WIDTH = 16
@@ -170,6 +175,81 @@ def test_the_parts_of_a_chunk_get_exponents_of_their_own() -> None:
     assert torch.equal(module(x), reference)
     rows = {name for name in rescaling.exponents if name.startswith("linear.weight")}
     assert rows == {f"linear.weight[{2 * WIDTH}:{3 * WIDTH}]"}
+
+
+class Parallel(nn.Module):
+    """Attention and a feed-forward in one tensor before one matrix, as in Flux's single block."""
+
+    def __init__(self, *, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+        self.query, self.key = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+        self.value, self.up = nn.Linear(4, WIDTH), nn.Linear(4, 2 * WIDTH)
+        self.both = nn.Linear(4, 3 * WIDTH)
+        self.out = nn.Linear(3 * WIDTH, 4)
+        self.value.weight.data.mul_(2.0**18)
+        self.both.weight.data[:WIDTH].mul_(2.0**18)
+        self.out.weight.data[:, :WIDTH].mul_(2.0**-18)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value, up = self.value(x), self.up(x)
+        if self.fused:
+            value, up = self.both(x).split([WIDTH, 2 * WIDTH], dim=-1)
+            value = torch.cat(value.chunk(2, dim=-1), dim=-1)
+        mixed = functional.scaled_dot_product_attention(self.query(x), self.key(x), value)
+        both = torch.cat([mixed.unsqueeze(1), functional.gelu(up).unsqueeze(1)], dim=-1)
+        return self.out(both.squeeze(1))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_parts_of_a_concatenation_get_exponents_of_their_own(fused: bool) -> None:
+    """What fp16 does not hold is folded into the columns that read it; the rest of them stays."""
+    module, x = _make_parallel(fused=fused)
+    reference = module(x)
+    assert not bool(copy.deepcopy(module).half()(x.half()).isfinite().all())
+    rescaling = rescale_(module, (x,))
+    assert torch.equal(module(x), reference)
+    assert not rescaling.multiplies
+    assert not rescaling.fp32_modules
+    columns = {name: e for name, e in rescaling.exponents.items() if name.startswith("out.weight")}
+    spread = list_folds(columns)["out.weight"]
+    attention, mlp = spread_columns(spread, 3 * WIDTH).split([WIDTH, 2 * WIDTH])
+    assert len({*attention.tolist()}) == len({*mlp.tolist()}) == 1
+    assert attention[0] - mlp[0] > 0
+    cast_(module, torch.float16, rescaling)
+    assert relative_l2(module(x.half()), reference) < 2e-3
+
+
+def _make_parallel(*, fused: bool = False) -> tuple[Parallel, torch.Tensor]:
+    torch.manual_seed(0)
+    return Parallel(fused=fused).eval().requires_grad_(False), torch.randn(2, 5, 4)
+
+
+def test_without_ranges_a_concatenation_needs_a_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One exponent for all of it leaves the feed-forward no other way."""
+    monkeypatch.setattr(blocks, "_read_joint", lambda node: None)
+    module, x = _make_parallel()
+    rescaling = rescale_(module, (x,))
+    assert rescaling.multiplies or rescaling.fp32_modules
+
+
+def test_columns_have_one_exponent_where_that_does() -> None:
+    """DoRA takes no other, and a plan is shorter: an overflow behind the matrix asks for nothing else."""
+    module, x = _make_parallel()
+    module.value.weight.mul_(2.0**-18)
+    module.out.weight.mul_(2.0**20)
+    rescaling = rescale_(nn.Sequential(module, nn.LayerNorm(4)), (x,))
+    assert "0.out.weight" in rescaling.exponents
+    assert not any("[:," in name for name in (*rescaling.exponents, *rescaling.scaling.layers))
+
+
+def test_columns_of_a_quantised_file_have_one_exponent() -> None:
+    """Its scales are of rows, or of blocks of columns."""
+    module, x = _make_parallel()
+    put_bounds(module, dict.fromkeys(module.state_dict(), FoldBound()), Patches())
+    rescaling = rescale_(module, (x,))
+    assert rescaling.multiplies or rescaling.fp32_modules
+    assert not any("[:," in name for name in rescaling.exponents)
 
 
 def test_an_operation_without_a_rule_is_pinned_and_named() -> None:

@@ -13,11 +13,11 @@ from stopdown.checkpoints.cards import word_card
 from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.errors import OptionError
+from stopdown.fold_names import split_name
 from stopdown.pipelines.components import find_kept_fp32
 from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights
 from stopdown.records import Conversion, ConvertedComponent, to_json
 from stopdown.scaling import cast_, fold_scaling
-from stopdown.scaling.folds import split_name
 
 
 def fold_to_fp16(name: str, module: torch.nn.Module, found: Expressed) -> torch.nn.Module:

@@ -52,6 +52,7 @@ from stopdown.errors import (
     OptionError,
     ScalingError,
 )
+from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
 from stopdown.pipelines.class_selection import choose_class
@@ -68,6 +69,7 @@ from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_file_names import (
+    Piece,
     arrange,
     change_tensor,
     check_layouts,
@@ -78,8 +80,8 @@ from stopdown.pipelines.single_file_names import (
 )
 from stopdown.pipelines.single_files import (
     Rows,
-    name_exponents,
     spread_exponents,
+    trace_columns,
     trace_rows,
     write_single_file,
 )
@@ -106,8 +108,7 @@ from stopdown.records import (
     Scaling,
 )
 from stopdown.scaling import cast_
-from stopdown.scaling.adapter_exponents import spread_rows
-from stopdown.scaling.folds import list_rows, read_headroom
+from stopdown.scaling.folds import read_headroom
 
 
 @dataclass
@@ -412,23 +413,45 @@ def _list_folds(work: _Work, name: str) -> Mapping[str, int]:
 def _place_exponents(
     module: torch.nn.Module, exponents: Mapping[str, int], table: str
 ) -> dict[str, int]:
-    """The exponents of a component's tensors by the names of its file, `name[0:64]` for rows."""
-    rows, merged = list_rows(exponents), list_merged(module, table)
-    spread = {}
+    """The exponents of a component's tensors by the names of its file.
+
+    Raises:
+        OptionError: tensors that become one have columns that differ otherwise than by one exponent.
+    """
+    folds, merged = list_folds(exponents), list_merged(module, table)
+    rows, columns = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for target, pieces in lay_out(module, table).items():
-        parts = []
-        for piece in pieces:
-            shape = module.state_dict()[piece.name].shape
-            found = spread_rows(rows.get(piece.name, ()), shape[0] if shape else 1)
-            if after := merged.get(piece.name):
-                found = spread_rows(rows.get(after, ()), shape[0])
-                if piece.name.endswith(".weight"):  # a bias is that of the later one
-                    found = found + spread_rows(rows.get(piece.name, ()), shape[0])[:1]
-            if piece.change == "T":  # its columns are rows of the file: one exponent for all
-                found = found[:1].expand(shape[1])
-            parts.append(change_tensor(found, "swap") if piece.change == "swap" else found)
-        spread[target] = torch.cat(parts)
-    return name_exponents(spread)
+        parts = [_read_piece(module, piece, folds, merged.get(piece.name)) for piece in pieces]
+        rows[target], columns[target] = torch.cat([part for part, _ in parts]), parts[0][1]
+        if not all(torch.equal(found, columns[target]) for _, found in parts):
+            raise OptionError(
+                f"{target} has no exponents by rows and columns alone: its parts have other columns.",
+                expected="What a file has in one tensor reads one input.",
+                remedy='Use to="diffusers".',
+            )
+    return name_exponents(rows, columns)
+
+
+def _read_piece(
+    module: torch.nn.Module, piece: Piece, folds: Mapping[str, Folds], after: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exponents of a piece's rows, and what those of its columns add: nothing in the first column.
+
+    Args:
+        after: the tensor that was multiplied into it.
+    """
+    shape = module.state_dict()[piece.name].shape
+    own = folds.get(piece.name, ())
+    rows = spread_rows(own, shape[0] if shape else 1)
+    columns = spread_columns(own, shape[1] if shape[1:] else 1)
+    if after is not None:
+        later = spread_rows(folds.get(after, ()), shape[0])
+        is_bias = piece.name.endswith(".bias")  # that of the later one
+        rows = later if is_bias else later + rows[:1]
+    if piece.change == "T":
+        rows, columns = columns, rows
+    rows = change_tensor(rows, "swap") if piece.change == "swap" else rows
+    return rows + columns[:1], columns - columns[:1]
 
 
 def _restore(work: _Work, name: str) -> Any:
@@ -470,12 +493,13 @@ def _write_file(work: _Work, part: Path, progress: Progress | None) -> tuple[str
     try:
         rows = work.quantised_rows or trace_rows(work.source)
         spread = spread_exponents(rows, folds, left)
+        columns = trace_columns(work.source, rows, folds)
         _tell(progress, "write", part.suffix, 1, 2)
-        entries = _list_entries(work, list(folds), name_exponents(spread))
+        entries = _list_entries(work, list(folds), name_exponents(spread, columns))
         if work.is_quantised:
             fold_file(work.source.path, part, spread, _find_inputs(work, rows), entries)
         else:
-            write_single_file(work.source.path, part, spread, entries)
+            write_single_file(work.source.path, part, spread, entries, columns)
     except ScalingError as error:
         raise OptionError(
             f"{work.source.name} cannot be written as a single file. {error.what}",

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import CaptureError, ScalingError
+from stopdown.fold_names import split_name
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
@@ -36,7 +37,6 @@ from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
-from stopdown.scaling.folds import split_name
 from stopdown.scaling.measurement import Kind, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call

@@ -27,6 +27,7 @@ from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest, has_more_than_folds
 from stopdown.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
+from stopdown.fold_names import Folds, list_folds, spread_columns, spread_rows
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.headers import (
@@ -47,8 +48,7 @@ from stopdown.pipelines.sources import list_weight_files, resolve_source
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
-from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
-from stopdown.scaling.folds import list_rows
+from stopdown.scaling.adapter_exponents import find_part_exponents
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -61,14 +61,14 @@ class Weights:
 
     Attributes:
         shapes: component, name of the tensor there, to its shape.
-        rows: component, name, to its blocks of rows with their exponents.
+        folds: component, name, to the folds of that tensor.
         seal: of the plan, or what the files say of themselves.
         note: what is to be said of them; "" for nothing.
         folder: of a pipeline whose class knows other programs' names; None for a single file.
     """
 
     shapes: Mapping[str, Mapping[str, tuple[int, ...]]]
-    rows: Mapping[str, Mapping[str, Blocks]]
+    folds: Mapping[str, Mapping[str, Folds]]
     seal: str
     note: str = ""
     folder: Path | None = None
@@ -79,9 +79,16 @@ class Weights:
         shape = self.shapes[layer.component].get(name)
         if shape is None:
             return None
-        return spread_rows(
-            self.rows.get(layer.component, {}).get(name, ()), shape[0] if shape else 1
-        )
+        return spread_rows(self._find_folds(layer, name), shape[0] if shape else 1)
+
+    def read_columns(self, layer: Layer) -> torch.Tensor | None:
+        """What exponents of the columns of a layer's weight add to those of its rows."""
+        name = f"{layer.path}.weight"
+        shape = self.shapes[layer.component].get(name, ())
+        return spread_columns(self._find_folds(layer, name), shape[1]) if shape[1:] else None
+
+    def _find_folds(self, layer: Layer, name: str) -> Folds:
+        return self.folds.get(layer.component, {}).get(name, ())
 
 
 def convert_lora(
@@ -173,7 +180,7 @@ def read_weights(plan: Plan | str | Path) -> Weights:
 def _read_converted(path: Path) -> Weights:
     files = [path] if path.is_file() else sorted(path.glob("**/*.safetensors"))
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    rows: dict[str, dict[str, Blocks]] = {}
+    folds: dict[str, dict[str, Folds]] = {}
     seals: list[str] = []
     for file in files:
         component = "" if file == path or file.parent == path else file.parent.name
@@ -185,9 +192,9 @@ def _read_converted(path: Path) -> Weights:
         shapes.setdefault(component, {}).update(held)
         if EXPONENTS_ENTRY in metadata:
             found = json.loads(metadata[EXPONENTS_ENTRY])
-            rows.setdefault(component, {}).update(list_rows(found))
+            folds.setdefault(component, {}).update(list_folds(found))
             seals.append(metadata.get(MARK, ""))
-    for component, named in rows.items():
+    for component, named in folds.items():
         if lost := named.keys() - shapes[component].keys():
             raise OptionError(
                 f"{path} has exponents for {list_some(sorted(lost), 3)} and no such tensor.",
@@ -201,7 +208,7 @@ def _read_converted(path: Path) -> Weights:
             remedy='Convert the model again, or give its plan: plan="plan.json".',
         )
     seal = seals[0].rpartition(" ")[2] or path.name
-    return Weights(shapes, rows, seal, folder=path if path.is_dir() else None)
+    return Weights(shapes, folds, seal, folder=path if path.is_dir() else None)
 
 
 def _read_planned(plan: Plan) -> Weights:
@@ -236,8 +243,8 @@ def _read_planned(plan: Plan) -> Weights:
         for entry in plan.components
         if entry.component in files
     }
-    rows = {
-        entry.component: list_rows(entry.scaling.exponents)
+    folds = {
+        entry.component: list_folds(entry.scaling.exponents)
         for entry in plan.components
         if entry.precision == "fp16"
     }
@@ -247,7 +254,7 @@ def _read_planned(plan: Plan) -> Weights:
             "It fits files with the plan's own exponents; where convert says that it found them anew, "
             "give the converted model instead."
         )
-    return Weights(shapes, rows, plan.seal, note, source.path)
+    return Weights(shapes, folds, plan.seal, note, source.path)
 
 
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:
@@ -316,7 +323,7 @@ def _find_exponents(
         raise ScalingError(
             f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"
         )
-    return find_part_exponents(parts, rows, bias)
+    return find_part_exponents(parts, rows, bias, weights.read_columns(layer))
 
 
 def _find_other_shape(parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> str | None:

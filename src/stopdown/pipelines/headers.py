@@ -32,7 +32,7 @@ RESCALED_ENTRY = "stopdown.rescaled"
 """The entry in the metadata of a file whose weights are times powers of two: what that means."""
 
 EXPONENTS_ENTRY = "stopdown.exponents"
-"""The entry beside it: tensor name, `name[0:64]` for a block of rows, to its exponent, as JSON."""
+"""The entry beside it: names of folds (`fold_names`) to their exponents, as JSON."""
 
 LONGEST_NAME = 255
 """A system's names of files end at so many bytes."""

@@ -23,6 +23,7 @@ import torch
 from safetensors import safe_open
 
 from stopdown.errors import ScalingError
+from stopdown.fold_names import list_folds, list_runs, spread_columns, spread_rows
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
@@ -102,8 +103,12 @@ def trace_rows(source: Source) -> Rows:
         raise ScalingError(
             f"{source.path} has {last} rows.", expected=f"Up to {MOST_ROWS} can be followed."
         )
-    up = _load_numbered(source, tensors, starts, 0)
-    down = _load_numbered(source, tensors, starts, last + 1)
+    up, down = (
+        _load_numbered(
+            source, {x: _number(y.shape, starts.get(x), begin) for x, y in tensors.items()}
+        )
+        for begin in (0, last + 1)
+    )
     strange = {
         component: tuple(
             name
@@ -116,18 +121,11 @@ def trace_rows(source: Source) -> Rows:
 
 
 def _load_numbered(
-    source: Source,
-    tensors: Mapping[str, StoredTensor],
-    starts: Mapping[str, int],
-    counted_from: int,
+    source: Source, numbered: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The parameters of each component, loaded from row numbers; counted down from a number above 0."""
+    """The parameters of each component, loaded from numbers."""
     import diffusers.loaders.single_file as loader
 
-    numbered = {
-        name: _number(entry.shape, starts.get(name), counted_from)
-        for name, entry in tensors.items()
-    }
     if source.parts:
         parts = load_parts(source, numbered)
         return {name: _list_stored(module) for name, module in parts.items()}
@@ -145,6 +143,7 @@ def _list_stored(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch.Tensor:
+    """Each value the number of its row; counted down from a number above 0."""
     if start is None:
         return torch.zeros((), dtype=torch.int64).expand(tuple(shape))
     rows = torch.arange(start, start + (shape[0] if shape else 1), dtype=torch.float32)
@@ -186,31 +185,64 @@ def spread_exponents(
     }
 
 
-def name_exponents(spread: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The exponents of rows by names, `name[0:64]` where blocks of rows differ; without zeros."""
-    named: dict[str, int] = {}
-    for name, rows in spread.items():
-        values, counts = rows.unique_consecutive(return_counts=True)
-        stops = counts.cumsum(0).tolist()
-        for exponent, count, stop in zip(values.tolist(), counts.tolist(), stops, strict=True):
-            if exponent:
-                key = name if count == len(rows) else f"{name}[{stop - count}:{stop}]"
-                named[key] = exponent
-    return named
+def trace_columns(
+    source: Source, rows: Rows, exponents: Mapping[str, Mapping[str, int]]
+) -> dict[str, torch.Tensor]:
+    """What the columns of a file's tensors add to the exponents of their rows, where they do: `[C]`.
+
+    Columns are counted as rows are: each has to come out in its own place.
+
+    Args:
+        exponents: component, parameter name (`name[:,0:64]` for a block of columns), exponent.
+
+    Raises:
+        ScalingError: a converter moves the columns, or two parameters want the same one differently.
+
+    Cost: a load without values, where there are any.
+    """
+    folds = {component: list_folds(found) for component, found in exponents.items()}
+    wanted = [
+        (component, name)
+        for component, found in folds.items()
+        for name, places in found.items()
+        if any(len(place) > 1 for place, _ in places)
+    ]
+    if not wanted:
+        return {}
+    numbered = {name: _number_columns(entry.shape) for name, entry in rows.tensors.items()}
+    loaded, found = _load_numbered(source, numbered), dict[str, torch.Tensor]()
+    for component, name in wanted:
+        columns = loaded[component][name]
+        if not torch.equal(columns, _number_columns(columns.shape)):
+            raise ScalingError(f"{component}:{name} has its columns elsewhere in the file.")
+        spread = spread_columns(folds[component][name], columns.shape[1])
+        for tensor in rows.find_tensors(component, name):
+            if not torch.equal(found.setdefault(tensor, spread), spread):
+                raise ScalingError(f"{component}:{name} needs columns of the file otherwise.")
+    return found
+
+
+def _number_columns(shape: Sequence[int]) -> torch.Tensor:
+    """Each value the number of its column, counted from 1; 0 where there are none."""
+    if len(shape) < 2:
+        return torch.zeros(()).expand(tuple(shape))
+    columns = torch.arange(1, shape[1] + 1, dtype=torch.float32)
+    return columns.view(-1, *(1 for _ in shape[2:])).expand(tuple(shape))
 
 
 def _spread_component(
     rows: Rows, component: str, folds: Mapping[str, int], found: torch.Tensor
 ) -> None:
+    by_name = list_folds(folds)
     for name, numbers in rows.numbers[component].items():
-        blocks = _list_blocks(name, folds, len(numbers) if numbers.dim() else 1)
+        own = by_name.get(name, ())
+        count = len(numbers) if numbers.dim() else 1
         if name in rows.strange[component]:
-            if any(exponent for _, _, exponent in blocks):
+            if any(exponent for _, exponent in own):
                 raise ScalingError(f"{component}:{name} is not in the file as it is in the model.")
             continue
-        for start, stop, exponent in blocks:
-            places = numbers.reshape(len(numbers) if numbers.dim() else 1, -1)[start:stop]
-            wanted = places.unique().long()
+        for start, stop, exponent in list_runs(spread_rows(own, count)):
+            wanted = numbers.reshape(count, -1)[start:stop].unique().long()
             before = found[wanted]
             if bool(((before != _UNREAD) & (before != exponent)).any()):
                 raise ScalingError(
@@ -220,30 +252,12 @@ def _spread_component(
             found[wanted] = exponent
 
 
-def _list_blocks(name: str, folds: Mapping[str, int], rows: int) -> list[tuple[int, int, int]]:
-    """First row, one past the last, exponent: for all rows of a parameter."""
-    if name in folds:
-        return [(0, rows, folds[name])]
-    known = sorted(
-        (*map(int, key.removeprefix(f"{name}[").rstrip("]").split(":")), exponent)
-        for key, exponent in folds.items()
-        if key.startswith(f"{name}[")
-    )
-    blocks, done = [], 0
-    for start, stop, exponent in [*known, (rows, rows, 0)]:
-        if start > done:
-            blocks.append((done, start, 0))
-        if stop > start:
-            blocks.append((start, stop, exponent))
-        done = stop
-    return blocks
-
-
 def write_single_file(
     source: Path,
     target: Path,
     exponents: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
+    columns: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a file again with some tensors in fp16, their rows times `2**exponent`.
 
@@ -255,6 +269,7 @@ def write_single_file(
         target: file to write.
         exponents: tensor name to `[rows]` exponents.
         metadata: entries beside those that the source has.
+        columns: tensor name to what its columns add, `[columns]`.
 
     Raises:
         ScalingError: values do not fit into fp16; every such tensor is named.
@@ -278,7 +293,7 @@ def write_single_file(
         for name in by_place:
             value = tensors.get_tensor(name)
             if name in exponents:
-                before, value = value, fold_rows(value, exponents[name])
+                before, value = value, fold_rows(value, exponents[name], (columns or {}).get(name))
                 if bool((before.isfinite() & ~value.isfinite()).any()):
                     too_large.append(name)
             file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -286,15 +301,21 @@ def write_single_file(
         raise ScalingError(f"Values are beyond 65504 in {', '.join(too_large)}.")
 
 
-def fold_rows(value: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def fold_rows(
+    value: torch.Tensor, exponents: torch.Tensor, columns: torch.Tensor | None = None
+) -> torch.Tensor:
     """A tensor in fp16, each row times `2**exponent`.
 
     Args:
         value: `[R, ...]` or a scalar, floating.
         exponents: `[R]` int32.
+        columns: `[C]` int32, what the columns of `[R, C, ...]` add to it.
     """
     shape = (-1, *(1 for _ in value.shape[1:])) if value.dim() else ()
-    return torch.ldexp(value.float(), exponents.view(shape)).half()
+    factors = exponents.view(shape)
+    if columns is not None:
+        factors = factors + columns.view(1, *shape[:-1])
+    return torch.ldexp(value.float(), factors).half()
 
 
 def _measure_entry(entry: Mapping[str, Any], halved: bool) -> tuple[int, int]:

@@ -26,7 +26,7 @@ _COMPONENT = re.compile(
     r"(?!__)[\w -]{1,100}(\.(?!__)[\w -]{1,100}){0,15}", re.ASCII
 )  # a path in a program
 _PATH = re.compile(r"[^\x00-\x1f\x7f./\\\[\]]{1,200}(\.[^\x00-\x1f\x7f./\\\[\]]{1,200}){0,63}")
-_ROWS = re.compile(r"(?P<name>[^\[]+)(\[(?P<start>\d{1,9}):(?P<stop>\d{1,9})\])?", re.ASCII)
+_FOLD = re.compile(r"(?P<name>[^\[]+)(\[(:,)?(?P<start>\d{1,9}):(?P<stop>\d{1,9})\])?", re.ASCII)
 
 
 def list_faults(plan: Plan) -> Iterator[str]:
@@ -105,11 +105,11 @@ def _list_names(scaling: Scaling) -> Iterator[str]:
 
 
 def _is_parameter(name: str) -> bool:
-    """Whether this is `path` or `path[0:64]`, a block of rows that is not empty."""
-    rows = _ROWS.fullmatch(name)
-    if rows is None or not _PATH.fullmatch(rows["name"]):
+    """Whether this is `path`, or `path[0:64]` or `path[:,0:64]`, rows or columns that are not empty."""
+    fold = _FOLD.fullmatch(name)
+    if fold is None or not _PATH.fullmatch(fold["name"]):
         return False
-    return rows["start"] is None or int(rows["start"]) < int(rows["stop"])
+    return fold["start"] is None or int(fold["start"]) < int(fold["stop"])
 
 
 def _list_stream(stream: ResidualStream | None) -> Iterator[str]:

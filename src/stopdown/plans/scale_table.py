@@ -28,7 +28,7 @@ class LayerScale:
     """One layer's exponents.
 
     Attributes:
-        layer: module path; `path[0:64]` for a block of its outputs.
+        layer: module path; `path[0:64]` for a block of its outputs, `path[:,0:64]` of its inputs.
         input, weight, output: exponents.
     """
 

@@ -1,9 +1,9 @@
 """Exponents of an adapter's matrices: those of the weight that they add to.
 
 A weight `W` is stored as `2**k W`, each block of its rows with a `k` of its own. What an adapter adds to it
-has to be stored so too:
+has to be stored so too. Where blocks of its columns have exponents besides, so has what is added:
 
-    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole
+    LoRA    W + s B A                 B's rows take k; part of it may go into A as a whole; A takes columns
     DoRA    m (W + s B A) / |W + s B A|   a magnitude for each row takes that row's k as well
     LoHa    W + s (a1 b1) * (a2 b2)   a1's rows take k
     LoKr    W + s kron(w1, w2)        k of row `i c + j` is split into one of i and one of j
@@ -23,14 +23,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
 from stopdown.errors import ScalingError
-
-Blocks = Sequence[tuple[slice, int]]
-"""Rows of a weight with their exponent; other rows have 0."""
 
 Parts = Mapping[str, torch.Tensor]
 """A role, as PEFT names it (`lora_B`, `hada_w1_a`), to the tensor."""
@@ -43,16 +40,11 @@ _FREE = re.compile(
 )
 
 
-def spread_rows(blocks: Blocks, count: int) -> torch.Tensor:
-    """The exponent of each row of a weight, `[count]` integers."""
-    rows = torch.zeros(count, dtype=torch.int32)
-    for block, exponent in blocks:
-        rows[block] = exponent
-    return rows
-
-
 def find_part_exponents(
-    parts: Parts, rows: torch.Tensor, bias: torch.Tensor | None
+    parts: Parts,
+    rows: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Role to the exponents of its tensor, of a shape that is spread over it; zeros are left out.
 
@@ -60,6 +52,7 @@ def find_part_exponents(
         parts: of one adapter in one layer.
         rows: `[out]` integers, exponents of the rows of the weight.
         bias: those of the layer's bias, None where it has none.
+        columns: `[in]` integers, what exponents of columns add to those of rows; None for nothing.
 
     Raises:
         ScalingError: there is no rule; `what` is a clause without the layer's name.
@@ -71,7 +64,19 @@ def find_part_exponents(
     made |= _scale_biases(parts, rows, bias)
     if "magnitude" in parts and rows.any():
         made["magnitude"] = _spread(parts["magnitude"], rows, _find_row_dim(parts, rows))
+    if columns is not None and columns.any():
+        _add_columns(made, parts, columns)
     return {role: exponents for role, exponents in made.items() if bool(exponents.any())}
+
+
+def _add_columns(made: dict[str, torch.Tensor], parts: Parts, columns: torch.Tensor) -> None:
+    """The factor with the columns of the weight takes their exponents besides."""
+    if strange := sorted(role for role in parts if role not in (*_BY_COLUMN, *_NOT_BY_COLUMN)):
+        raise ScalingError(
+            f"columns of its weight have several exponents, and there is no rule for {strange[0]} then"
+        )
+    for role in parts.keys() & _BY_COLUMN:
+        made[role] = made.get(role, 0) + _spread(parts[role], columns, 1)
 
 
 def _find_family(role: str) -> str:
@@ -204,6 +209,13 @@ _FAMILIES = {
     "oft_": _check_rotation,
     "b": _scale_glora_file,
 }
+
+
+_BY_COLUMN = frozenset({"lora_A", "diff", "hada_w1_b"})
+_NOT_BY_COLUMN = (
+    "lora_B", "lora_B.bias", "diff_b", "hada_w1_a", "hada_w2_a", "hada_w2_b", "oft_blocks", "oft_diag",
+    "rescale", "ia3_l",
+)  # fmt: skip
 
 
 def _is_uniform(rows: torch.Tensor) -> bool:

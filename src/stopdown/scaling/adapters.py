@@ -26,9 +26,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from stopdown.bounds.singular_values import estimate_sigma
 from stopdown.call_names import is_inside
 from stopdown.errors import ScalingError
+from stopdown.fold_names import Folds, spread_columns, spread_rows
 from stopdown.patches import Patches
 from stopdown.records import Scaling
-from stopdown.scaling.adapter_exponents import Blocks, find_part_exponents, spread_rows
+from stopdown.scaling.adapter_exponents import find_part_exponents
 from stopdown.tracing import is_traced
 
 FOLLOWED = "stopdown_adapters"
@@ -79,12 +80,12 @@ class AdapterFolds:
     """Keeps the adapters of one module at the exponents of the weights that they add to."""
 
     def __init__(
-        self, module: torch.nn.Module, scaling: Scaling, exponents: Mapping[str, Blocks]
+        self, module: torch.nn.Module, scaling: Scaling, exponents: Mapping[str, Folds]
     ) -> None:
         """Follow the adapters that come; those that are there have their exponents by name.
 
         Args:
-            exponents: name of a parameter, every alias, to its rows and their exponents.
+            exponents: name of a parameter, every alias, to its folds.
         """
         self.module, self.scaling, self.exponents = module, scaling, exponents
         self.paths = {part: path for path, part in module.named_modules()}
@@ -249,7 +250,11 @@ class _FollowedLayer:
             parts = {role: part for role, part in parts.items() if role != "magnitude"}
         rows = _read_rows(self._folds, base, "weight", factor)
         assert rows is not None
-        return find_part_exponents(parts, rows, _read_rows(self._folds, base, "bias", factor))
+        bias, columns = (
+            _read_rows(self._folds, base, "bias", factor),
+            _read_columns(self._folds, base),
+        )
+        return find_part_exponents(parts, rows, bias, columns)
 
 
 def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.Tensor | None:
@@ -260,6 +265,14 @@ def _read_rows(folds: AdapterFolds, base: Any, name: str, factor: int) -> torch.
     path = folds.paths[base]
     rows = spread_rows(folds.exponents.get(f"{path}.{name}", ()), len(tensor))
     return (rows + factor).to(tensor.device)
+
+
+def _read_columns(folds: AdapterFolds, base: Any) -> torch.Tensor | None:
+    """What exponents of the columns of a layer's weight add to those of its rows."""
+    found = folds.exponents.get(f"{folds.paths[base]}.weight", ())
+    if base.weight.dim() < 2:
+        return None
+    return spread_columns(found, base.weight.shape[1]).to(base.weight.device)
 
 
 def _read_factor(folds: AdapterFolds, base: Any) -> int:
@@ -278,7 +291,7 @@ def _scale_norm(layer: Any, name: str, exponents: torch.Tensor) -> None:
 def follow_adapters(
     module: torch.nn.Module,
     scaling: Scaling,
-    exponents: Mapping[str, Blocks],
+    exponents: Mapping[str, Folds],
     patches: Patches,
 ) -> None:
     """Adapters of a module take its exponents from now on, until `patches` is undone."""

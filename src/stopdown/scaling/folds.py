@@ -18,6 +18,7 @@ from stopdown.arguments import hook_arguments
 from stopdown.autocast import leave_autocast
 from stopdown.call_names import is_inside
 from stopdown.errors import InputError, ScalingError
+from stopdown.fold_names import Place, list_folds, split_name
 from stopdown.graph.capture import (
     casts_weights,
     find_kept_buffers,
@@ -50,7 +51,7 @@ class Rescaling:
 
     @property
     def exponents(self) -> Mapping[str, int]:
-        """Parameter or buffer name to exponent; `name[0:64]` for a block of rows."""
+        """Parameter or buffer name to exponent; `name[0:64]` for rows, `name[:,0:64]` for columns."""
         return self.scaling.exponents
 
     @property
@@ -131,10 +132,10 @@ def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     patches.defer(torch.clear_autocast_cache)  # of weights as they were, where a call is under way
     try:
         _fold_parameters(module, scaling.exponents, patches)
-        rows = list_rows(scaling.exponents)
+        folds = list_folds(scaling.exponents)
         first = name_aliases(module)
         named = {
-            key: rows.get(name) or rows.get(unwrap_name(name), []) for key, name in first.items()
+            key: folds.get(name) or folds.get(unwrap_name(name), []) for key, name in first.items()
         }
         follow_adapters(module, scaling, named, patches)
         for place, exponent in scaling.eps.items():
@@ -164,28 +165,28 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
     kept |= set() if scaling.stream is None else {*scaling.stream.kept}
     kept |= {*scaling.operands.fp32_parameters}
     for name, exponent in scaling.exponents.items():
-        bare, rows = split_name(name)
-        if bare not in named or not _has_rows(named[bare], rows):
+        bare, place = split_name(name)
+        if bare not in named or not _has_place(named[bare], place):
             yield f"it has no floating {name}"
         else:
             is_wide = bare in kept or is_inside(bare, *scaling.fp32_modules)
             yield from _list_misfit(
-                name, named[bare], rows, exponent, "fp32" if is_wide else "fp16"
+                name, named[bare], place, exponent, "fp32" if is_wide else "fp16"
             )
     parts = {name for name, _ in module.named_modules()}
     for path in (*scaling.multiplies, *scaling.fp32_modules, *scaling.operands.cast_inputs):
         if path not in parts:
             yield f"it has no module {path}"
-    for place in scaling.eps:
-        path, _, name = place.rpartition(".")
+    for number in scaling.eps:
+        path, _, name = number.rpartition(".")
         if path not in parts or _read_eps(module.get_submodule(path), name) is None:
-            yield f"it has no number {place}"
+            yield f"it has no number {number}"
 
 
 def _list_misfit(
-    name: str, tensor: torch.Tensor, rows: slice, exponent: int, precision: str
+    name: str, tensor: torch.Tensor, place: Place, exponent: int, precision: str
 ) -> Iterator[str]:
-    values = tensor.detach()[rows] if tensor.dim() else tensor.detach()
+    values = tensor.detach()[place] if tensor.dim() else tensor.detach()
     if tensor.is_meta or not values.numel():
         return
     low, high = (float(x) for x in torch.aminmax(values.float()))
@@ -198,12 +199,14 @@ def _list_misfit(
         yield f"its {name} is up to {amax:.3g}, and times 2**{exponent} {precision} does not hold it"
 
 
-def _has_rows(tensor: torch.Tensor, rows: slice) -> bool:
-    """Whether there are such rows; plans of before name blocks of another dimension so: all, or none."""
-    size = len(tensor) if tensor.dim() else 1
-    start, stop = rows.start or 0, size if rows.stop is None else rows.stop
-    is_other = start == 0 or start >= size
-    return tensor.is_floating_point() and 0 <= start < stop and (stop <= size or is_other)
+def _has_place(tensor: torch.Tensor, place: Place) -> bool:
+    """Whether there is such a place; old plans name blocks of another dimension as rows: all, or none."""
+    if not place:
+        return tensor.is_floating_point()
+    size = tensor.shape[len(place) - 1] if len(place) <= tensor.dim() else len(place) == 1
+    is_other = len(place) == 1 and (place[0].start == 0 or place[0].start >= size)
+    is_there = 0 <= place[-1].start < place[-1].stop and (place[-1].stop <= size or is_other)
+    return tensor.is_floating_point() and is_there
 
 
 def _read_eps(owner: torch.nn.Module, name: str) -> float | None:
@@ -388,38 +391,20 @@ def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tupl
     return tuple(path for path in paths if not is_inside(path, *fp32_modules))
 
 
-def split_name(name: str) -> tuple[str, slice]:
-    """A parameter's name and the rows meant by `name[0:64]`; all rows without brackets."""
-    bare, bracket, rows = name.partition("[")
-    if not bracket:
-        return name, slice(None)
-    start, _, stop = rows.rstrip("]").partition(":")
-    return bare, slice(int(start), int(stop))
-
-
-def list_rows(exponents: Mapping[str, int]) -> dict[str, list[tuple[slice, int]]]:
-    """Each folded tensor to its blocks of rows with their exponents."""
-    found: dict[str, list[tuple[slice, int]]] = {}
-    for name, exponent in exponents.items():
-        bare, rows = split_name(name)
-        found.setdefault(bare, []).append((rows, exponent))
-    return found
-
-
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
     for name, exponent in exponents.items():
-        bare, rows = split_name(name)
-        if bare not in named or not _has_rows(named[bare], rows):
+        bare, place = split_name(name)
+        if bare not in named or not _has_place(named[bare], place):
             raise ScalingError(
                 f"{type(module).__name__} has no floating parameter or buffer {name}.",
                 expected="Exponents belong to the module that they were found for.",
                 remedy="Find them again with rescale_.",
             )
-        patches.scale_tensor(named[bare], exponent, rows)
+        patches.scale_tensor(named[bare], exponent, place)
 
 
 def _scale_eps(module: torch.nn.Module, place: str, exponent: int, patches: Patches) -> None:

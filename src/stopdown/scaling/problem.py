@@ -6,6 +6,7 @@ together: each has its own values, the parameters and eps are the same unknowns 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.call_names import is_inside
-from stopdown.graph.blocks import Blocks, find_blocks, split_bounds
+from stopdown.fold_names import name_block, split_name
+from stopdown.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
 from stopdown.graph.nodes import (
@@ -24,7 +26,6 @@ from stopdown.graph.nodes import (
     is_float,
     is_kind,
     is_range_clamp,
-    is_split,
     operation,
     shape_of,
 )
@@ -81,8 +82,7 @@ class Problem:
     """What the solver gets.
 
     Attributes:
-        parameters: (name, first row, one past the last row) to the unknown; rows are 0 and 0 for
-            a parameter that is folded as a whole.
+        parameters: name, `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the unknown.
         eps: (module path, attribute) to the unknown.
         multiplies: module path to the unknown that multiplies its output.
         floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
@@ -93,15 +93,15 @@ class Problem:
         guests: module path to parameters of modules from elsewhere that only run inside of it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
         outputs: number of an output that the component returns in fp32 to its unknown.
-        layers: module path of a product with a weight, `path[0:64]` for a block of its outputs, to the
-            unknowns of its input and output in each call of it.
+        layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
+            `path[:,0:64]` of its inputs, to the unknowns of its input and output in each call of it.
         bounds: (unknown, parameter, what limits its fold) of weights whose format does not hold any.
         apart: the system before unknowns of like modules were merged; None when none were.
     """
 
     system: System = field(default_factory=System)
     limits: list[Limit] = field(default_factory=list)
-    parameters: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    parameters: dict[str, int] = field(default_factory=dict)
     eps: dict[tuple[str, str], int] = field(default_factory=dict)
     multiplies: dict[str, int] = field(default_factory=dict)
     floors: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
@@ -214,12 +214,16 @@ def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str
 
 
 def _bound_folds(problem: Problem, bounds: Mapping[str, FoldBound]) -> None:
-    """Folds that a format limits, and those that have one exponent because they share a scale."""
+    """Folds that a format limits, and those that have one exponent because they share a scale.
+
+    Scales are of rows or of blocks of columns: columns of such files have one exponent.
+    """
     groups: dict[str, list[int]] = {}
-    for (name, _, _), unknown in problem.parameters.items():
+    for fold, unknown in problem.parameters.items():
+        name, place = split_name(fold)
         if bound := bounds.get(name):
             problem.bounds.append((unknown, name, bound))
-            for group in bound.groups:
+            for group in (*bound.groups, *((f"{name}[:,:]",) if len(place) > 1 else ())):
                 groups.setdefault(group, []).append(unknown)
     for unknowns in groups.values():
         problem.system.equate(*unknowns)
@@ -313,8 +317,9 @@ class _Stater:
         if name is None:
             return ("value", self.index, node.name, block)
         split = self.call.blocks.get(node)
-        rows = (0, 0) if split is None else split.bounds[block : block + 2]
-        return ("parameter", name, *rows)
+        if split is None:
+            return ("parameter", name)
+        return ("parameter", name_block(name, split.dim, *split.bounds[block : block + 2]))
 
     def _beyond_exit(self, node: Node, user: Node, inner: int) -> int:
         path = self.exits.get(node)
@@ -341,14 +346,14 @@ class _Stater:
 
     def _state_parameter(self, node: Node, name: str) -> None:
         split = self.call.blocks.get(node)
-        if split is None or split.dim != 0:  # only rows have exponents of their own
-            whole = self.system.unknown(("parameter", name, 0, 0))  # as other calls know it
+        if split is None or (split.dim and self._find_columns(node) is None):
+            whole = self.system.unknown(("parameter", name))  # as other calls know it
             self.system.equate(whole, self.unknown(node, None, node))
-            self.problem.parameters[(name, 0, 0)] = whole
+            self.problem.parameters[name] = whole
             return
-        for block in range(len(split)):
-            start, stop = split.bounds[block : block + 2]
-            self.problem.parameters[(name, start, stop)] = self.unknown(node, block, node)
+        for block, ends in enumerate(itertools.pairwise(split.bounds)):
+            named = name_block(name, split.dim, *ends)
+            self.problem.parameters[named] = self.unknown(node, block, node)
 
     def _pin_outputs(self, node: Node) -> None:
         for number, source in enumerate(list_outputs(node)):
@@ -357,9 +362,11 @@ class _Stater:
                 self.system.equate(wide, self.unknown(source, None, node))
 
     def _state_operation(self, node: Node) -> None:
-        if _is_split(node):
+        if is_part(node):
             return self._state_part(node)
-        split = self.call.blocks.get(node)
+        if is_kind(node, "join") and node in self.call.blocks:
+            return self._state_joint(node)
+        split = self._find_split(node)
         for block in range(len(split)) if split else (None,):
             stated = Operation(node, block, self)
             if state_equations(stated):
@@ -371,6 +378,18 @@ class _Stater:
                 )
         return None
 
+    def _find_split(self, node: Node) -> Blocks | None:
+        """The blocks that an operation is stated for: of its result, or of its weight's columns."""
+        weight = arguments(node).get("weight")
+        columns = self._find_columns(weight) if isinstance(weight, Node) else None
+        return self.call.blocks.get(node, columns)
+
+    def _find_columns(self, weight: Node) -> Blocks | None:
+        """The columns of a matrix that have exponents of their own."""
+        split = self.call.blocks.get(weight)
+        is_read_so = all(is_kind(user, "linear", "convolution") for user in weight.users)
+        return split if split is not None and split.dim == 1 and is_read_so else None
+
     def _note_layer(self, stated: Operation) -> None:
         """Remember what goes into a product with a parameter of the module, and what comes out."""
         node, weight = stated.node, stated.given.get("weight")
@@ -378,10 +397,10 @@ class _Stater:
             return
         if not self._is_parameter(weight):
             return
-        path, split = module_path(node), self.call.blocks.get(node)
+        path, split = module_path(node), self._find_split(node)
         if stated.block is not None and split is not None:
-            start, stop = split.bounds[stated.block : stated.block + 2]
-            path = f"{path}[{start}:{stop}]"
+            dim = 0 if node in self.call.blocks else 1
+            path = name_block(path, dim, *split.bounds[stated.block : stated.block + 2])
         ends = stated.of(stated.given["input"]), stated.out
         self.problem.layers.setdefault(path, []).append(ends)
 
@@ -389,15 +408,30 @@ class _Stater:
         """A part of a split value is like the blocks that it covers."""
         if not is_float(node):
             return None
-        source, (start, stop), dim = _part(node)
+        source, place, dim = find_part(node)
         if not is_float(source):
             return self.system.pin(self.unknown(node, None, node))
-        split = self.call.blocks.get(source)
+        return self._tie(node, source, place, dim, node)
+
+    def _state_joint(self, node: Node) -> None:
+        """What is joined is like the blocks that it fills."""
+        dim, places = list_joined(node)
+        for part, place in places:
+            if is_float(part):
+                self._tie(part, node, place, dim, node)
+
+    def _tie(self, part: Node, whole: Node, place: tuple[int, int], dim: int, user: Node) -> None:
+        """Blocks of a part have the exponents of the blocks of the whole at their place."""
+        split, inner = self.call.blocks.get(whole), self.call.blocks.get(part)
         if split is None or split.dim != dim:
-            covered = [self.unknown(source, None, node)]
-        else:
-            covered = [self.unknown(source, i, node) for i in split.covered(start, stop)]
-        return self.system.equate(self.unknown(node, None, node), *covered)
+            self.system.equate(self.unknown(part, None, user), self.unknown(whole, None, user))
+            return
+        is_along = part is user and inner is not None and inner.dim == dim
+        bounds = inner.bounds if is_along and inner else (0, place[1] - place[0])
+        for block, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            own = self.unknown(part, block if is_along else None, user)
+            covered = split.covered(place[0] + start, place[0] + stop)
+            self.system.equate(own, *(self.unknown(whole, i, user) for i in covered))
 
     def _state_limits(self) -> None:
         exempt = self._clamped() | find_saturating(self.graph, self.call.ranges)
@@ -454,33 +488,6 @@ def _is_narrowing(node: Node) -> bool:
     source = node.all_input_nodes[0].meta.get("val") if len(node.all_input_nodes) == 1 else None
     is_wide = isinstance(source, torch.Tensor) and source.dtype == torch.float32
     return is_wide and is_kind(node, "cast")
-
-
-def _is_split(node: Node) -> bool:
-    if is_kind(node, "slice", "select"):
-        return True
-    parent = node.args[0] if node.args else None
-    return is_kind(node, "part") and is_split(parent)
-
-
-def _part(node: Node) -> tuple[Node, tuple[int, int], int]:
-    """What a slice, select or getitem takes: its source, the indices, the dimension."""
-    source = node.args[0]
-    assert isinstance(source, Node)
-    if is_kind(node, "select"):
-        dim = int(arguments(node)["dim"]) % len(shape_of(source))
-        size, index = shape_of(source)[dim], arguments(node)["index"]
-        if not isinstance(index, int):
-            return source, (0, size), dim
-        return source, (index % max(size, 1), index % max(size, 1) + 1), dim
-    if is_kind(node, "slice"):
-        dim, bounds = split_bounds(node)
-        return source, (bounds[0], bounds[1]), dim
-    parent = source.args[0]
-    assert isinstance(parent, Node)
-    dim, bounds = split_bounds(source)
-    index = int(node.args[1])  # type: ignore[arg-type]
-    return parent, (bounds[index], bounds[index + 1]), dim
 
 
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:

@@ -45,7 +45,13 @@ from stopdown.scaling.residual import (
 )
 from stopdown.scaling.solution import describe_solution
 from stopdown.scaling.solver import Solution, explain_failure, solve_problem
-from stopdown.scaling.symmetry import find_used, keep_multiplies, merge_alike, name_likenesses
+from stopdown.scaling.symmetry import (
+    find_used,
+    keep_multiplies,
+    merge_alike,
+    name_likenesses,
+    tie_columns,
+)
 from stopdown.scaling.trial import Call, Reference, run_reference, try_scaling
 
 CHEAP = 200.0
@@ -200,14 +206,21 @@ def find_scaling(
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
     """Exponents by folding alone when that is cheap, else with multiplies when that is cheaper."""
     plain = state()
-    best = solve_problem(plain, hard_top_bits=bits, fp32_modules=False)
-    if best is not None and best.cost < CHEAP:
-        return describe_solution(plain, best)
+    for problem in _list_foldings(plain):
+        best = solve_problem(problem, hard_top_bits=bits, fp32_modules=False)
+        if best is not None and best.cost < CHEAP:
+            return describe_solution(problem, best)
     searched = choose_multiplies(module, state(multiplies=True), bits)
     other = solve_problem(searched, hard_top_bits=bits, fp32_modules=False)
     if other is not None and (best is None or other.cost < best.cost):
         return describe_solution(searched, other)
     return _describe(plain, best)
+
+
+def _list_foldings(problem: Problem) -> list[Problem]:
+    """A problem with one exponent for all columns of a weight, which DoRA needs, and as it is."""
+    tied = tie_columns(problem)
+    return [problem] if tied is None else [tied, problem]
 
 
 def find_folds(
@@ -233,8 +246,9 @@ def find_folds(
     fixed = () if free is None else places.keys() - free
     problem.system.pin(*[places[name] for name in sorted(fixed)])
     for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
-        if solution := solve_problem(problem, hard_top_bits=bits, fp32_modules=False):
-            return describe_solution(problem, solution)
+        for tried in _list_foldings(problem):
+            if solution := solve_problem(tried, hard_top_bits=bits, fp32_modules=False):
+                return describe_solution(tried, solution)
     if problem.bounds:
         raise explain_failure(problem)
     return None

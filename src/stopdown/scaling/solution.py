@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 
+from stopdown.fold_names import split_name
 from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.numerics import headroom_bits
 from stopdown.records import Operands, Scaling
@@ -14,18 +16,20 @@ from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 from stopdown.scaling.solver import Solution
 
+Of = TypeVar("Of", int, tuple[int, int])
+
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
     """A solution as plain data, by names instead of unknowns."""
     at = _Reader(problem, solution).exponent
-    folds = {_row_name(*key): at(unknown) for key, unknown in problem.parameters.items()}
+    folds = {name: at(unknown) for name, unknown in problem.parameters.items()}
     eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     headroom, tightest = _find_tightest(problem, solution)
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
     values, uncertain = find_uncertain(problem, at, solution.fp32_modules)
     return Scaling(
-        exponents=_without_zeros(folds),
+        exponents=_without_zeros(_join_columns(folds)),
         eps=_without_zeros(eps),
         multiplies=_without_zeros(multiplies),
         fp32_modules=solution.fp32_modules,
@@ -39,20 +43,20 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         fp32_flops=sum(problem.flops.get(path, 0.0) for path in solution.fp32_modules),
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
-        layers=dict(_list_layers(problem, at)),
+        layers=_list_layers(problem, at),
         sums=bound_sums(problem, at, solution.fp32_modules),
         operands=_find_operands(problem, solution.fp32_modules),
     )
 
 
-def _list_layers(
-    problem: Problem, at: Callable[[int], int]
-) -> Iterator[tuple[str, tuple[int, int]]]:
+def _list_layers(problem: Problem, at: Callable[[int], int]) -> dict[str, tuple[int, int]]:
     """Layers whose input or output is scaled, and alike in every call."""
-    for path, calls in problem.layers.items():
-        found = {(at(source), at(result)) for source, result in calls}
-        if len(found) == 1 and found != {(0, 0)}:
-            yield path, found.pop()
+    calls = {
+        path: {(at(source), at(result)) for source, result in ends}
+        for path, ends in problem.layers.items()
+    }
+    found = {path: ends.pop() for path, ends in calls.items() if len(ends) == 1}
+    return {path: ends for path, ends in _join_columns(found).items() if ends != (0, 0)}
 
 
 def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
@@ -82,8 +86,16 @@ def _find_tightest(problem: Problem, solution: Solution) -> tuple[float | None, 
     return min(rooms, default=(None, ""))
 
 
-def _row_name(name: str, start: int, stop: int) -> str:
-    return f"{name}[{start}:{stop}]" if stop else name
+def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:
+    """The same by name, with one entry where all columns of a tensor, or inputs of a layer, are alike."""
+    values: dict[str, set[Of]] = {}
+    for name, value in named.items():
+        values.setdefault(split_name(name)[0], set()).add(value)
+    joined = {}
+    for name, value in named.items():
+        bare, place = split_name(name)
+        joined[bare if len(place) > 1 and len(values[bare]) == 1 else name] = value
+    return joined
 
 
 def _without_zeros(exponents: Mapping[str, int]) -> dict[str, int]:

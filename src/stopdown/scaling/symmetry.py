@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from stopdown.fold_names import split_name
 from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 
@@ -41,9 +42,9 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
     """
     system = problem.system.copy()
     groups: dict[Hashable, list[int]] = {}
-    for (name, start, stop), unknown in problem.parameters.items():
+    for name, unknown in problem.parameters.items():
         owner, _, last = name.rpartition(".")
-        groups.setdefault((names.get(owner, owner), last, start, stop), []).append(unknown)
+        groups.setdefault((names.get(owner, owner), last), []).append(unknown)
     for (path, attribute), unknown in problem.eps.items():
         groups.setdefault((names.get(path, path), attribute), []).append(unknown)
     for path, unknown in problem.multiplies.items():
@@ -51,6 +52,21 @@ def merge_alike(problem: Problem, names: Mapping[str, str]) -> Problem:
     for unknowns in groups.values():
         system.equate(*unknowns)
     return replace(problem, system=system, apart=problem.system)
+
+
+def tie_columns(problem: Problem) -> Problem | None:
+    """The same problem with one exponent for all columns of a weight; None where none has several."""
+    groups: dict[str, list[int]] = {}
+    for name, unknown in problem.parameters.items():
+        bare, place = split_name(name)
+        if len(place) > 1:
+            groups.setdefault(bare, []).append(unknown)
+    if not groups:
+        return None
+    system = problem.system.copy()
+    for unknowns in groups.values():
+        system.equate(*unknowns)
+    return replace(problem, system=system)
 
 
 def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:

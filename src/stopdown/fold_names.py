@@ -1,0 +1,81 @@
+"""Names of folds: `name` for a whole tensor, `name[0:64]` for rows of it, `name[:,0:64]` for columns.
+
+They are written and read here alone. A tensor is multiplied by each fold that names it: the exponent of an
+element is that of its row plus that of its column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from stopdown.patches import Place
+
+Folds = Sequence[tuple[Place, int]]
+"""Places of one tensor, each with its exponent; the rest has 0."""
+
+
+def name_block(name: str, dim: int, start: int, stop: int) -> str:
+    """The name of a block of rows, or of columns for dimension 1."""
+    return f"{name}[{':,' * dim}{start}:{stop}]"
+
+
+def split_name(name: str) -> tuple[str, Place]:
+    """A parameter's name and the place in it; all of it without brackets."""
+    bare, bracket, blocks = name.partition("[")
+    if not bracket:
+        return name, ()
+    return bare, tuple(map(_read_slice, blocks.rstrip("]").split(",")))
+
+
+def _read_slice(text: str) -> slice:
+    start, _, stop = text.partition(":")
+    return slice(int(start), int(stop)) if stop else slice(None)
+
+
+def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]]]:
+    """Each folded tensor to its folds."""
+    found: dict[str, list[tuple[Place, int]]] = {}
+    for name, exponent in exponents.items():
+        bare, place = split_name(name)
+        found.setdefault(bare, []).append((place, exponent))
+    return found
+
+
+def spread_rows(folds: Folds, count: int) -> torch.Tensor:
+    """The exponent of each row of a tensor, `[count]` integers."""
+    return _spread(((x[0] if x else slice(None), y) for x, y in folds if len(x) < 2), count)
+
+
+def spread_columns(folds: Folds, count: int) -> torch.Tensor:
+    """The exponent of each column of a tensor, `[count]` integers."""
+    return _spread(((x[1], y) for x, y in folds if len(x) > 1), count)
+
+
+def _spread(blocks: Iterator[tuple[slice, int]], count: int) -> torch.Tensor:
+    spread = torch.zeros(count, dtype=torch.int32)
+    for block, exponent in blocks:
+        spread[block] += exponent
+    return spread
+
+
+def list_runs(exponents: torch.Tensor) -> list[tuple[int, int, int]]:
+    """First index, one past the last, and exponent of equal neighbours."""
+    values, counts = exponents.unique_consecutive(return_counts=True)
+    stops = counts.cumsum(0)
+    return list(zip((stops - counts).tolist(), stops.tolist(), values.tolist(), strict=True))
+
+
+def name_exponents(
+    rows: Mapping[str, torch.Tensor], columns: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, int]:
+    """Exponents of tensors by the names of folds, in blocks where they differ; without zeros."""
+    named: dict[str, int] = {}
+    for dim, spread in enumerate((rows, columns or {})):
+        for name, exponents in spread.items():
+            for start, stop, exponent in list_runs(exponents):
+                if exponent:
+                    is_whole = dim == 0 and stop - start == len(exponents)
+                    named[name if is_whole else name_block(name, dim, start, stop)] = exponent
+    return named
