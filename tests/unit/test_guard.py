@@ -14,7 +14,6 @@ from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.number_formats import FORMATS
 from stopdown.runtime.guard import guard
 from stopdown.runtime.repair_order import Remedy, Situation, list_remedies
-from stopdown.runtime.repair_texts import name_action
 
 
 def quiet(text: str) -> None:
@@ -139,6 +138,6 @@ def test_an_unknown_answer_is_refused() -> None:
 )
 def test_the_order_of_remedies(situation: Situation, actions: list[str]) -> None:
     """From what keeps most of speed and precision to what keeps least."""
-    found: Any = [name_action(remedy) for remedy in list_remedies(situation)]
+    found: Any = [remedy.recorded for remedy in list_remedies(situation)]
     assert found == actions
     assert all(isinstance(remedy, Remedy) and remedy.reason for remedy in list_remedies(situation))

@@ -34,7 +34,6 @@ from stopdown.runtime.outside_faults import Origin
 from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault, Remedy, Situation, list_remedies
-from stopdown.runtime.repair_texts import name_action
 from stopdown.runtime.repairs import Adjustment
 
 LARGE = 10**8
@@ -46,11 +45,12 @@ _ONE_FAULT = threading.RLock()
 
 @dataclass
 class _Case:
-    """One fault while it is worked on."""
+    """One fault while it is worked on; `before` is what was in force on the component."""
 
     fault: Fault
     culprit: Culprit
     begun: float
+    before: tuple[Adjustment, ...] = ()
     tried: list[str] = field(default_factory=list)
     replays: int = 0
 
@@ -119,10 +119,8 @@ class FaultHandler:
         if self.on_fault == "repair":
             self._announce_repair(fault)
         culprit = self._find_culprit(fault)
-        if fault.precision == "fp32" and culprit.dtype in (
-            "fp16",
-            "bf16",
-        ):  # its code casts by itself
+        is_half = culprit.dtype in ("fp16", "bf16")
+        if is_half and fault.precision == "fp32":  # its code casts by itself
             fault = replace(fault, precision=culprit.dtype)
             fault.guarded.note_own_precision(culprit.dtype)
         case = _Case(fault, culprit, begun)
@@ -159,31 +157,31 @@ class FaultHandler:
 
     def _repair(self, case: _Case) -> Any:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
-        before = state.applied
+        case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault.guarded)
         situation = Situation(culprit.kind, fault.precision, culprit.around, has_bf16)
         for remedy in list_remedies(situation):
-            is_good, output = self._try(case, remedy, before)
+            is_good, output = self._try(case, remedy)
             if is_good:
                 fault.guarded.component.note_precisions()
-                self._note(case, name_action(remedy), remedy.reason)
+                self._note(case, remedy.recorded, remedy.reason)
                 return output
-        state.put_on(before)
+        state.put_on(case.before)
         error = self._make_error(case)
         self._note(case, "none", "No repair gave a finite result.")
         raise error
 
-    def _try(self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]) -> tuple[bool, Any]:
+    def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
-        name, output, told = name_action(remedy), None, ""
-        repairs = before
+        name, output, told = remedy.recorded, None, ""
+        repairs = case.before
         try:
-            repairs = self._find_repairs(case, remedy, before)
+            repairs = self._find_repairs(case, remedy)
         except Exception as error:  # no such repair, or the model's code refuses it
             told = take_first_line(error)
         if not (told := self._gather_failure(told)):
             try:
-                output = self._replay(case, repairs, before)
+                output = self._replay(case, repairs)
             except Exception as error:  # whatever a model's code does: the next remedy is tried
                 self._end_if_lost(error)
                 told = take_first_line(error)
@@ -199,26 +197,22 @@ class FaultHandler:
             case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
         return given == wanted, output
 
-    def _find_repairs(
-        self, case: _Case, remedy: Remedy, before: tuple[Adjustment, ...]
-    ) -> tuple[Adjustment, ...]:
+    def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[Adjustment, ...]:
         """What is to be in force when a remedy is tried."""
         fault, latest = case.fault, case.fault.guarded.latest
         state = fault.guarded.state
-        state.put_on(before)
+        state.put_on(case.before)
         latest.restore()  # the call that exponents are found for is the one that failed
         return state.find_repair(fault.callee, remedy, latest.args, dict(latest.kwargs))
 
-    def _replay(
-        self, case: _Case, repairs: tuple[Adjustment, ...], before: tuple[Adjustment, ...]
-    ) -> Any:
+    def _replay(self, case: _Case, repairs: tuple[Adjustment, ...]) -> Any:
         """The output of the same call with these repairs in force, on all ranks those of rank 0."""
         if self.ranks is not None:
             repairs = self.ranks.share(repairs)
         guarded = case.fault.guarded
         guarded.state.put_on(repairs)
         guarded.latest.restore()
-        if repairs != before:
+        if repairs != case.before:
             clear_caches(guarded.module)  # what they kept may have another scale or dtype
         case.replays += 1
         return case.fault.repeat()
@@ -242,8 +236,7 @@ class FaultHandler:
         guarded.latest.restore()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
-                repeat = fault.repeat
-                culprit, output = find_culprit(guarded.module, repeat, given)
+                culprit, output = find_culprit(guarded.module, fault.repeat, given)
         except StopdownError:
             raise
         except Exception as error:  # code that cannot be looked at: nothing is known

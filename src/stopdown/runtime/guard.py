@@ -98,7 +98,7 @@ from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState
-from stopdown.runtime.results import collect_videos, count_bad, has_tensors
+from stopdown.runtime.results import collect_videos, count_bad
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""
@@ -177,7 +177,7 @@ class Guard:
         self.host_reads, self.own_s = 0, 0.0
         self._ranks = find_ranks(pipe)
         is_silent = self._ranks is not None and self._ranks.number > 0  # the first one says it
-        self._announce = self.options.announce or (_say_nothing if is_silent else warn_user)
+        self._announce = self.options.announce or ((lambda text: None) if is_silent else warn_user)
         log = self.options.log
         self._log = RepairLog(self._announce) if log is None else log
         self._patches = Patches()
@@ -588,10 +588,9 @@ class Guard:
         return None, f" at its call {guarded.count + self.options.calls_before}"
 
     def _name_reason(self, guarded: GuardedCall) -> str:
-        for decision in self.options.decisions:
-            if decision.component == guarded.name:
-                return f'{decision.precision} was chosen for it: "{decision.reason}"'
-        return ""
+        chosen = (x for x in self.options.decisions if x.component == guarded.name)
+        said = (f'{x.precision} was chosen for it: "{x.reason}"' for x in chosen)
+        return next(said, "")
 
     # The pipeline's call
 
@@ -635,7 +634,7 @@ class Guard:
         nan, infinite, total = count_bad(output)
         if self._ranks is not None and any(self._ranks.agree(nan + infinite > 0)):
             nan, infinite, total = max(self._ranks.gather((nan, infinite, total)))
-        self.host_reads += has_tensors(output)
+        self.host_reads += any(x.is_floating_point() for x in iterate_tensors(output))
         is_reported = any(repair.action == "none" for repair in self._log.of_this_run)
         if nan + infinite == 0:
             self._check_frames(output)
@@ -694,7 +693,10 @@ class Guard:
             host_reads=self.host_reads,
             unwatched=(*(_describe_compiled(x) for x in calls if x.is_compiled), *self._missed),
             own_s=self.own_s + (self._journal.own_s if self._journal else 0.0),
-            maxima=self._list_maxima(),
+            maxima=tuple(
+                BlockMaximum(component, path, step, precision, amax if amax < torch.inf else None)
+                for (component, path, step, precision), amax in self._maxima.items()
+            ),
             journal=self._journal.use if self._journal else None,
             reused=tuple(self._reused),
             uncertified=tuple(text for call in calls for text in call.list_excesses()),
@@ -705,13 +707,6 @@ class Guard:
     def repairs(self) -> tuple[Repair, ...]:
         """One for each fault, in order."""
         return self._log.repairs
-
-    def _list_maxima(self) -> tuple[BlockMaximum, ...]:
-        """The largest magnitude of each block at each step, in the order in which they came."""
-        return tuple(
-            BlockMaximum(component, path, step, precision, amax if amax < torch.inf else None)
-            for (component, path, step, precision), amax in self._maxima.items()
-        )
 
     def updated_plan(self) -> Plan | None:
         """The plan with the repairs in it, sealed; None when there is no plan, or was no repair."""
@@ -800,7 +795,3 @@ def guard(
         frames=frames,
     )
     return Guard(pipe, options).put_on()
-
-
-def _say_nothing(text: str) -> None:
-    pass

@@ -21,14 +21,6 @@ from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.runtime.repairs import Adjustment, ComponentState, Found
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """What is known of one component without its guard."""
-
-    weights: str
-    found: Found
-
-
 @dataclass
 class RepairCache:
     """What guards found so far, by component; forgotten with the component.
@@ -38,25 +30,27 @@ class RepairCache:
     """
 
     outdated: list[str] = field(default_factory=list)
-    _kept: WeakKeyDictionary[torch.nn.Module, _Kept] = field(default_factory=WeakKeyDictionary)
+    _kept: WeakKeyDictionary[torch.nn.Module, tuple[str, Found]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def put_on(self, state: ComponentState) -> tuple[Adjustment, ...]:
         """Put on what an earlier guard found; what that was, empty for nothing."""
-        kept = self._kept.get(state.module)
-        if kept is None:
+        if state.module not in self._kept:
             return ()
-        if kept.weights != _sign(state.module):
+        weights, found = self._kept[state.module]
+        if weights != _sign(state.module):
             del self._kept[state.module]
             self.outdated.append(type(state.module).__name__)
             return ()
-        state.take_over(kept.found)
-        return kept.found.applied
+        state.take_over(found)
+        return found.applied
 
     def keep(self, module: torch.nn.Module, found: Found) -> None:
         """Keep what was found for a component that is as it was before its guard."""
         weights = _sign(module)
         if weights:
-            self._kept[module] = _Kept(weights, found)
+            self._kept[module] = weights, found
 
 
 def _sign(module: torch.nn.Module) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stopdown.records import Repair
-from stopdown.runtime.repair_texts import describe_repair
 
 
 class RepairLog:
@@ -56,3 +55,18 @@ class RepairLog:
     def was_reported(self, component: str, kind: str) -> bool:
         """Whether this was reported of the component before."""
         return (component, kind) in self._reported
+
+
+def describe_repair(repair: Repair) -> str:
+    """A repair in whole sentences, for people."""
+    done = {
+        "rescaled": f"`{repair.component}` was rescaled",
+        "fp32-module": "One module was put in fp32",
+        "bf16": f"`{repair.component}` was cast to bf16",
+        "fp32": f"`{repair.component}` was cast to fp32",
+        "cast-inputs": "Inputs are cast to the dtype of the weights",
+        "replayed": "The call was run again",
+        "none": "It was not repaired",
+    }[repair.action]
+    again = "" if repair.action == "none" else " The call was run again, and the run continues."
+    return f"{repair.evidence} {done}: {repair.reason}{again}"

@@ -51,6 +51,12 @@ class Remedy:
     reason: str
     path: str = ""
 
+    @property
+    def recorded(self) -> str:
+        """What a record calls it."""
+        names = {"replay": "replayed", "rescale": "rescaled", "fp32-module": "fp32-module"}
+        return names.get(self.action, self.precision)
+
 
 def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
     """What to try, best first; empty when nothing here can help."""

@@ -38,11 +38,6 @@ def count_bad(output: Any) -> tuple[int, int, int]:
     return nan, infinite, sum(x.size for x in arrays)
 
 
-def has_tensors(output: Any) -> bool:
-    """Whether a result holds tensors, which cost a host read."""
-    return any(x.is_floating_point() for x in iterate_leaves(output, (torch.Tensor,)))
-
-
 def collect_videos(output: Any) -> list[np.ndarray[Any, Any]]:
     """Videos and pictures in what a pipeline returned, each `[T, H, W, 3]` uint8.
 
