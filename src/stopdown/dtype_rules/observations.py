@@ -21,7 +21,7 @@ import torch
 
 from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
 from stopdown.call_names import name_module_path
-from stopdown.dtype_rules.tracer import PRODUCTS, SAME_DTYPE, Operand, Origin, Step
+from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 
 _SIXTEEN = (torch.float16, torch.bfloat16)
@@ -131,7 +131,7 @@ class Judge:
         )
 
     def _judge_operands(self, step: Step) -> bool:
-        is_autocast = bool(step.autocast) and step.name in PRODUCTS
+        is_autocast = bool(step.autocast) and is_product(step.name)
         if len(step.dtypes) < 2 or is_autocast:
             return False
         operation = look_up(step.name)
@@ -195,7 +195,7 @@ class Judge:
             self._observe("clamp-may-bite", step)
 
     def _judge_autocast(self, step: Step) -> None:
-        if not self.case.ambient or not step.autocast or step.name not in PRODUCTS:
+        if not self.case.ambient or not step.autocast or not is_product(step.name):
             return
         for operand in step.operands:
             is_kept = operand.origin.parameter in self.case.kept_fp32
@@ -232,7 +232,7 @@ def _rule(operation: Operation | None, step: Step, place: Place) -> tuple[str, s
     if operation is not None and place.backend in operation.rows:
         ruling = judge_operands(operation, place, _name_formats(operation, step))
         return ruling.reason, ruling.source, not ruling.accepted
-    refused = step.name in SAME_DTYPE and step.name != "rms_norm"
+    refused = wants_one_dtype(step.name) and step.name != "rms_norm"
     reason = f"{step.name} takes operands of one dtype, and got {list_operands(step)}."
     return reason, "", refused
 

@@ -39,12 +39,6 @@ from stopdown.numerics import iterate_tensors
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
 
-PRODUCTS = list_kinds(*operations.PRODUCTS, "einsum", "bilinear")
-"""Operations that do nearly all of the arithmetic."""
-
-SAME_DTYPE = list_kinds(*operations.ONE_DTYPE)
-"""Operations whose floating operands must have one dtype where no rule says otherwise."""
-
 _NAMES = {
     "__matmul__": "matmul",
     "__rmatmul__": "matmul",
@@ -258,7 +252,7 @@ class Walk(TorchFunctionMode):
 
     def _count(self, step: Step, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         outputs = _direct_tensors(output)
-        if step.name in PRODUCTS and outputs:
+        if is_product(step.name) and outputs:
             dtype = next((o.dtype for o in step.operands), outputs[0].dtype)
             flops = self.work.flops.get(dtype, 0.0)
             self.work.flops[dtype] = flops + count_flops(step, outputs[0])
@@ -335,6 +329,16 @@ def _to_cpu(_: torch.device) -> torch.device:
 
 # ---------------------------------------------------------------------------------------------
 # Names
+
+
+def is_product(name: str) -> bool:
+    """Whether an operation is one of those that do nearly all of the arithmetic."""
+    return name in list_kinds(*operations.PRODUCTS, "einsum", "bilinear")
+
+
+def wants_one_dtype(name: str) -> bool:
+    """Whether an operation's floating operands must have one dtype where no rule says otherwise."""
+    return name in list_kinds(*operations.ONE_DTYPE)
 
 
 def name_function(func: Any) -> str:
