@@ -153,12 +153,9 @@ def rests_on_bounds(scaling: Scaling) -> bool:
 
 def _is_folds_alone(module: torch.nn.Module, entry: ComponentPlan) -> bool:
     """Whether a file can hold everything but perhaps some eps."""
-    return not has_more_than_folds(entry.scaling) and _are_stored(module, entry.scaling.exponents)
-
-
-def _are_stored(module: torch.nn.Module, exponents: Mapping[str, int]) -> bool:
     stored = module.state_dict().keys()
-    return all(split_name(name)[0] in stored for name in exponents)
+    are_stored = all(split_name(name)[0] in stored for name in entry.scaling.exponents)
+    return are_stored and not has_more_than_folds(entry.scaling)
 
 
 @dataclass(frozen=True)

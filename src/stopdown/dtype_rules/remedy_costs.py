@@ -12,7 +12,7 @@ tiling saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 
 import torch
 
@@ -25,8 +25,6 @@ BALANCE = 20.0
 """fp32 operations that a device does while it moves one byte: 17 on a V100 (15.7 TFLOP/s over 0.9
 TB/s), 20 on an H100 (67 over 3.35), 12.5 on an A100 without TF32 (19.5 over 1.555), by their makers."""
 
-Choice = Callable[[Seen], str]
-
 
 def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
     """Time and memory of each remedy on a device.
@@ -36,42 +34,26 @@ def price_remedies(seen: Examination, profile: Profile) -> tuple[Price, ...]:
         profile: the device.
     """
     fp16, bf16 = profile.formats.get("fp16"), profile.formats.get("bf16")
-    states = {"fp16": fp16.state if fp16 else "unknown", "bf16": bf16.state if bf16 else "unknown"}
-    bf16_note = _note_bf16(states["bf16"], bf16.rate if bf16 else None)
-    return (
-        _price("all fp16", seen, profile, lambda _: "fp16", _note_fp16(states["fp16"])),
-        _price(
-            "explicit casts",
-            seen,
-            profile,
-            _keep,
-            "As the components stand, with a cast wherever two meet.",
-        ),
-        _price("bf16", seen, profile, lambda _: "bf16", bf16_note),
-        _price(
-            "fp32",
-            seen,
-            profile,
-            lambda _: "fp32",
-            "Always right; the others are compared with it.",
-        ),
-    )
+    is_slow = bf16 is not None and bf16.state == "emulated" and bf16.rate is None
+    never = ", and never faster than fp32" if is_slow else ""
+    notes = {
+        "all fp16": f"fp16 is {fp16.state if fp16 else 'unknown'} there; safe with a plan (stopdown plan "
+        "SOURCE), which costs no time.",
+        "explicit casts": "As the components stand, with a cast wherever two meet.",
+        "bf16": f"bf16 is {bf16.state if bf16 else 'unknown'} there{never}.",
+        "fp32": "Always right; the others are compared with it.",
+    }
+    return tuple(_price(remedy, seen, profile, note) for remedy, note in notes.items())
 
 
-def _note_fp16(state: str) -> str:
-    return f"fp16 is {state} there; safe with a plan (stopdown plan SOURCE), which costs no time."
+def _choose(remedy: str, callee: Seen) -> str:
+    """The format that a component has under a remedy."""
+    own = name_dtype(callee.main) if callee.main is not None else "fp32"
+    return {"all fp16": "fp16", "explicit casts": own}.get(remedy, remedy)
 
 
-def _note_bf16(state: str, rate: float | None) -> str:
-    best = ", and never faster than fp32" if state == "emulated" and rate is None else ""
-    return f"bf16 is {state} there{best}."
-
-
-def _keep(callee: Seen) -> str:
-    return name_dtype(callee.main) if callee.main is not None else "fp32"
-
-
-def _price(remedy: str, seen: Examination, profile: Profile, choose: Choice, note: str) -> Price:
+def _price(remedy: str, seen: Examination, profile: Profile, note: str) -> Price:
+    choose = functools.partial(_choose, remedy)
     callees = list(seen.callees.values())
     time = [_time(callee, choose(callee), profile) for callee in callees]
     reference = sum(t for t in (_time(callee, "fp32", profile) for callee in callees) if t)

@@ -153,10 +153,8 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)  # autocast casts the operands of products on every device
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         rest = args[len(names) :]
-        return func(*self._agree(given, names), *rest, **self._list_others(given, names))
-
-    def _list_others(self, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: x for name, x in given.items() if name not in names}
+        others = {name: x for name, x in given.items() if name not in names}
+        return func(*self._agree(given, names), *rest, **others)
 
     def _agree(self, given: dict[str, Any], names: tuple[str, ...]) -> list[Any]:
         """The arguments by position, of one dtype."""

@@ -199,7 +199,7 @@ class _Runner(torch.fx.Interpreter):
         if node.op != "call_function":
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        args, kwargs = torch.utils._pytree.tree_map(_widen, (args, kwargs))
+        args, kwargs = pytree.tree_map(_widen, (args, kwargs))
         result = _call(node.target, args, kwargs)
         return result.zero_() if is_kind(node, "blank") else result
 
@@ -240,16 +240,12 @@ def _call(target: Any, args: Any, kwargs: Any) -> Any:
     except RuntimeError:
         if getattr(target, "namespace", "aten") == "aten":
             raise
-    given = pytree.tree_map_only(torch.Tensor, _to_bf16, (args, kwargs))
-    return pytree.tree_map_only(torch.Tensor, _to_fp32, target(*given[0], **given[1]))
+    given = _replace_dtype((args, kwargs), torch.float32, torch.bfloat16)
+    return _replace_dtype(target(*given[0], **given[1]), torch.bfloat16, torch.float32)
 
 
-def _to_bf16(value: torch.Tensor) -> torch.Tensor:
-    return value.bfloat16() if value.dtype == torch.float32 else value
-
-
-def _to_fp32(value: torch.Tensor) -> torch.Tensor:
-    return value.float() if value.dtype == torch.bfloat16 else value
+def _replace_dtype(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.to(new) if x.dtype == old else x, tree)
 
 
 def _widen(value: Any) -> Any:

@@ -159,13 +159,11 @@ class _Post:
 
     def __call__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = find_component(self.pipe, self.entry.component)
-        if module is not None:
-            self._compare(module, read_structure(module, self.pipe))
+        if module is not None and (now := read_structure(module, self.pipe)) != self.known:
+            self._compare(module, now)
         return call(*args, **kwargs)
 
     def _compare(self, module: torch.nn.Module, now: Structure) -> None:
-        if now == self.known:
-            return
         name, scaling = self.entry.component, self.entry.scaling
         added = list(list_new(self.known, now, module))
         if added and (scaling.exponents or scaling.multiplies):

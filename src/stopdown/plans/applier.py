@@ -209,18 +209,14 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
     Raises:
         PlanError: a module of the plan is not there.
     """
+    patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
     try:
-        _apply_without_weights(skeleton, plan)
+        for entry in plan.components:
+            if entry.component in modules:
+                apply_entry(modules[entry.component], entry, patches, keep=False, fold=False)
+        put_boundaries(skeleton, plan, patches)
     except ScalingError as error:
         raise _explain_misfit(plan, error) from error
-
-
-def _apply_without_weights(skeleton: Any, plan: Plan) -> None:
-    patches, modules = Patches(), find_components(skeleton)  # never undone: the skeleton is ours
-    for entry in plan.components:
-        if entry.component in modules:
-            apply_entry(modules[entry.component], entry, patches, keep=False, fold=False)
-    put_boundaries(skeleton, plan, patches)
 
 
 def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
@@ -251,10 +247,12 @@ def _put_accumulations(pipe: Any, plan: Plan, patches: Patches) -> None:
         put_sums(_find(pipe, name), accumulation, patches)
 
     def put(callee: Callee, layers: Patches) -> None:
+        def accumulate(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with accumulating(wanted[callee.component_name].fp16_accumulation):
+                return call(*args, **kwargs)
+
         if callee.component_name in wanted:
-            in_fp16 = wanted[callee.component_name].fp16_accumulation
-            layer = functools.partial(_call_accumulating, in_fp16)
-            intercept(callee, layer, layers, Rank.PLAN)
+            intercept(callee, accumulate, layers, Rank.PLAN)
 
     if wanted:
         intercept_components(pipe, put, patches)
@@ -284,13 +282,6 @@ def _put_sums(layer: torch.nn.Linear, terms: int, patches: Patches) -> None:
         return sum_linear_in_fp16(layer, terms, given) if is_narrow else plain(given)
 
     patches.set_attribute(layer, "forward", forward)
-
-
-def _call_accumulating(
-    in_fp16: bool | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    with accumulating(in_fp16):
-        return call(*args, **kwargs)
 
 
 def _find(program: Any, name: str) -> torch.nn.Module:
