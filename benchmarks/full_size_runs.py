@@ -255,9 +255,9 @@ class Draw:
     """Weights in bf16 as of a trained model, roughly, and as large as users reported."""
 
     def __init__(self, module: torch.nn.Module, *, is_large: bool) -> None:
-        from stopdown.pipelines.tiny_pipelines import STREAMS
+        from stopdown.pipelines.tiny_pipelines import read_streams
 
-        self._stream = STREAMS.get(type(module).__name__) if is_large else None
+        self._stream = read_streams().get(type(module).__name__) if is_large else None
         self._is_t5 = type(module).__name__ == "T5EncoderModel"
         self._generator = torch.Generator().manual_seed(0)
         numbers = [_number(name) for name, _ in module.named_parameters()]

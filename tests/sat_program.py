@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rescaling_models import randomise
-from stopdown.pipelines.tiny_pipelines import _make_t5, make_t5_tokenizer
+from stopdown.pipelines.tiny_pipelines import build_part, make_t5_tokenizer
 
 TEXT = 8
 """Length of the prompt that the transformer was made for."""
@@ -140,7 +140,7 @@ def write(folder: Path) -> None:
     import yaml
 
     torch.manual_seed(0)
-    encoder = _make_t5()
+    encoder = build_part("t5")
     encoder.save_pretrained(folder / "t5")
     make_t5_tokenizer().save_pretrained(folder / "t5")
     (folder / "prompts.txt").write_text("a girl riding a bike\n")

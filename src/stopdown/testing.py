@@ -26,10 +26,10 @@ from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, find_module, intercept
 from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.library_messages import drop_empty_remarks
-from stopdown.pipelines.tiny_pipelines import RECIPES, build_pipeline, overflow_
+from stopdown.pipelines.tiny_pipelines import build_pipeline, list_names, overflow_
 from stopdown.runtime.fault_places import name_axes
 
-PIPELINE_NAMES = tuple(RECIPES)
+PIPELINE_NAMES = list_names()
 """What `make_pipeline` and `save_pipeline` can build."""
 
 
@@ -51,8 +51,8 @@ def make_pipeline(
     Raises:
         ValueError: the name is unknown, or there is no rule to make the component overflow.
     """
-    if name not in RECIPES:
-        raise ValueError(f"no tiny pipeline is called {name!r}; known: {', '.join(RECIPES)}")
+    if name not in PIPELINE_NAMES:
+        raise ValueError(f"no tiny pipeline is called {name!r}; known: {', '.join(PIPELINE_NAMES)}")
     pipe = build_pipeline(name, seed=seed)
     if overflow is not None:
         overflow_(getattr(pipe, overflow))

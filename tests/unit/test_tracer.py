@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stopdown import check, testing
 from stopdown.dtype_rules.check import inspect_pipeline
 from stopdown.dtype_rules.tracer import Step, Walk, find_known, set_known
-from stopdown.pipelines.tiny_pipelines import _make_t5, make_t5_tokenizer
+from stopdown.pipelines.tiny_pipelines import build_part, make_t5_tokenizer
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 
@@ -82,7 +82,7 @@ def make_mochi() -> Any:
     return diffusers.MochiPipeline(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=vae,
-        text_encoder=_make_t5(),
+        text_encoder=build_part("t5"),
         tokenizer=make_t5_tokenizer(),
         transformer=transformer,
     )
