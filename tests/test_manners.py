@@ -367,6 +367,8 @@ def test_a_token_is_in_no_record(run: Any, save_tiny: SaveTiny, here: Path) -> N
     assert run(*words)[0] == 0
     assert "hf_secret" not in (here / "c.webm.json").read_text()
     assert (here / "c.webm").stat().st_size > 0
+    assert run("report", "c.webm")[0] == 0
+    assert "data:video/webm;base64," in (here / "c.html").read_text(encoding="utf-8")
 
 
 def test_a_page_is_made_of_the_output_that_is_named(

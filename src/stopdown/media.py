@@ -47,17 +47,17 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
         OptionError: the suffix is unknown, or is .png for several frames.
     """
     text, stem = os.fspath(path), Path(path).with_suffix("")
-    while stem.suffix.lower() in _WRITERS:  # circle.mp4.json is the record of circle.mp4
+    while stem.suffix.lower() in WRITERS:  # circle.mp4.json is the record of circle.mp4
         stem = stem.with_suffix("")
     suffix = Path(path).suffix.lower()
     if not suffix or text.endswith(("/", os.sep)):
         return FOLDER
-    if suffix not in _WRITERS:
+    if suffix not in WRITERS:
         if Path(path).is_dir():
             return FOLDER
         raise OptionError(
             f"The output {text} ends in {suffix}, which is not a format that Stopdown writes.",
-            expected=f"The formats are {', '.join(_WRITERS)} (a single frame), and a folder of png files.",
+            expected=f"The formats are {', '.join(WRITERS)} (a single frame), and a folder of png files.",
             remedy=f"Use -o {stem}.mp4, or -o {stem}/ for a folder of frames.",
         )
     if suffix == ".png" and frames > 1:
@@ -122,7 +122,7 @@ def write_media(
     """
     frames = require_clip(frames)
     chosen, target = choose_format(path, len(frames)), Path(path)
-    writer = _write_folder if chosen == FOLDER else _WRITERS[f".{chosen}"]
+    writer = _write_folder if chosen == FOLDER else WRITERS[f".{chosen}"]
     if numbered:
         return write_numbered(target, lambda part: writer(part, frames, fps), ".json")
     check_target(target, folder=chosen == FOLDER)
@@ -255,13 +255,13 @@ def _write_folder(part: Path, frames: Frames, fps: float) -> None:
         _write_png(part / f"frame_{index:04d}.png", frame[None], fps)
 
 
-_WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
+WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
     ".mp4": _write_mp4,
     ".webm": _write_webm,
     ".gif": _write_gif,
     ".png": _write_png,
 }
-SUFFIXES = tuple(_WRITERS)
+SUFFIXES = tuple(WRITERS)
 """Of the files that can be written."""
 
 

@@ -127,10 +127,15 @@ class CompareOptions(RequestOptions):
     ] = None
     min_psnr: Annotated[
         float | None,
-        typer.Option(help="Least PSNR in dB of the verdict same picture. By default 33."),
+        typer.Option(
+            help=f"Least PSNR in dB of the verdict same picture. By default {Thresholds.psnr_db:g}."
+        ),
     ] = None
     min_ssim: Annotated[
-        float | None, typer.Option(help="Least SSIM of the verdict same picture. By default 0.95.")
+        float | None,
+        typer.Option(
+            help=f"Least SSIM of the verdict same picture. By default {Thresholds.ssim:g}."
+        ),
     ] = None
     max_flip: Annotated[
         float | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import mimetypes
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,10 @@ from stopdown.app.compare_command import check_page, write_page
 from stopdown.app.flags import CommandOptions, ForceOption, RecordJsonOption
 from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
+from stopdown.media import WRITERS
 from stopdown.outputs import find_free
 from stopdown.records import RunRecord, to_json
 
-_MEDIA = {".mp4": "video/mp4", ".gif": "image/gif", ".png": "image/png"}
 _MOST_BYTES = 22_000_000
 
 
@@ -115,7 +116,7 @@ def name_page(record: Path) -> Path:
 def _read_media(record: Path) -> tuple[str, str] | None:
     """The output that a run's record stands beside, when a page can hold it."""
     output = record.with_suffix("")
-    kind = _MEDIA.get(output.suffix)
+    kind = mimetypes.guess_type(output)[0] if output.suffix in WRITERS else None
     if kind is None or not output.is_file() or output.stat().st_size > _MOST_BYTES:
         return None
     return kind, base64.b64encode(output.read_bytes()).decode("ascii")

@@ -158,7 +158,7 @@ class FaultHandler:
     def _repair(self, case: _Case) -> Any:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
         case.before = state.applied
-        has_bf16 = fault.precision == "fp16" and self._has_bf16(fault.guarded)
+        has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
         situation = Situation(culprit.kind, fault.precision, culprit.around, has_bf16)
         for remedy in list_remedies(situation):
             is_good, output = self._try(case, remedy)
@@ -263,7 +263,7 @@ class FaultHandler:
         found = self._describe_culprit(case)
         if case.tried:
             found += f" Tried without success: {' '.join(case.tried)}"
-        error = make_error(case.fault, found)
+        error = make_error(case.fault, found, has_bf16=self._has_bf16(case.fault))
         if self.on_fault == "raise" and case.fault.precision != "fp32":
             error.remedy += ' Or let the run repair it: `on_fault="repair"`.'
         return error
@@ -293,8 +293,8 @@ class FaultHandler:
             )
         )
 
-    def _has_bf16(self, guarded: GuardedCall) -> bool:
-        device = choose_device(str(guarded.find_device(self.pipe)))
+    def _has_bf16(self, fault: Fault) -> bool:
+        device = choose_device(str(fault.guarded.find_device(self.pipe)))
         support = probe_formats(device)["bf16"]
         return support.native and support.works
 

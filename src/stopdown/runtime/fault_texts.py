@@ -88,11 +88,12 @@ def name_fault(fault: Fault) -> str:
     )
 
 
-def make_error(fault: Fault, found: str = "") -> NonFiniteError:
+def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteError:
     """The error that ends a run at a fault.
 
     Args:
         found: what is known besides of how it began, in whole sentences.
+        has_bf16: whether the device has units for bf16.
     """
     precision = fault.precision
     inputs = [t for t in iterate_tensors((fault.args, fault.kwargs)) if t.is_floating_point()]
@@ -100,7 +101,7 @@ def make_error(fault: Fault, found: str = "") -> NonFiniteError:
     return NonFiniteError(
         name_fault(fault),
         expected=" ".join(filter(None, parts)),
-        remedy=suggest_remedy(fault.callee, precision),
+        remedy=suggest_remedy(fault.callee, precision, has_bf16=has_bf16),
     )
 
 
@@ -110,19 +111,26 @@ def name_counts(nan: int, infinite: int) -> str:
     return " and ".join(parts)
 
 
-def suggest_remedy(callee: Callee, precision: str) -> str:
-    """What to type after a component gave NaN or Inf in a precision."""
+def suggest_remedy(callee: Callee, precision: str, *, has_bf16: bool) -> str:
+    """What to type after a component gave NaN or Inf in a precision.
+
+    Args:
+        has_bf16: whether the device has units for bf16.
+    """
     if precision == "fp32":
         return (
             "It already runs in fp32: its weights may be damaged, or an input may be out of "
             "range. Load the model again from its source."
         )
-    if precision == "fp16":
-        return (
-            f'Use `precision="{callee.name}=bf16"`, or fp32 where bf16 is slow or missing. Or run it '
-            'in fp16 with a plan: `stopdown plan SOURCE -o plan.json`, then `precision="plan.json"`.'
-        )
-    return f'Use `precision="{callee.name}=fp32"`.'
+    wider = (
+        f'Use `precision="{callee.name}={"bf16" if precision == "fp16" and has_bf16 else "fp32"}"`'
+    )
+    if precision != "fp16":
+        return f"{wider}."
+    return (
+        f"{wider}, or run it in fp16 with a plan: `stopdown plan SOURCE -o plan.json`, then "
+        '`precision="plan.json"`.'
+    )
 
 
 def _describe_part(fault: Fault) -> str:
