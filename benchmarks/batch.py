@@ -25,7 +25,7 @@ from stopdown.app.display import Silent
 from stopdown.batch import dispatch
 from stopdown.batch.jobs import prepare
 from stopdown.batch.prompt_maker import PromptMaker, make_request
-from stopdown.batch.records import Item
+from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
 from stopdown.batch.worker import Worker
 from stopdown.environment import describe_machine

@@ -41,7 +41,7 @@ from fault_cases import (  # noqa: E402 (the path is set above)
 )
 from pipeline_calls import call_pipeline  # noqa: E402
 from stopdown import testing  # noqa: E402
-from stopdown.call_names import name_component  # noqa: E402
+from stopdown.component_call_names import name_component  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.pipelines.call_interception import find_module  # noqa: E402
 from stopdown.pipelines.components import find_callees  # noqa: E402

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files", "record_display"),
-    ("call_names", "number_formats", "outputs", "records", "toml_files"),
+    ("component_call_names", "number_formats", "outputs", "records", "toml_files"),
     ("environment", "frame_faults", "numerics", "patches", "randomness", "tracing"),
     ("device_memory", "fold_names", "mapped_weights", "media", "module_paths"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
@@ -206,7 +206,7 @@ def list_ends_of_fp16(sources: Sources) -> list[str]:
 
 
 def list_name_parsers(sources: Sources) -> list[str]:
-    """Modules other than `call_names` that take the name of a call or a module path to pieces."""
+    """Modules other than `component_call_names` that take the name of a call or a module path to pieces."""
     found = []
     for name, tree in sources.items():
         for node in ast.walk(tree):
@@ -214,7 +214,7 @@ def list_name_parsers(sources: Sources) -> list[str]:
                 continue
             cut = node.value
             text = cut.attr if isinstance(cut, ast.Attribute) else getattr(cut, "id", "")
-            if text in ("component", "module_path") and name != "call_names":
+            if text in ("component", "module_path") and name != "component_call_names":
                 found.append(f"{name} cuts a {text} in line {node.lineno}")
     return found
 
@@ -316,7 +316,7 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_names_of_calls_are_read_in_one_place() -> None:
-    """`vae.decode` and `vae:decoder.conv_in` are taken to pieces by `call_names` alone."""
+    """`vae.decode` and `vae:decoder.conv_in` are taken to pieces by `component_call_names` alone."""
     assert list_name_parsers(SOURCES) == []
 
 
@@ -439,7 +439,7 @@ def test_an_end_of_fp16_is_found(text: str) -> None:
 def test_a_parser_of_names_is_found(text: str) -> None:
     """Another reader of a call's name is found; one of a module's own path is none."""
     assert len(list_name_parsers(parse(media=text))) == 1
-    assert list_name_parsers(parse(call_names=text)) == []
+    assert list_name_parsers(parse(component_call_names=text)) == []
     assert list_name_parsers(parse(media="path.rpartition('.')")) == []
 
 

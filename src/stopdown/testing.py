@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from stopdown.accumulation import summing_in_fp16 as summing_in_fp16
-from stopdown.call_names import name_module_path, split_call
+from stopdown.component_call_names import name_module_path, split_call
 from stopdown.graph.capture import name_parameters
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches

@@ -15,7 +15,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.environment import RankSettings, read_rank
 from stopdown.errors import OptionError
 from stopdown.media import read_image
-from stopdown.parallel.launch import name_device
+from stopdown.parallel.process_group import name_device
 from stopdown.records import RunRecord, read_record
 
 TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -20,7 +20,7 @@ from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
 from stopdown.bounds.intervals import Interval, evaluate, make_interval
 from stopdown.bounds.row_sums import WEIGHT_FLOOR
-from stopdown.bounds.rule_table import find_rule
+from stopdown.bounds.rule_names import find_rule
 from stopdown.bounds.values import (
     Bound,
     concatenate,

@@ -15,7 +15,7 @@ from torch import nn
 from bound_ascent import Bounded, GraphRun, bound_example, bound_one, list_excesses
 from rescaling_models import EXAMPLES
 from stopdown.bounds import propagation as bounds_module
-from stopdown.bounds.rule_table import find_rule
+from stopdown.bounds.rule_names import find_rule
 from stopdown.bounds.values import Bound
 
 SAMPLE = ("T5 gated", "CogVideoX sinusoidal", "CogView3-Plus")

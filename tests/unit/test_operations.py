@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stopdown.bounds.rule_table import find_rule
+from stopdown.bounds.rule_names import find_rule
 from stopdown.graph.operations import Operation, find_operation, list_kinds, read_operations
 from stopdown.scaling.exponent_rules import read_rule
 

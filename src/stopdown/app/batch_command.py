@@ -45,7 +45,8 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.limits import TRIES
-from stopdown.batch.records import BatchRecord, Item, ItemResult
+from stopdown.batch.prompts import Item
+from stopdown.batch.records import BatchRecord, ItemResult
 from stopdown.errors import InputError, OptionError
 from stopdown.outputs import held_folder
 from stopdown.records import to_json

@@ -442,7 +442,7 @@ def _spread(
     if ranks is None:
         yield ""
         return
-    from stopdown.parallel.launch import put_parallel
+    from stopdown.parallel.process_group import put_parallel
     from stopdown.patches import Patches
 
     with Patches() as patches:

@@ -52,7 +52,7 @@ def joined_ranks(
             remedy="Leave --memory out, or start one process.",
         )
     from stopdown.environment import choose_device
-    from stopdown.parallel.launch import joined, name_device
+    from stopdown.parallel.process_group import joined, name_device
     from stopdown.patches import Patches
 
     device = name_device(device, settings)

@@ -15,7 +15,7 @@ import json
 import re
 from typing import Any
 
-from stopdown.batch.records import Item
+from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Job
 from stopdown.pipelines.class_selection import Selection
 from stopdown.pipelines.descriptions import read_description

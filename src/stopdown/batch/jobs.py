@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.item_signatures import describe_shared, name_item, sign_item
-from stopdown.batch.prompts import is_url, naming_line
-from stopdown.batch.records import Item
+from stopdown.batch.prompts import Item, is_url, naming_line
 from stopdown.batch.settings import Job, Settings
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from stopdown.batch.jobs import Prepared, prepare
-from stopdown.batch.records import Item
+from stopdown.batch.prompts import Item
 from stopdown.batch.settings import Settings
 from stopdown.batch.stores import open_store
 from stopdown.batch.worker import Worker

@@ -14,18 +14,45 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stopdown.batch.limits import MOST_ITEMS
-from stopdown.batch.records import Item
 from stopdown.errors import InputError, take_first_line
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 
 LONGEST = 4096
 """Characters of a prompt; T5 with 512 tokens reads about 2,000."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt, as its file says it; None takes what the command says.
+
+    Attributes:
+        line: where it stands in the file, from 1.
+        prompt, negative: texts.
+        name: of its output, without suffix; None takes words of the prompt and its hash.
+        seed: of the noise.
+        frames, height, width, steps, guidance: as for `Request`.
+        image: file or URL of a picture to start from; a relative path begins at the prompts file.
+    """
+
+    line: int
+    prompt: str | None = None
+    negative: str | None = None
+    name: str | None = None
+    seed: int | None = None
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    image: str | None = None
+
 
 _MOST_BYTES = 2**28
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Item) if entry.name != "line")

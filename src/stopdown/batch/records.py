@@ -1,4 +1,4 @@
-"""Plain data of a batch: one prompt, what became of it, and the summary of all.
+"""Plain data of a batch: what became of each prompt, and the summary of all.
 
 Nothing here sees a tensor, so a page can be made without torch.
 """
@@ -11,32 +11,6 @@ from typing import Any, Literal
 from stopdown.records import SCHEMA, Finding, Repair
 
 Status = Literal["made", "skipped", "failed"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """One prompt, as its file says it; None takes what the command says.
-
-    Attributes:
-        line: where it stands in the file, from 1.
-        prompt, negative: texts.
-        name: of its output, without suffix; None takes words of the prompt and its hash.
-        seed: of the noise.
-        frames, height, width, steps, guidance: as for `Request`.
-        image: file or URL of a picture to start from; a relative path begins at the prompts file.
-    """
-
-    line: int
-    prompt: str | None = None
-    negative: str | None = None
-    name: str | None = None
-    seed: int | None = None
-    frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    image: str | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A rule gets a `Operands` and returns the bound of the exact result on the inputs
 really gets; rounding is added by `bounds`. None is "no bound". `docs/certificates.md` has a proof of
 two lines for each.
 
-**Catches** the operations that work element by element, by the names in `bounds.rule_table`.
+**Catches** the operations that work element by element, by the names in `bounds.rule_names`.
 **Does not catch** an operation without a rule: what it gives has no bound, and neither has what
 follows, up to the next norm or saturating function.
 """

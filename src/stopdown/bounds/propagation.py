@@ -35,7 +35,7 @@ from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.product_rules import bound_scores
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
 from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.rule_table import find_rule
+from stopdown.bounds.rule_names import find_rule
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stopdown.call_names import name_module_path
 from stopdown.comparison.probes import Trace
 from stopdown.comparison.records import SPOILT, CallError, Heat, Measures, Parting, count_bits
 from stopdown.comparison.thresholds import PARTING
+from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
 from stopdown.numerics import iterate_leaves, relative_l2
 from stopdown.runtime.results import collect_videos

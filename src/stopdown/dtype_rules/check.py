@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from stopdown.backend_rules import Place
-from stopdown.call_names import split_module_path
+from stopdown.component_call_names import split_module_path
 from stopdown.device_profiles import Profile, find_target
 from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from stopdown.call_names import name_module_path, split_module_path
+from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.observations import Observation
 from stopdown.records import Finding
 from stopdown.toml_files import read_rules

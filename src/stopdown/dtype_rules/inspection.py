@@ -20,7 +20,7 @@ import torch
 
 from stopdown.autocast import list_autocast
 from stopdown.backend_rules import Place
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.observations import Case, Judge, Observation
 from stopdown.dtype_rules.tracer import (
     LARGEST_KNOWN,

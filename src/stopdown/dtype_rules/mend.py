@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.autocast import without_autocast
-from stopdown.call_names import name_module_path, split_module_path
+from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.check import Checked, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening

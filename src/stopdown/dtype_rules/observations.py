@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stopdown.call_names import name_module_path, split_module_path
+from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
 from stopdown.pipelines.components import find_kept_fp32, read_precisions

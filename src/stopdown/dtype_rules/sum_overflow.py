@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.accumulation import Sum, find_sums
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.device_profiles import DeviceFault, Profile
 from stopdown.dtype_rules.findings import generalise, make_finding, sort_findings
 from stopdown.environment import choose_device

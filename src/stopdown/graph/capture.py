@@ -39,7 +39,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind

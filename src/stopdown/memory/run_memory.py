@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stopdown.call_names import name_component
+from stopdown.component_call_names import name_component
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.memory.allocation_tracker import StorageTracker

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stopdown.call_names import name_component
+from stopdown.component_call_names import name_component
 from stopdown.memory.run_memory import CallMemory, RunMemory, is_within
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.components import is_autoencoder

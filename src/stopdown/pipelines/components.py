@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from stopdown.call_names import list_outermost, name_call
+from stopdown.component_call_names import list_outermost, name_call
 from stopdown.errors import InputError
 from stopdown.mapped_weights import cast_tensor
 from stopdown.module_paths import list_parts

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.call_names import name_call
+from stopdown.component_call_names import name_call
 from stopdown.errors import SourceError, take_first_line
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors

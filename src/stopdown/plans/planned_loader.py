@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from stopdown.call_names import name_component
+from stopdown.component_call_names import name_component
 from stopdown.environment import Device, Support
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches

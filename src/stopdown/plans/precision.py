@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.call_names import name_call, split_call
+from stopdown.component_call_names import name_call, split_call
 from stopdown.environment import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision

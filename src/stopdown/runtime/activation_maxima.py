@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.module_paths import list_parts
 from stopdown.numerics import has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches

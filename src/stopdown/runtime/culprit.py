@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
 from stopdown.module_paths import ModulePaths

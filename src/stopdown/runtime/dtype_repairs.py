@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.diagnosis import explain_text
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import NonFiniteError, StopdownError, take_first_line
 from stopdown.numerics import iterate_tensors

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from stopdown.call_names import name_component, name_module_path
+from stopdown.component_call_names import name_component, name_module_path
 from stopdown.errors import (
     InputError,
     NonFiniteError,

@@ -38,7 +38,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from stopdown.call_names import name_module_path
+from stopdown.component_call_names import name_module_path
 from stopdown.environment import choose_device, describe_machine
 from stopdown.errors import InputError, OutputError
 from stopdown.json_files import UnreadableError, parse_json, read_json_table, read_small_file

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
-from stopdown.call_names import name_call
+from stopdown.component_call_names import name_call
 from stopdown.errors import NonFiniteError, PlanError, StopdownError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.graph.capture import set_own_dtypes

@@ -24,7 +24,7 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from stopdown.bounds.singular_values import estimate_sigma
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.fold_names import Folds, spread_columns, spread_rows
 from stopdown.patches import Patches

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown.arguments import hook_arguments
 from stopdown.autocast import leave_autocast
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import Place, list_folds, split_name
 from stopdown.graph.capture import (

@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from stopdown import numerics
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.fold_names import name_block, split_name
 from stopdown.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path

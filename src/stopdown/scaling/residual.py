@@ -25,7 +25,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.call_names import is_inside
+from stopdown.component_call_names import is_inside
 from stopdown.errors import ScalingError
 from stopdown.graph.capture import Capture, find_mixed_operands, module_path, name_parameters
 from stopdown.graph.nodes import arguments, is_float, is_kind, operation, shape_of

@@ -20,7 +20,7 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from stopdown.call_names import list_outermost
+from stopdown.component_call_names import list_outermost
 from stopdown.errors import ScalingError
 from stopdown.graph.range_measurement import log2_of
 from stopdown.number_formats import find_format
