@@ -16,20 +16,18 @@ import typer
 
 from stopdown.app.flags import (
     AllowOption,
-    ConfigOption,
     DeviceOption,
-    FramesOption,
     GuidanceOption,
-    HeightOption,
     ImageOption,
-    LoraOption,
-    RevisionOption,
-    SchedulerOption,
+    ModelOptions,
+    NegativeOption,
+    PrecisionOption,
+    RateOption,
+    SizeOptions,
     SourceArgument,
     StepsOption,
     StrengthOption,
     StrictOption,
-    WidthOption,
 )
 from stopdown.app.registration import describe_command
 from stopdown.app.remedies import reword_text
@@ -66,7 +64,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 
 
 @dataclass(frozen=True)
-class BatchOptions(RequestOptions):
+class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
     """Make one video or picture for each prompt of a file.
 
     Each worker loads the model once. If a batch was interrupted, the same command continues it.
@@ -92,18 +90,10 @@ class BatchOptions(RequestOptions):
             help="Folder or fsspec URL. To continue a batch, name its folder again.",
         ),
     ]
-    negative: Annotated[
-        str | None, typer.Option(help="What the picture or video should not show.")
-    ] = None
+    negative: NegativeOption = None
     image: ImageOption = None
     strength: StrengthOption = None
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="auto, fp32, bf16 or fp16; by component, as in "
-            "transformer=bf16,vae.decode=fp32; or a plan, plan.json."
-        ),
-    ] = "auto"
+    precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
     workers: Annotated[
         int | None,
@@ -125,19 +115,12 @@ class BatchOptions(RequestOptions):
     ] = None
     steps: StepsOption = None
     seed: Annotated[int, typer.Option(help="Seed of items without a seed of their own.")] = 0
-    frames: FramesOption = None
-    height: HeightOption = None
-    width: WidthOption = None
     guidance: GuidanceOption = None
-    fps: Annotated[float, typer.Option(help="Frames per second of the files.")] = 8.0
+    fps: RateOption = 8.0
     format: Annotated[
         Literal["mp4", "webm", "gif", "png"] | None,
         typer.Option(help="Format of the files. By default mp4 for videos, else png."),
     ] = None
-    lora: LoraOption = ()
-    scheduler: SchedulerOption = None
-    revision: RevisionOption = None
-    config: ConfigOption = None
     memory: Annotated[
         str | None,
         typer.Option(
@@ -167,9 +150,6 @@ class BatchOptions(RequestOptions):
         TRIES
     )
     strict: StrictOption = False
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON, without pictures.")
-    ] = False
 
 
 def main(options: BatchOptions) -> int:

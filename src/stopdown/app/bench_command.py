@@ -73,9 +73,6 @@ class BenchOptions(SourceOptions):
         tuple[str, ...],
         typer.Option("--way", help="Only run this way. Repeat for several. By default all."),
     ] = ()
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of the page.")
-    ] = False
 
 
 def main(options: BenchOptions) -> int:

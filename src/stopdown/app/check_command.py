@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stopdown.app.display import Display, Silent, load_libraries
-from stopdown.app.flags import (
-    ConfigOption,
-    FramesOption,
-    HeightOption,
-    RevisionOption,
-    SourceOptions,
-    WidthOption,
-)
+from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.errors import OptionError
@@ -56,7 +49,7 @@ NOT_WRITTEN = (
 
 
 @dataclass(frozen=True)
-class CheckOptions(SourceOptions):
+class CheckOptions(SizeOptions):
     """Find what will go wrong with dtypes before a run.
 
     Loads no weights, and the device need not be in this machine. Exit code 1 means that there are
@@ -99,9 +92,6 @@ class CheckOptions(SourceOptions):
             "not fit into fp16, and sums that overflow in kernels with fp16 accumulators.",
         ),
     ] = False
-    frames: FramesOption = None
-    height: HeightOption = None
-    width: WidthOption = None
     fix: Annotated[
         bool,
         typer.Option("--fix", help="Load the model, repair what can be repaired, and check again."),
@@ -112,9 +102,6 @@ class CheckOptions(SourceOptions):
             "-o", "--output", help="With --fix: new or empty folder for the repaired model."
         ),
     ] = None
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of the text.")
-    ] = False
 
 
 ANSWERED_BY_PLANS = ("range-unplanned", "clamp-may-bite", "force-upcast-unread")

@@ -16,23 +16,15 @@ import typer
 
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import (
-    ConfigOption,
-    ControlImageOption,
     DeviceOption,
     ForceOption,
     GuidanceOption,
-    HeightOption,
-    ImageOption,
-    LoraOption,
-    MaskOption,
-    RecordJsonOption,
-    RevisionOption,
-    SchedulerOption,
+    MediaOptions,
+    ModelOptions,
+    NegativeOption,
+    SizeOptions,
     SourceArgument,
     StepsOption,
-    StrengthOption,
-    VideoOption,
-    WidthOption,
 )
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
@@ -64,7 +56,7 @@ _LARGEST_SEED = 2**62 - 1
 
 
 @dataclass(frozen=True)
-class CompareOptions(RequestOptions):
+class CompareOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Compare precisions on the same prompts on one page.
 
     Each prompt runs with the same noise in each precision. The page is one self-contained HTML file. If
@@ -101,22 +93,12 @@ class CompareOptions(RequestOptions):
         ),
     ] = None
     force: ForceOption = False
-    negative: Annotated[
-        str | None, typer.Option(help="What the picture or video should not show.")
-    ] = None
-    image: ImageOption = None
-    video: VideoOption = None
-    mask: MaskOption = None
-    control_image: ControlImageOption = None
-    strength: StrengthOption = None
+    negative: NegativeOption = None
     device: DeviceOption = "auto"
     steps: StepsOption = None
     seed: Annotated[
         int, typer.Option(help="Seed of the first prompt. Each further prompt uses the next seed.")
     ] = 0
-    frames: Annotated[int | None, typer.Option(help="Frames of the videos.")] = None
-    height: HeightOption = None
-    width: WidthOption = None
     guidance: GuidanceOption = None
     memory: Annotated[
         str | None,
@@ -145,11 +127,6 @@ class CompareOptions(RequestOptions):
         float | None,
         typer.Option(help="Largest flicker of the verdict same picture. By default no limit."),
     ] = None
-    lora: LoraOption = ()
-    scheduler: SchedulerOption = None
-    revision: RevisionOption = None
-    config: ConfigOption = None
-    json: RecordJsonOption = False
 
 
 def main(options: CompareOptions) -> int:

@@ -98,9 +98,6 @@ class ConvertOptions(RequestOptions):
     guidance: Annotated[float | None, typer.Option(help="Guidance scale of those runs.")] = None
     revision: RevisionOption = None
     config: ConfigOption = None
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of the summary.")
-    ] = False
 
 
 def main(options: ConvertOptions) -> int:

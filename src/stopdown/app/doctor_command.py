@@ -41,9 +41,6 @@ class DoctorOptions(CommandOptions):
             "--toml", help="Print the device as a profile in TOML, to start your own from."
         ),
     ] = False
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the findings as JSON instead of the text.")
-    ] = False
 
 
 def main(options: DoctorOptions) -> int:

@@ -48,9 +48,6 @@ class ExplainOptions(CommandOptions):
             "Stopdown; - for standard input.",
         ),
     ] = ()
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the diagnosis as JSON instead of the text.")
-    ] = False
 
 
 def main(options: ExplainOptions) -> int:

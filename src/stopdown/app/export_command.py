@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from stopdown.app.display import load_libraries
-from stopdown.app.flags import (
-    ConfigOption,
-    ForceOption,
-    FramesOption,
-    HeightOption,
-    SourceOptions,
-    WidthOption,
-)
+from stopdown.app.flags import ConfigOption, ForceOption, SizeOptions
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, written_beside
 
@@ -26,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExportOptions(SourceOptions):
+class ExportOptions(SizeOptions):
     """Export a plan to a table, ONNX or OpenVINO.
 
     --scales exports the powers of two of the input, the weight and the output of each layer. --to
@@ -69,11 +62,7 @@ class ExportOptions(SourceOptions):
         ),
     ] = None
     config: ConfigOption = None
-    frames: FramesOption = None
-    height: HeightOption = None
-    width: WidthOption = None
     force: ForceOption = False
-    json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False
 
 
 def main(options: ExportOptions) -> int:

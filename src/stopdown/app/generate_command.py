@@ -21,25 +21,19 @@ from stopdown.app.display import Display, Silent, load_libraries
 from stopdown.app.flags import (
     SHOWN,
     AllowOption,
-    ConfigOption,
-    ControlImageOption,
     DeviceOption,
     ForceOption,
-    FramesOption,
     GuidanceOption,
-    HeightOption,
-    ImageOption,
     KeepRepairsOption,
-    LoraOption,
-    MaskOption,
-    RevisionOption,
-    SchedulerOption,
+    MediaOptions,
+    ModelOptions,
+    NegativeOption,
+    PrecisionOption,
+    RateOption,
+    SizeOptions,
     SourceArgument,
     StepsOption,
-    StrengthOption,
     StrictOption,
-    VideoOption,
-    WidthOption,
 )
 from stopdown.app.request_options import (
     RequestOptions,
@@ -73,7 +67,7 @@ DEFAULT_OUTPUT = "stopdown.mp4"
 
 
 @dataclass(frozen=True)
-class GenerateOptions(RequestOptions):
+class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Make a video or picture from a prompt, a picture or a video.
 
     A component that gives NaN or Inf is repaired and called again. Frames that are black, grey, frozen
@@ -99,21 +93,8 @@ class GenerateOptions(RequestOptions):
         ),
     ] = None
     force: ForceOption = False
-    negative: Annotated[
-        str | None, typer.Option(help="What the picture or video should not show.")
-    ] = None
-    image: ImageOption = None
-    video: VideoOption = None
-    mask: MaskOption = None
-    control_image: ControlImageOption = None
-    strength: StrengthOption = None
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="auto, fp32, bf16 or fp16; by component, as in "
-            "transformer=bf16,vae.decode=fp32; or a plan, plan.json."
-        ),
-    ] = "auto"
+    negative: NegativeOption = None
+    precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
     steps: StepsOption = None
     seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0
@@ -123,15 +104,8 @@ class GenerateOptions(RequestOptions):
             help="How many to make. Each uses the next seed and goes into a numbered file."
         ),
     ] = 1
-    frames: FramesOption = None
-    height: HeightOption = None
-    width: WidthOption = None
     guidance: GuidanceOption = None
-    fps: Annotated[float, typer.Option(help="Frames per second of the file.")] = 8.0
-    lora: LoraOption = ()
-    scheduler: SchedulerOption = None
-    revision: RevisionOption = None
-    config: ConfigOption = None
+    fps: RateOption = 8.0
     strict: StrictOption = False
     on_fault: Annotated[
         Literal["repair", "raise"],
@@ -175,9 +149,6 @@ class GenerateOptions(RequestOptions):
             "tokens. guidance: with and without the prompt. auto: context if the model supports it."
         ),
     ] = "auto"
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON instead of the card.")
-    ] = False
 
 
 def main(options: GenerateOptions) -> int:

@@ -13,21 +13,12 @@ import typer
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import (
     AllowOption,
-    ConfigOption,
-    ControlImageOption,
     ForceOption,
-    FramesOption,
     GuidanceOption,
-    HeightOption,
-    ImageOption,
-    LoraOption,
-    MaskOption,
-    RevisionOption,
-    SchedulerOption,
+    MediaOptions,
+    ModelOptions,
+    SizeOptions,
     SourceArgument,
-    StrengthOption,
-    VideoOption,
-    WidthOption,
 )
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
@@ -47,7 +38,7 @@ DEFAULT_OUTPUT = Path("plan.json")
 
 
 @dataclass(frozen=True)
-class PlanOptions(RequestOptions):
+class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Find how a model runs in fp16 without overflow.
 
     Measures a few runs, or computes bounds for every run (--certify), and writes a plan for generate,
@@ -126,19 +117,7 @@ class PlanOptions(RequestOptions):
     device: Annotated[
         str | None, typer.Option(help="Device to measure on, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None
-    image: ImageOption = None
-    video: VideoOption = None
-    mask: MaskOption = None
-    control_image: ControlImageOption = None
-    strength: StrengthOption = None
-    frames: FramesOption = None
-    height: HeightOption = None
-    width: WidthOption = None
     guidance: GuidanceOption = None
-    lora: LoraOption = ()
-    scheduler: SchedulerOption = None
-    revision: RevisionOption = None
-    config: ConfigOption = None
     memory: Annotated[
         str | None,
         typer.Option(
@@ -148,9 +127,6 @@ class PlanOptions(RequestOptions):
         ),
     ] = None
     allow: AllowOption = ()
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON instead of the table.")
-    ] = False
 
 
 def main(options: PlanOptions) -> int:

@@ -1,8 +1,9 @@
 """A command from its record: the fields are its arguments and options, the docstring is its help.
 
 A field is written `name: Annotated[type, typer.Option(...)] = default`, once, in the order of `--help`;
-those that every command has come last. A field of several values is a tuple; Typer hears of a list, and
-a list that nobody gave is the default. What a docstring has below `Examples:` is shown line by line.
+those of a class that it shares with others come after its own. A field of several values is a tuple; Typer
+hears of a list, and a list that nobody gave is the default. What a docstring has below `Examples:` is shown
+line by line.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def add_command(
     """
     hints = get_type_hints(record, include_extras=True)
     fields = dataclasses.fields(record)  # type: ignore[arg-type]  # a dataclass, which `type` cannot say
-    entries = sorted(fields, key=lambda entry: entry.kw_only is True)
+    levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
+    entries = sorted(
+        fields, key=lambda entry: [entry.name in level for level in levels].index(True)
+    )
 
     def call(**given: Any) -> None:
         for entry in entries:

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from stopdown.app.compare_command import check_page, write_page
-from stopdown.app.flags import CommandOptions, ForceOption, RecordJsonOption
+from stopdown.app.flags import CommandOptions, ForceOption
 from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
 from stopdown.media import WRITERS
@@ -49,7 +49,6 @@ class ReportOptions(CommandOptions):
         ),
     ] = None
     force: ForceOption = False
-    json: RecordJsonOption = False
 
 
 def main(options: ReportOptions) -> int:

@@ -92,9 +92,6 @@ class ScriptOptions(CommandOptions):
             "By default all.",
         ),
     ] = None
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the record as JSON after the script's output.")
-    ] = False
 
     @property
     def target(self) -> str:
