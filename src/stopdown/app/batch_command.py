@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -154,19 +155,19 @@ class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
 
 def main(options: BatchOptions) -> int:
     """Run the command; 1 when an item failed, or with --strict has a finding."""
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
     from stopdown.environment import has_moving_cursor
 
     is_shown = (sys.stderr.isatty() and has_moving_cursor()) or options.quiet
     with open_display(options, is_short=True) as display:
         record = batch(options, display, plain=None if is_shown else sys.stderr)
-    if options.json:
-        items = tuple(dataclasses.replace(x, preview="") for x in record.items)
-        sys.stdout.write(to_json(dataclasses.replace(record, items=items)))
-    elif options.quiet:
-        sys.stdout.write(f"{record.output.rstrip('/')}/{PAGE}\n")
-    else:
-        _print_summary(record, options, open_console())
+    items = tuple(dataclasses.replace(x, preview="") for x in record.items)
+    print_result(
+        options,
+        dataclasses.replace(record, items=items),
+        functools.partial(_print_summary, record, options),
+        name=f"{record.output.rstrip('/')}/{PAGE}",
+    )
     found = options.strict and any(x.findings for x in record.items)
     return int(record.failed > 0 or found)
 

@@ -77,18 +77,14 @@ class BenchOptions(SourceOptions):
 
 def main(options: BenchOptions) -> int:
     """Run the command, with progress and the page; 1 when something is missing."""
-    from stopdown.app.progress import open_display
+    from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
         made, path = bench(options, display)
-    if options.json:
-        sys.stdout.write(to_json(made))
-    elif options.quiet:
-        sys.stdout.write(f"{path}\n")
-    else:
-        from stopdown.benchmark.table import render
+    from stopdown.benchmark.table import render
 
-        sys.stdout.write(f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n")
+    text = f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n"
+    print_result(options, made, lambda _: sys.stdout.write(text), name=path)
     return 0 if made.is_complete else 1
 
 

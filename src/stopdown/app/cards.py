@@ -7,6 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from stopdown.app.progress import make_table
 from stopdown.number_formats import format_bytes
 from stopdown.records import JournalUse, RunRecord
 
@@ -32,10 +33,9 @@ def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> N
 
 
 def _make_components(record: RunRecord) -> Table:
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("component", "stored", "ran in", "calls", "seconds", "NaN/Inf"):
-        is_number = heading in ("calls", "seconds", "NaN/Inf")
-        table.add_column(heading, no_wrap=True, justify="right" if is_number else "left")
+    numbers = ("calls", "seconds", "NaN/Inf")
+    headings = ("component", "stored", "ran in", *numbers)
+    table = make_table(*headings, right=numbers, no_wrap=True)
     stored = {decision.component: decision.stored or "?" for decision in record.decisions}
     for call in record.calls:
         table.add_row(

@@ -7,7 +7,7 @@ what in it. Options that only a model has (a precision, its configurations) chec
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from stopdown.app.request_options import refuse_unknown_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.outputs import check_target, written_beside
-from stopdown.records import CheckRecord, FileCheck, FilePart, Finding, Price, to_json
+from stopdown.records import CheckRecord, FileCheck, FilePart, Finding, Price
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,17 +110,13 @@ ANSWERED_BY_PLANS = ("range-unplanned", "clamp-may-bite", "force-upcast-unread")
 
 def main(options: CheckOptions) -> int:
     """Run the command and print its page; 1 with a finding of something wrong."""
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     is_file = is_weight_file(options)
     with open_display(options, is_short=True) as display:
         record = check_file(options, display) if is_file else check(options, display)
-    if options.json:
-        sys.stdout.write(to_json(record))
-    elif isinstance(record, FileCheck):
-        print_file(record, open_console(highlight=False))
-    else:
-        print_check(record, open_console(highlight=False))
+    draw: Any = print_file if is_file else print_check
+    print_result(options, record, functools.partial(draw, record), highlight=False)
     return choose_code(record)
 
 
@@ -384,12 +380,10 @@ def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
 
 
 def _print_prices(prices: tuple[Price, ...], console: Console) -> None:
-    from rich.table import Table
+    from stopdown.app.progress import make_table
 
     console.print("\nWhat the remedies cost, over a run in fp32 (an estimate)")
-    table = Table(box=None, pad_edge=False)
-    for column in ("remedy", "time", "weights", "peak", ""):
-        table.add_column(column)
+    table = make_table("remedy", "time", "weights", "peak", "")
     for price in prices:
         ratio = "unknown" if price.time_ratio is None else f"{price.time_ratio:.2f}"
         weights, peak = (f"{size / GIB:.2f} GiB" for size in (price.weight_bytes, price.peak_bytes))

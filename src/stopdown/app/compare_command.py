@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,16 +132,12 @@ class CompareOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
 def main(options: CompareOptions) -> int:
     """Run the command, with progress and the table; 1 when a cell failed or a prompt was bad."""
     from stopdown.app.comparison_cards import print_record, strip_pictures
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
         made, page = compare(options, display)
-    if options.json:
-        sys.stdout.write(to_json(strip_pictures(made)))
-    elif options.quiet:
-        sys.stdout.write(f"{page}\n")
-    else:
-        print_record(made, page, open_console())
+    draw = functools.partial(print_record, made, page)
+    print_result(options, strip_pictures(made), draw, name=page)
     return choose_code(made)
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from stopdown.app.cards import print_card
+from stopdown.app.progress import make_table
 from stopdown.comparison.records import Comparison
 from stopdown.records import RunRecord
 
@@ -25,9 +25,7 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
     from stopdown.report.comparison_table import list_notes, list_rows
 
     headings, *rows = list_rows(record)
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=True, justify="left" if index < 2 else "right")
+    table = make_table(*headings, right=headings[2:], no_wrap=True)
     for variant, row in zip(record.variants, rows, strict=True):
         table.add_row(row[0], Text(row[1], style=_STYLES.get(variant.verdict, "")), *row[2:])
     console.print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +15,7 @@ from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
-from stopdown.records import Conversion, ConvertedComponent, to_json
+from stopdown.records import Conversion, ConvertedComponent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,16 +102,12 @@ class ConvertOptions(RequestOptions):
 
 def main(options: ConvertOptions) -> int:
     """Run the command, with progress and the summary."""
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     with open_display(options) as display:
         made = convert(options, display)
-    if options.json:
-        sys.stdout.write(to_json(made))
-    elif options.quiet:
-        sys.stdout.write(f"{made.output}\n")
-    else:
-        print_conversion(made, open_console())
+    draw = functools.partial(print_conversion, made)
+    print_result(options, made, draw, name=made.output)
     return 0
 
 
@@ -208,12 +204,12 @@ def _convert_lora(options: ConvertOptions, plan: Path, display: Display) -> Conv
 
 def print_conversion(made: Conversion, console: Console) -> None:
     """Print one line for each component, the reasons below, and how to load what was written."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("component", "written in", "tensors scaled", "configuration"):
-        table.add_column(heading, overflow="fold")
+    from stopdown.app.progress import make_table
+
+    headings = ("component", "written in", "tensors scaled", "configuration")
+    table = make_table(*headings, overflow="fold")
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import CommandOptions
 from stopdown.errors import OptionError
-from stopdown.records import DeviceHealth, MachineHealth, to_json
+from stopdown.records import DeviceHealth, MachineHealth
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +46,7 @@ class DoctorOptions(CommandOptions):
 
 def main(options: DoctorOptions) -> int:
     """Run the command and print its page, or the profile."""
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     if options.toml:
         sys.stdout.write(write_profile(options.device))
@@ -53,10 +54,7 @@ def main(options: DoctorOptions) -> int:
     with open_display(options, is_short=True) as display:
         load_libraries(display)
         health = diagnose(options.device)
-    if options.json:
-        sys.stdout.write(to_json(health))
-    else:
-        print_health(health, open_console(highlight=False))
+    print_result(options, health, functools.partial(print_health, health), highlight=False)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import sys
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from stopdown.diagnosis import (
     explain_text,
 )
 from stopdown.errors import InputError, OptionError
-from stopdown.records import Diagnosis, to_json
+from stopdown.records import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,13 +53,11 @@ class ExplainOptions(CommandOptions):
 
 def main(options: ExplainOptions) -> int:
     """Run the command and print its page; 1 when the text is unknown."""
-    from stopdown.app.progress import open_console
+    from stopdown.app.progress import print_result
 
     diagnosis = explain(_join(options.subject))
-    if options.json:
-        sys.stdout.write(to_json(diagnosis))
-    else:
-        print_diagnosis(diagnosis, open_console(highlight=False))
+    draw = functools.partial(print_diagnosis, diagnosis)
+    print_result(options, diagnosis, draw, highlight=False)
     return choose_code(diagnosis)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from stopdown.app.display import Display, Silent, load_libraries
@@ -47,11 +47,10 @@ from stopdown.app.request_options import (
 from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.errors import OptionError, OutputError
-from stopdown.outputs import find_record_path
-from stopdown.records import Finding, Plan, RunRecord, describe_no_run, to_json
+from stopdown.outputs import find_free, find_record_path
+from stopdown.records import Finding, Plan, RunRecord, describe_no_run
 
 if TYPE_CHECKING:
-    from stopdown.device_memory import PeakMemory
     from stopdown.environment import Device
     from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.class_selection import Selection
@@ -154,7 +153,7 @@ class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
 def main(options: GenerateOptions) -> int:
     """Run the command, with progress and the card; 1 when --strict refuses the frames."""
     from stopdown.app.cards import print_card
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     runs, found, kept = list_runs(options), False, Kept()
     with joined_ranks(options.device, options.memory, options.parallel) as (device, ranks):
@@ -165,12 +164,8 @@ def main(options: GenerateOptions) -> int:
                 continue
             with open_display(options) as display:
                 record = generate(one, display, ranks, kept)
-            if options.json:
-                sys.stdout.write(to_json(record))
-            elif options.quiet:
-                sys.stdout.write(f"{record.output}\n")
-            else:
-                print_card(record, open_console())
+            draw = functools.partial(print_card, record)
+            print_result(options, record, draw, name=record.output)
             found |= bool(record.findings)
     return int(found and options.strict)
 
@@ -244,7 +239,9 @@ def generate(
     request = _read_request(options)
     check_quantiser(read_allowed(options.allow, options.memory))
     numbered = options.output is None
-    options = dataclasses.replace(options, output=options.output or str(_find_default()))
+    options = dataclasses.replace(
+        options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
+    )
     lead(ranks, lambda: _check_output_early(options))
     from stopdown.environment import choose_device
 
@@ -302,6 +299,7 @@ def _generate(
     run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
+    from stopdown.device_memory import peak_memory
     from stopdown.runtime.memory_limits import Limit, fit_run
     from stopdown.runtime.runs import describe_run
 
@@ -318,7 +316,7 @@ def _generate(
         load = functools.partial(_load, loader, options, display, stages)
     stages["prepare"] = time.perf_counter() - run.started
     limit = Limit(options.memory, options.allow) if options.memory is not None else None
-    with _measured(device) as memory:
+    with peak_memory(device) as memory:
         loaded = kept.loaded = load()
         begun = time.perf_counter()
         fitted = fit_run(loaded, request, device, limit, chosen.configs, display.announce)
@@ -489,20 +487,12 @@ def _check_output_early(options: GenerateOptions) -> None:
     plan = parse_request(options.precision).plan
     files = (options.image, options.video, options.mask, options.control_image)
     read = (*files, options.source, plan)
-    output, force = _name_output(options), options.force
+    output, force = str(options.output), options.force
     check_output(output, options.frames or 1, force=force, inputs=read)
     record = find_record_path(output)
     check_target(record, noun="record", replaces=describe_no_run, force=force, inputs=read)
     if options.keep_repairs and plan is not None:
         check_target(plan, noun="plan", option="with --precision", replaces=describe_no_plan)
-
-
-@contextlib.contextmanager
-def _measured(device: Device) -> Iterator[PeakMemory]:
-    from stopdown.device_memory import peak_memory
-
-    with peak_memory(device) as memory:
-        yield memory
 
 
 def _load(
@@ -536,7 +526,7 @@ def _run(
     return make_frames(
         loaded,
         request,
-        output=_name_output(options),
+        output=str(options.output),
         on_fault=options.on_fault,
         observer=observe,
         announce=display.announce,
@@ -580,9 +570,9 @@ def _write(
     from stopdown.runtime.runs import write_frames
 
     begun = time.perf_counter()
-    output, findings = write_frames(_name_output(options), frames, options.fps, numbered=numbered)
+    output, findings = write_frames(str(options.output), frames, options.fps, numbered=numbered)
     stages["write"] = time.perf_counter() - begun
-    return str(output) if numbered else _name_output(options), findings
+    return str(output) if numbered else str(options.output), findings
 
 
 def _describe_options(options: GenerateOptions) -> dict[str, Any]:
@@ -590,20 +580,4 @@ def _describe_options(options: GenerateOptions) -> dict[str, Any]:
     given = {
         name: x for name, x in asdict(options).items() if x not in (None, ()) and name not in SHOWN
     }
-    return {name: _make_plain(x) for name, x in given.items()}
-
-
-def _make_plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _find_default() -> Path:
-    from stopdown.outputs import find_free
-
-    return find_free(DEFAULT_OUTPUT, ".json")
-
-
-def _name_output(options: GenerateOptions) -> str:
-    return options.output or DEFAULT_OUTPUT
+    return dict(msgspec.to_builtins(given, enc_hook=str))

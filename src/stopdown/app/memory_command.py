@@ -314,12 +314,10 @@ def print_memory(plan: MemoryPlan, console: Console) -> None:
 
 
 def _print_rows(rows: Sequence[MemoryRow], plan: MemoryPlan, console: Console) -> None:
-    from rich.table import Table
+    from stopdown.app.progress import make_table
 
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("strategy", "peak", "in", "time", "moved"):
-        is_text = heading in ("strategy", "in")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    headings, right = ("strategy", "peak", "in", "time", "moved"), ("peak", "time", "moved")
+    table = make_table(*headings, right=right, no_wrap=True)
     for row in rows:
         is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
         table.add_row(*_describe_row(row), style="bold" if is_chosen else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,7 +23,7 @@ from stopdown.app.flags import (
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
-from stopdown.records import ComponentPlan, Plan, to_json
+from stopdown.records import ComponentPlan, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,32 +131,24 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
 
 def main(options: PlanOptions) -> int:
     """Run the command, with progress and the table; 1 when nothing stays within --memory."""
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     if options.memory is not None:
         return _predict_memory(options)
     with open_display(options) as display:
         made, written = plan(options, display)
-    if options.json:
-        sys.stdout.write(to_json(made))
-    elif options.quiet:
-        sys.stdout.write(f"{written}\n")
-    else:
-        print_plan(made, written, open_console())
+    print_result(options, made, functools.partial(print_plan, made, written), name=written)
     return 0
 
 
 def _predict_memory(options: PlanOptions) -> int:
     from stopdown.app.memory_command import plan_memory, print_memory
-    from stopdown.app.progress import open_console, open_display
+    from stopdown.app.progress import open_display, print_result
 
     request = read_request(options, takes_profile=True)
     with open_display(options) as display:
         made = plan_memory(options, request, display)
-    if options.json:
-        sys.stdout.write(to_json(made))
-    else:
-        print_memory(made, open_console(highlight=False))
+    print_result(options, made, functools.partial(print_memory, made), highlight=False)
     return 0 if made.chosen else 1
 
 
@@ -270,12 +262,12 @@ def _certify(source: Source, options: PlanOptions, request: Request, display: Di
 
 def print_plan(made: Plan, output: Path, console: Console) -> None:
     """Print one line for each component, and the reasons below."""
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for heading in ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom"):
-        table.add_column(heading, no_wrap=True)
+    from stopdown.app.progress import make_table
+
+    headings = ("component", "runs in", "tensors", "exponents", "fp32 modules", "headroom")
+    table = make_table(*headings, no_wrap=True)
     for entry in made.components:
         table.add_row(*_describe_row(entry))
     console.print(table)

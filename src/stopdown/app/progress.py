@@ -6,8 +6,9 @@ In a terminal it has bars. Elsewhere, as in the log of a queue, it has plain lin
 from __future__ import annotations
 
 import datetime
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions
@@ -22,9 +23,11 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from stopdown.errors import make_printable
+from stopdown.records import to_json
 
 if TYPE_CHECKING:
     from stopdown.app.flags import CommandOptions
@@ -213,8 +216,46 @@ def open_display(options: CommandOptions, *, is_short: bool = False) -> Bars | L
     console = open_console(stderr=True)
     if console.is_terminal and has_moving_cursor() and not options.quiet:
         return Bars(console, verbose=options.verbose)
-    is_hushed = options.quiet or is_short or bool(getattr(options, "json", False))
+    is_hushed = options.quiet or is_short or options.json
     return Lines(console, quiet=is_hushed, verbose=options.verbose)
+
+
+def print_result(
+    options: CommandOptions,
+    record: object,
+    draw: Callable[[Console], object],
+    *,
+    name: object = None,
+    highlight: bool = True,
+) -> None:
+    """What a command ends with on standard output: its record as JSON, a file's name, or a text.
+
+    Args:
+        record: without pictures.
+        draw: prints the text.
+        name: of the file that was written, which is all that `--quiet` leaves; None for none.
+        highlight: numbers in the text are coloured.
+    """
+    if options.json:
+        sys.stdout.write(to_json(record))
+    elif options.quiet and name is not None:
+        sys.stdout.write(f"{name}\n")
+    else:
+        draw(open_console(highlight=highlight))
+
+
+def make_table(*headings: str, right: Collection[str] = (), **options: Any) -> Table:
+    """A table without lines.
+
+    Args:
+        right: headings of columns of numbers.
+        options: of every column.
+    """
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for heading in headings:
+        justify: Any = "right" if heading in right else "left"
+        table.add_column(heading, justify=justify, **options)
+    return table
 
 
 def _word(stage: str, what: str, done: int, total: int) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import mimetypes
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,10 @@ from stopdown.app.generate_command import find_record_path
 from stopdown.comparison.records import Comparison
 from stopdown.media import WRITERS
 from stopdown.outputs import find_free
-from stopdown.records import RunRecord, to_json
+from stopdown.records import RunRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _MOST_BYTES = 22_000_000
 
@@ -54,19 +56,17 @@ class ReportOptions(CommandOptions):
 def main(options: ReportOptions) -> int:
     """Run the command and print the record."""
     from stopdown.app.comparison_cards import print_record, strip_pictures
-    from stopdown.app.progress import open_console
+    from stopdown.app.progress import print_result
 
     found, page = report(options.record, options.output, force=options.force)
-    if options.json:
-        sys.stdout.write(to_json(strip_pictures(found)))
-    elif options.quiet:
-        sys.stdout.write(f"{page}\n")
-    else:
-        console = open_console()
+
+    def draw(console: Console) -> None:
         print_record(found, page, console)
         named = name_page(find_record(options.record))
         if options.output is None and page != named:
             console.print(f"{named} already exists and was left as it is.", soft_wrap=True)
+
+    print_result(options, strip_pictures(found), draw, name=page)
     return 0
 
 
