@@ -35,6 +35,9 @@ from diffusers import DiffusionPipeline
 from test_convert import SIZES, SMALLEST
 from test_loras import call, list_steps
 
+from single_file_models import MODELS, draw
+from single_file_readers import save_model
+from stopdown.checkpoints import lora_files
 from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.lora_files import convert_lora
 from stopdown.errors import OptionError
@@ -45,10 +48,10 @@ from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
 from stopdown.pipelines.lora_names import is_lora_file, split_name
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
-from stopdown.plans.calibrated import describe_scaling
+from stopdown.plans.calibrated import describe_scaling, make_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Scaling
 from stopdown.scaling import rescale_
 
 FAMILIES = ("flux", "cogvideox", "wan", "sdxl")
@@ -90,6 +93,30 @@ class Made:
     arguments: dict[str, Any]
 
 
+def make_plan_of(pipe: Any, folder: Path, scalings: dict[str, Scaling]) -> Plan:
+    """A plan for some components; the rest stays as stored."""
+    entries = {
+        key: ComponentPlan(key, type(x).__name__, sample_weights(x), "as loaded")
+        for key, x in find_components(pipe).items()
+    }
+    for name, scaling in scalings.items():
+        entries[name] = describe_scaling(entries[name], scaling, "fp16", 1)
+    return seal_plan(
+        Plan(
+            source=str(folder),
+            fingerprint=fingerprint(resolve_source(folder)),
+            pipeline=type(pipe).__name__,
+            precision="fp16",
+            versions=read_class_versions(),
+            components=tuple(entries.values()),
+            prompts=("a",),
+            steps=1,
+            device="cpu",
+            elapsed_s=0.0,
+        )
+    )
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
     """A family's model, converted by a plan for one call of its denoiser; the rest stays as stored."""
@@ -100,28 +127,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
         pipe.save_pretrained(root / "model")
         arguments = make_arguments(pipe, family)
         name, module = find_denoiser(pipe)
-        entries = {
-            key: ComponentPlan(key, type(x).__name__, sample_weights(x), "as loaded")
-            for key, x in find_components(pipe).items()
-        }
-        scaling = rescale_(module, (), arguments).scaling
-        entries[name] = describe_scaling(entries[name], scaling, "fp16", 1)
-        digest = fingerprint(resolve_source(root / "model"))
-        kind, versions = type(pipe).__name__, read_class_versions()
-        plan = seal_plan(
-            Plan(
-                source=str(root / "model"),
-                fingerprint=digest,
-                pipeline=kind,
-                precision="fp16",
-                versions=versions,
-                components=tuple(entries.values()),
-                prompts=("a",),
-                steps=1,
-                device="cpu",
-                elapsed_s=0.0,
-            )
-        )
+        rescaling = rescale_(module, (), arguments)
+        rescaling.undo()
+        plan = make_plan_of(pipe, root / "model", {name: rescaling.scaling})
         write_plan(plan, root / "plan.json")
         convert(
             root / "model", root / "out", plan, request=Request(**(SIZES | MORE).get(family, {}))
@@ -404,6 +412,151 @@ def test_a_rotation_across_exponents_is_refused(tmp_path: Path) -> None:
         "have several exponents (2**-1, 2**0), which no rotation can have"
     ) in str(caught.value)
     assert not paths[1].exists()
+
+
+ENCODER_LAYERS = {
+    "self_attn.q_proj": ("attn.in_proj_", 0),
+    "self_attn.k_proj": ("attn.in_proj_", 1),
+    "self_attn.v_proj": ("attn.in_proj_", 2),
+    "self_attn.out_proj": ("attn.out_proj.", None),
+    "mlp.fc1": ("mlp.c_fc.", None),
+    "mlp.fc2": ("mlp.c_proj.", None),
+}
+"""Layer as Transformers names it, to what open_clip has before `weight`, and which third of its rows."""
+ENCODER_STYLES = pytest.mark.parametrize("style", ["kohya", "hugging-face"])
+
+
+def name_encoder_layer(style: str, layer: str) -> str:
+    """A layer of the second text encoder of SDXL in a LoRA."""
+    path = f"text_model.encoder.layers.0.{layer}"
+    return f"lora_te2_{path.replace('.', '_')}" if style == "kohya" else f"text_encoder_2.{path}"
+
+
+@ENCODER_STYLES
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "diff", "oft"])
+def test_an_encoder_in_the_names_of_open_clip(tmp_path: Path, kind: str, style: str) -> None:
+    """Query, key and value take the exponents of their rows of one matrix; a bias those of its own."""
+    made, prefix = torch.Generator().manual_seed(0), "conditioner.embedders.1.model.transformer."
+    stored, exponents = {f"{prefix}resblocks.0.ln_1.weight": torch.ones(8)}, {}
+    for place, (name, _) in enumerate(ENCODER_LAYERS.values()):
+        rows = 24 if name.startswith("attn.in") else 8
+        stored[f"{prefix}resblocks.0.{name}weight"] = torch.randn(rows, 8, generator=made)
+        stored[f"{prefix}resblocks.0.{name}bias"] = torch.randn(rows, generator=made)
+        for end in ("weight", "bias"):
+            block = f"[{8 * place}:{8 * place + 8}]" if rows == 24 else ""
+            exponents[f"{prefix}resblocks.0.{name}{end}{block}"] = place - 6
+    scaled = {name: tensor.clone() for name, tensor in stored.items()}
+    for name, exponent in exponents.items():
+        bare, place = split_fold(name)
+        scaled[bare][place] *= 2.0**exponent
+    paths = [tmp_path / f"{name}.safetensors" for name in ("lora", "out", "model")]
+    save_file(scaled, paths[2], {EXPONENTS_ENTRY: json.dumps(exponents), "stopdown": "0 plan abc"})
+    lora = {
+        f"{name_encoder_layer(style, layer)}.{key}": x
+        for layer in ENCODER_LAYERS
+        for key, x in {**draw_parts(kind, 8, 8), "diff_b": torch.arange(8.0)}.items()
+    }
+    save_file(lora, paths[0])
+    convert_lora(*paths)
+    written = load_file(paths[1])
+    for place, (layer, (name, part)) in enumerate(ENCODER_LAYERS.items()):
+        stem = f"{name_encoder_layer(style, layer)}."
+        old, new = (
+            {key.removeprefix(stem): x for key, x in y.items() if key.startswith(stem)}
+            for y in (lora, written)
+        )
+        rows = slice(None) if part is None else slice(8 * part, 8 * part + 8)
+        name = f"{prefix}resblocks.0.{name}weight"
+        wanted, found = add(kind, stored[name][rows], old), add(kind, scaled[name][rows], new)
+        assert torch.equal(found, wanted * 2.0 ** (place - 6)), layer
+        assert torch.equal(new["diff_b"], old["diff_b"] * 2.0 ** (place - 6)), layer
+
+
+def read_encoder(file: Path, folder: Path) -> Any:
+    """The second text encoder of an SDXL file, by Diffusers' converter."""
+    from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
+    from transformers import CLIPTextModelWithProjection
+
+    tensors = {
+        name: x for name, x in load_file(file).items() if "embedders.0" not in name
+    }  # it tells the encoders by their widths, and those of the tiny one are the same
+    return create_diffusers_clip_model_from_ldm(
+        CLIPTextModelWithProjection, tensors, subfolder="text_encoder_2", config=str(folder),
+        torch_dtype=torch.float32,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@ENCODER_STYLES
+def test_a_lora_of_a_second_encoder_fits_a_single_file(tmp_path: Path, style: str) -> None:
+    """A whole SDXL file and the encoder's LoRA, read by Diffusers: the bits of the original with its."""
+    pipe, ids = build("sdxl"), torch.arange(2, 79)[None]
+    encoder = pipe.text_encoder_2
+    for name, exponent in {"q": 17, "k": -17, "v": 18, "out": -9}.items():
+        for layer in encoder.text_model.encoder.layers:
+            layer.self_attn.get_submodule(f"{name}_proj").weight.data.mul_(2.0**exponent)
+    pipe.save_pretrained(tmp_path / "model")
+    rescaling = rescale_(encoder, (ids,))
+    rescaling.undo()
+    plan = make_plan_of(pipe, tmp_path / "model", {"text_encoder_2": rescaling.scaling})
+    convert(tmp_path / "model", tmp_path / "out.safetensors", plan)
+    drawn = torch.Generator().manual_seed(1)
+    lora = {}
+    for layer in ENCODER_LAYERS:
+        own = encoder.get_submodule(f"text_model.encoder.layers.0.{layer}")
+        down = torch.randn(RANK, own.in_features, generator=drawn).bfloat16().float()
+        up = torch.randn(own.out_features, RANK, generator=drawn) * float(own.weight.std())
+        ends = ("lora_down", "lora_up") if style == "kohya" else ("lora_A", "lora_B")
+        for end, tensor in zip(ends, (down, up.bfloat16().float()), strict=True):
+            lora[f"{name_encoder_layer(style, layer)}.{end}.weight"] = tensor
+        if style == "kohya":
+            lora[f"{name_encoder_layer(style, layer)}.alpha"] = torch.tensor(ALPHA)
+    paths = [tmp_path / f"{name}.safetensors" for name in ("lora", "lora-out", "out")]
+    write(lora, paths[0])
+    convert_lora(*paths)
+
+    def run(file: Path | None, path: Path | None) -> torch.Tensor:
+        one = load(tmp_path / "model")
+        if file is not None:
+            one.text_encoder_2 = read_encoder(file, tmp_path / "model")
+        for tensor in one.text_encoder_2.parameters():
+            tensor.data = tensor.data.clone()  # as in `load`
+        if path is not None:
+            one.load_lora_weights(str(path))
+        with torch.no_grad():
+            return one.text_encoder_2(ids).text_embeds
+
+    bare, wanted = run(None, None), run(None, paths[0])
+    assert relative_l2(wanted, bare) > 0.003
+    assert torch.equal(run(paths[2], None), bare)
+    assert torch.equal(run(paths[2], paths[1]), wanted)
+    assert relative_l2(run(paths[2], paths[0]), wanted) > 0.003
+
+
+def test_a_plan_of_a_single_file_does_what_its_converted_file_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exponents are those of a model's parameters; the LoRA takes them by the tensors of the file."""
+    source = save_model("wan", tmp_path)
+    call = draw(MODELS["wan"].call)
+    plan = make_plan(source, prompts=[call])
+    convert(source, tmp_path / "out.safetensors", plan, request=Request(arguments=call))
+    config = source.path.parent / "transformer"
+    monkeypatch.setattr(lora_files, "resolve_source", lambda x: resolve_source(x, config=config))
+    layers = ("blocks.0.self_attn.v", "blocks.0.self_attn.o", "blocks.1.ffn.2")
+    shapes = {name: x.shape for name, x in load_file(source.path).items()}
+    lora = {
+        f"diffusion_model.{layer}.{key}": x
+        for layer in layers
+        for key, x in draw_parts("lora", *shapes[f"{layer}.weight"]).items()
+    }
+    path = write(lora, tmp_path / "lora.safetensors")
+    written = []
+    for name, given in {"a": plan, "b": tmp_path / "out.safetensors"}.items():
+        record = convert_lora(path, tmp_path / f"{name}.safetensors", given)
+        assert sum(x.folded for x in record.components) > 0
+        written.append(load_file(tmp_path / f"{name}.safetensors"))
+    assert all(torch.equal(written[1][name], x) for name, x in written[0].items())
 
 
 COMFYUI = [path for path in os.environ.get("STOPDOWN_COMFYUI", "").split(":") if path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable
@@ -262,6 +263,56 @@ def test_other_kinds_of_adapters_are_exact(find_scaling: Any, kind: str) -> None
     compare("the exponents are off")
     on("unmerge")
     compare("taken out without them")
+
+
+class Joined(torch.nn.Module):
+    """A matrix that reads a concatenation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.first(x), x], dim=-1))
+
+
+@pytest.mark.parametrize("kind", ["rslora", "loha"])
+def test_columns_have_exponents_of_their_own(kind: str) -> None:
+    """What reads a concatenation is folded by its parts, and the factor with its columns follows."""
+    from peft import inject_adapter_in_model
+
+    torch.manual_seed(0)
+    module, x = Joined(), torch.randn(3, 4)
+    one = copy.deepcopy(module)
+    config = make_configs()[kind]
+    config.target_modules = ["out", "first"]
+    for each in (module, one):
+        inject_adapter_in_model(config, each, adapter_name="a")
+    one.load_state_dict(fill(module), strict=False)
+    names = ("first.weight", "first.bias", "out.weight[:,0:4]")
+    scaling = Scaling(exponents=dict(zip(names, (-3, -3, 3), strict=True)))
+    rescaling = fold_scaling(one, scaling)
+    assert torch.equal(one(x), module(x))
+    for method in ("merge", "unmerge"):
+        for each in (module, one):
+            getattr(each.out, method)()
+        assert torch.equal(one(x), module(x)), method
+    rescaling.undo()
+    assert torch.equal(one(x), module(x))
+
+
+def test_columns_of_a_dora_are_refused() -> None:
+    """Its magnitudes are norms of rows, to which every column adds."""
+    from peft import inject_adapter_in_model
+
+    module = Joined()
+    fold_scaling(module, Scaling(exponents={"out.weight[:,0:4]": 3}))
+    config = make_configs()["dora"]
+    config.target_modules = ["out"]
+    inject_adapter_in_model(config, module, adapter_name="a")
+    fill(module)
+    with pytest.raises(ScalingError, match="columns of its weight have several exponents"):
+        module(torch.randn(3, 4))
 
 
 def test_what_is_added_to_a_bias_has_one_exponent() -> None:

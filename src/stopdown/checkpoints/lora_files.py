@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from stopdown.checkpoints.cards import MARK, list_entries
 from stopdown.checkpoints.file_exponents import describe_rest, has_more_than_folds
 from stopdown.environment import read_version
 from stopdown.errors import OptionError, OutputError, ScalingError, SourceError
-from stopdown.fold_names import Folds, list_folds, spread_columns, spread_rows
+from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import list_some
 from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.headers import (
@@ -37,14 +37,17 @@ from stopdown.pipelines.headers import (
     read_header,
     read_metadata,
 )
+from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.lora_names import (
     Layer,
     find_layer,
     index_layers,
+    list_layers,
     split_name,
 )
 from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
-from stopdown.pipelines.sources import list_weight_files, resolve_source
+from stopdown.pipelines.single_files import spread_exponents, trace_columns, trace_rows
+from stopdown.pipelines.sources import Source, list_weight_files, resolve_source
 from stopdown.plans.applier import check_source
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent, Plan
@@ -75,20 +78,20 @@ class Weights:
 
     def read_rows(self, layer: Layer, kind: str) -> torch.Tensor | None:
         """The exponents of the rows of a layer's `weight` or `bias`; None where it has none."""
-        name = f"{layer.path}.{kind}"
-        shape = self.shapes[layer.component].get(name)
+        shape = self.shapes[layer.component].get(layer.name_tensor(kind))
         if shape is None:
             return None
-        return spread_rows(self._find_folds(layer, name), shape[0] if shape else 1)
+        rows = spread_rows(self._find_folds(layer, kind), shape[0] if shape else 1)
+        place, parts = layer.part
+        return rows.chunk(parts)[place]
 
     def read_columns(self, layer: Layer) -> torch.Tensor | None:
         """What exponents of the columns of a layer's weight add to those of its rows."""
-        name = f"{layer.path}.weight"
-        shape = self.shapes[layer.component].get(name, ())
-        return spread_columns(self._find_folds(layer, name), shape[1]) if shape[1:] else None
+        shape = self.shapes[layer.component].get(layer.name_tensor("weight"), ())
+        return spread_columns(self._find_folds(layer, "weight"), shape[1]) if shape[1:] else None
 
-    def _find_folds(self, layer: Layer, name: str) -> Folds:
-        return self.folds.get(layer.component, {}).get(name, ())
+    def _find_folds(self, layer: Layer, kind: str) -> Folds:
+        return self.folds.get(layer.component, {}).get(layer.name_tensor(kind), ())
 
 
 def convert_lora(
@@ -227,12 +230,16 @@ def _read_planned(plan: Plan) -> Weights:
         )
     source = resolve_source(plan.source)
     check_source(plan, source)
-    if source.kind == "file":
-        raise OptionError(
-            f"The plan is for the single file {source.name}, whose tensors have other names.",
-            expected="A LoRA takes the exponents of the file that it is used with.",
-            remedy='Give the converted file: plan="CONVERTED.safetensors".',
+    note = ""
+    if any(x.scaling.eps for x in plan.components):
+        note = (
+            "It fits files with the plan's own exponents; where convert says that it found them anew, "
+            "give the converted model instead."
         )
+    exponents = {x.component: x.scaling.exponents for x in plan.components if x.precision == "fp16"}
+    if source.kind == "file":
+        left = [x.component for x in plan.components if x.component not in exponents]
+        return _read_file(complete_source(source), exponents, left, plan.seal, note)
     files = list_weight_files(source)
     shapes = {
         entry.component: {
@@ -243,18 +250,24 @@ def _read_planned(plan: Plan) -> Weights:
         for entry in plan.components
         if entry.component in files
     }
-    folds = {
-        entry.component: list_folds(entry.scaling.exponents)
-        for entry in plan.components
-        if entry.precision == "fp16"
-    }
-    note = ""
-    if any(x.scaling.eps for x in plan.components):
-        note = (
-            "It fits files with the plan's own exponents; where convert says that it found them anew, "
-            "give the converted model instead."
-        )
+    folds = {component: list_folds(found) for component, found in exponents.items()}
     return Weights(shapes, folds, plan.seal, note, source.path)
+
+
+def _read_file(
+    source: Source,
+    exponents: Mapping[str, Mapping[str, int]],
+    left: Sequence[str],
+    seal: str,
+    note: str,
+) -> Weights:
+    """A single file with the exponents that its tensors get, by its own names."""
+    rows = trace_rows(source)
+    named = name_exponents(
+        spread_exponents(rows, exponents, left), trace_columns(source, rows, exponents)
+    )
+    shapes = {name: x.shape for name, x in rows.tensors.items()}
+    return Weights({"": shapes}, {"": list_folds(named)}, seal, note)
 
 
 def _rename(tensors: Tensors, weights: Weights) -> Tensors:
@@ -268,9 +281,9 @@ def _rename(tensors: Tensors, weights: Weights) -> Tensors:
 
 def _index(weights: Weights) -> dict[str, dict[str, Layer]]:
     return index_layers(
-        Layer(component, name.rpartition(".")[0])
+        layer
         for component, held in weights.shapes.items()
-        for name in held
+        for layer in list_layers(component, held)
     )
 
 
@@ -318,7 +331,8 @@ def _find_exponents(
     rows, bias = weights.read_rows(layer, "weight"), weights.read_rows(layer, "bias")
     if rows is None:
         raise ScalingError("it has no weight")
-    shape = weights.shapes[layer.component][f"{layer.path}.weight"]
+    stored = weights.shapes[layer.component][layer.name_tensor("weight")]
+    shape = (len(rows), *stored[1:]) if stored else ()
     if (wrong := _find_other_shape(parts, shape)) is not None:
         raise ScalingError(
             f"it is for a weight of {wrong}, and that of the model is {_show(shape)}"

@@ -9,7 +9,7 @@ up among the layers of the model, dots and underscores alike.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,11 @@ _SUFFIX = re.compile(
 )
 _ADAPTER = re.compile(r"[._](lora_|lora\.|hada_w|lokr_w|dora_scale|a1\.weight|oft_)")
 
+_FIRST_NORM = re.compile(
+    r"(?P<prefix>(?!.*visual).*)transformer\.resblocks\.(?P<number>\d+)\.ln_1\.weight"
+)
+_CLIP_LAYERS = (*(f"self_attn.{x}_proj" for x in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+
 _COMPONENTS = {"transformer": DENOISER, "unet": DENOISER, "prior": DENOISER}
 
 
@@ -48,10 +53,18 @@ class Layer:
     Attributes:
         component: name in the pipeline; "" in a file of one component.
         path: of its weight without `.weight`, as the model or its file names it.
+        stored: what stands before `weight` and `bias` in the file, where that is not the path and a dot.
+        part: which of how many equal blocks of rows of that tensor are its own.
     """
 
     component: str
     path: str
+    stored: str = ""
+    part: tuple[int, int] = (0, 1)
+
+    def name_tensor(self, kind: str) -> str:
+        """The name in the file of its `weight` or `bias`."""
+        return f"{self.stored or f'{self.path}.'}{kind}"
 
 
 def is_adapter_name(name: str) -> bool:
@@ -82,6 +95,29 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     role = next(key for key, text in found.groupdict().items() if text and key != "stem")
     return found["stem"], found["factor"] or role.replace("_dot_", ".")
+
+
+def list_layers(component: str, names: Iterable[str]) -> Iterator[Layer]:
+    """The layers of a component's tensors; of a text encoder in open_clip's names by Transformers', too.
+
+    Trainers use the latter, whatever the file does.
+    """
+    from stopdown.pipelines.single_file_names import read_layouts, rename
+
+    rules = read_layouts()["open_clip"].rules
+    for name in names:
+        yield Layer(component, name.rpartition(".")[0])
+        if (found := _FIRST_NORM.fullmatch(name)) is None:
+            continue
+        for own in _CLIP_LAYERS:
+            path = f"text_model.encoder.layers.{found['number']}.{own}"
+            target, _, place = rename(f"{path}.weight", rules, {"last": 0}).partition("@")
+            yield Layer(
+                component,
+                found["prefix"].removesuffix("model.") + path,
+                f"{found['prefix']}{target.removesuffix('weight')}",
+                (int(place), 3) if place else (0, 1),
+            )
 
 
 def index_layers(layers: Iterable[Layer]) -> dict[str, dict[str, Layer]]:

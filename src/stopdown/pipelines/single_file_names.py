@@ -132,7 +132,7 @@ def lay_out(module: torch.nn.Module, table: str = "") -> dict[str, tuple[Piece, 
     numbers = _count(module, names)
     made: dict[str, list[Piece]] = {}
     for name in names:
-        target, _, mark = _rename(name, rules, numbers).partition("@")
+        target, _, mark = rename(name, rules, numbers).partition("@")
         order = int(mark) if mark.isdigit() else 0
         made.setdefault(target, []).append(Piece(order, name, "" if mark.isdigit() else mark))
     return {target: tuple(sorted(pieces)) for target, pieces in made.items()}
@@ -148,7 +148,8 @@ def _find_layout(module: torch.nn.Module, table: str = "") -> Layout:
     return found
 
 
-def _rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
+def rename(name: str, rules: Iterable[tuple[str, str]], numbers: Mapping[str, int]) -> str:
+    """The name of a tensor in a single file, with `@` and how it is changed or fused."""
     for pattern, replacement in rules:
         name = re.sub(pattern.replace("<last>", str(numbers["last"])), replacement, name)
         name = _SUM.sub(lambda found: str(_add(found[1], numbers)), name)
