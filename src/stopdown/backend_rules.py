@@ -177,7 +177,7 @@ def find_operation(target: object) -> Operation | None:
     """The operation that a call in a captured graph is, None when there are no rules for it.
 
     Args:
-        target: an overload such as `torch.ops.aten.linear.default`, or its name, or an operation's.
+        target: an overload such as `torch.ops.aten.linear.default`, its name, `aten.linear` or `linear`.
     """
     text = str(target)
     parts = text.split(".")
@@ -349,5 +349,6 @@ def parse_operations(data: Mapping[str, Any]) -> list[Operation]:
 
 @functools.cache
 def _index_operations() -> dict[str, Operation]:
-    index = {operation.name: operation for operation in read_operations()}
-    return index | {target: op for op in read_operations() for target in op.targets}
+    targets = {target: op for op in read_operations() for target in op.targets}
+    short = {target.removeprefix("aten."): op for target, op in targets.items()}
+    return short | {op.name: op for op in read_operations()} | targets

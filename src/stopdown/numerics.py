@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from stopdown.number_formats import find_format
 
+HALVES = (torch.float16, torch.bfloat16)
+"""What is computed in 16 bits."""
+
 CACHED_VALUES = 1 << 15
 """How many values are widened to float64 at a time on a CPU: 256 KiB; PyTorch gives more to several
 threads, which wait for each other."""
@@ -101,7 +104,7 @@ def _summarise_piece(values: torch.Tensor) -> torch.Tensor:
 
 def _summarise_cached(values: torch.Tensor) -> torch.Tensor:
     """As `_summarise_piece`, of a piece in a processor's cache: most have no zero, NaN or Inf."""
-    if values.dtype in (torch.bfloat16, torch.float16):  # without a sign their bits are in order
+    if values.dtype in HALVES:  # without a sign their bits are in order
         ends = torch.aminmax(values.view(torch.int16) & 0x7FFF)
         least, largest = torch.stack(ends).view(values.dtype).double()
     else:

@@ -194,6 +194,18 @@ class CallSummary(Displayed):
     non_finite: int
     headroom_bits: float | None = None
 
+    def add(self, other: CallSummary) -> CallSummary:
+        """These calls and later ones; precisions of now come first."""
+        known = [x for x in (self.headroom_bits, other.headroom_bits) if x is not None]
+        return dataclasses.replace(
+            self,
+            calls=self.calls + other.calls,
+            elapsed_s=self.elapsed_s + other.elapsed_s,
+            precisions=tuple(dict.fromkeys((*other.precisions, *self.precisions))),
+            non_finite=self.non_finite + other.non_finite,
+            headroom_bits=min(known, default=None),
+        )
+
 
 @dataclass(frozen=True, repr=False)
 class StepDown(Displayed):

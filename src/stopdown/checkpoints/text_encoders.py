@@ -65,7 +65,7 @@ from stopdown.pipelines.headers import (
     read_header,
     read_rescaled,
 )
-from stopdown.pipelines.hub import Progress, download_component
+from stopdown.pipelines.hub import download_component
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.sources import Source
 from stopdown.plans.calibrated import describe_scaling
@@ -114,7 +114,6 @@ def find_encoder(
     component: str = "",
     *,
     revision: str | None = None,
-    progress: Progress | None = None,
 ) -> Encoder | None:
     """The text encoder in a folder of Transformers, or in a component of a Diffusers folder.
 
@@ -122,7 +121,6 @@ def find_encoder(
         source: folder or Hub id.
         component: of a Diffusers folder.
         revision: branch, tag or commit of a Hub id.
-        progress: called with the bytes received.
 
     Returns:
         None where SOURCE is no such folder.
@@ -133,7 +131,7 @@ def find_encoder(
     """
     root = Path(source).expanduser()
     if not root.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
-        root = download_component(str(source), component, revision=revision, progress=progress)
+        root = download_component(str(source), component, revision=revision)
     if not root.is_dir():
         return None
     index = root / "model_index.json"

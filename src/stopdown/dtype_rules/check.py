@@ -135,11 +135,10 @@ def inspect_pipeline(
     precision: str | None = None,
     device: str | None = None,
     arguments: Mapping[str, Any] | None = None,
-    config: str | Path | None = None,
     sums: bool = False,
     run: Callable[[], Any] | None = None,
 ) -> Checked:
-    """As `check`, with what the findings rest on. `config` is for a single file, as in `load`."""
+    """As `check`, with what the findings rest on."""
     request = parse_request(precision or "auto")
     asked = request if request.plan is None else read_plan(request.plan)
     if sums and isinstance(asked, Plan):
@@ -152,7 +151,6 @@ def inspect_pipeline(
         found = pipe_or_source
         refuse_run(run, f"the source {getattr(found, 'name', found)}")
         if not isinstance(found, Source):
-            found = sources.resolve_source(found, config=config, with_weights=False)
             found = find_source(found)
         checked = _check_source(found, asked, device, arguments)
         return _add_sums(checked, _load_wide(found), arguments) if sums else checked

@@ -12,9 +12,9 @@ from stopdown.dtype_rules.findings import make_finding
 from stopdown.dtype_rules.inspection import Examination, Seen
 from stopdown.model_needs import read_needs
 from stopdown.number_formats import name_dtype
+from stopdown.numerics import HALVES
 from stopdown.records import Finding
 
-_SIXTEEN = (torch.float16, torch.bfloat16)
 _KINDS = {"emulated": "format-emulated", "slow": "format-slow", "broken": "format-broken"}
 
 
@@ -59,7 +59,7 @@ def check_schedule(seen: Examination) -> Iterator[Finding]:
 
 def _check_times(callee: Seen, schedule: Any) -> Iterator[Finding]:
     given = [time for time in callee.times if time.numel()]
-    if not given or given[0].dtype not in _SIXTEEN or not isinstance(schedule, torch.Tensor):
+    if not given or given[0].dtype not in HALVES or not isinstance(schedule, torch.Tensor):
         return
     left = len({float(time) for time in given})
     wanted = len({float(time) for time in schedule})
@@ -73,7 +73,7 @@ def _check_times(callee: Seen, schedule: Any) -> Iterator[Finding]:
 
 def _check_tables(scheduler: Any) -> Iterator[Finding]:
     for name, table in vars(scheduler).items():
-        if not isinstance(table, torch.Tensor) or table.dtype not in _SIXTEEN or table.dim() != 1:
+        if not isinstance(table, torch.Tensor) or table.dtype not in HALVES or table.dim() != 1:
             continue
         left = int(table.unique().numel())
         if table.numel() > 2 and left < table.numel():

@@ -22,6 +22,7 @@ from stopdown.autocast import list_autocast
 from stopdown.backend_rules import Place
 from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.observations import Case, Judge, Observation
+from stopdown.dtype_rules.parameters import find_kept_parameters
 from stopdown.dtype_rules.tracer import (
     LARGEST_KNOWN,
     Origin,
@@ -36,7 +37,7 @@ from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.call_interception import find_argument_names
-from stopdown.pipelines.components import Callee, find_kept_fp32, read_precisions
+from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.dry_run import (
     ComponentCall,
     ComponentFailed,
@@ -229,15 +230,14 @@ def _make_case(
     callee: Callee, main: torch.dtype | None, place: Place, ambient: tuple[str, ...]
 ) -> Case:
     module = callee.owner
-    named = dict(module.named_parameters())
-    kept = find_kept_fp32(type(module), name_dtype(main)) if main is not None else ()
+    kept = find_kept_parameters(module, name_dtype(main)) if main is not None else frozenset()
     return Case(
         call=callee.name,
         component=callee.component_name,
         main=main,
         place=place,
-        parameters={name: tensor.dtype for name, tensor in named.items()},
-        kept_fp32=frozenset(n for n in named if any(part in kept for part in n.split("."))),
+        parameters={name: tensor.dtype for name, tensor in module.named_parameters()},
+        kept_fp32=kept,
         is_rescaled=bool(getattr(module, RESCALED, False)),
         mps_aware=_find_mps_aware(module) if place.backend == "mps" else frozenset(),
         ambient=ambient,

@@ -23,8 +23,8 @@ from stopdown.backend_rules import Operation, Place, find_operation, judge_forma
 from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
+from stopdown.numerics import HALVES
 
-_SIXTEEN = (torch.float16, torch.bfloat16)
 _MASKED = ("scaled_dot_product_attention", "add", "add_", "masked_fill", "masked_fill_", "where")
 
 
@@ -111,7 +111,7 @@ class Judge:
     def watch(self, step: Step, given: Any, made: Any) -> None:
         """Judge what a step made of known values."""
         source = given if isinstance(given, torch.Tensor) else None
-        if not isinstance(made, torch.Tensor) or made.dtype not in _SIXTEEN:
+        if not isinstance(made, torch.Tensor) or made.dtype not in HALVES:
             return
         is_cast = step.name == "to" and source is not None
         if is_cast and source is not None and _is_counting(source):
@@ -134,7 +134,7 @@ class Judge:
         is_autocast = bool(step.autocast) and is_product(step.name)
         if len(step.dtypes) < 2 or is_autocast:
             return False
-        operation = look_up(step.name)
+        operation = find_operation(step.name)
         if step.name == "einsum" and not _contracts(step):
             return False  # a product of values, which are brought to one dtype
         reason, source, refused = _rule(operation, step, self.case.place)
@@ -163,7 +163,7 @@ class Judge:
         return "fp32-module-not-cast-back" if root in self.case.kept_fp32 else "mixed-parameters"
 
     def _judge_formats(self, step: Step) -> None:
-        operation = look_up(step.name)
+        operation = find_operation(step.name)
         formats = {name_dtype(dtype) for dtype in step.dtypes}
         for name in formats:
             self.operations.setdefault((step.name, name), step.path)
@@ -249,11 +249,6 @@ def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:
     return dict(zip(operation.operands, named.values(), strict=False))
 
 
-def look_up(name: str) -> Operation | None:
-    """The rules of an operation by the name that a walk gives it."""
-    return find_operation(name) or find_operation(f"aten.{name}")
-
-
 def list_operands(step: Step) -> str:
     """`input fp32, weight fp16`."""
     return ", ".join(f"{o.name} {name_dtype(o.dtype)}" for o in step.operands)
@@ -272,7 +267,7 @@ def _describe_origin(odd: Operand) -> dict[str, str]:
 
 def _is_counting(values: torch.Tensor) -> bool:
     """Whether these are positions or the like: several different whole numbers."""
-    if values.numel() < 2 or values.dtype == torch.bool or values.dtype in _SIXTEEN:
+    if values.numel() < 2 or values.dtype == torch.bool or values.dtype in HALVES:
         return False
     wide = values.double()
     finite = torch.isfinite(wide).all() and bool((wide == wide.round()).all())

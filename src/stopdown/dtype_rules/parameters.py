@@ -17,6 +17,7 @@ import torch
 from stopdown.component_call_names import name_module_path, split_module_path
 from stopdown.dtype_rules.findings import generalise, make_finding
 from stopdown.number_formats import FORMATS, find_format, list_some, name_dtype
+from stopdown.numerics import HALVES
 from stopdown.pipelines.components import find_kept_fp32, read_precisions
 from stopdown.pipelines.headers import read_rescaled
 from stopdown.plans.adapter_check import read_structure
@@ -25,8 +26,6 @@ from stopdown.scaling.folds import RESCALED
 
 SUBNORMAL_SHARE = 0.5
 """A tensor of whose values this share is subnormal in a format is reported."""
-
-_SIXTEEN = (torch.float16, torch.bfloat16)
 
 
 def find_kept_parameters(module: torch.nn.Module, precision: str) -> frozenset[str]:
@@ -81,9 +80,9 @@ def _check_kept(
     lost = [
         path
         for path, parameter in module.named_parameters()
-        if path in kept_fp32 and parameter.dtype in _SIXTEEN
+        if path in kept_fp32 and parameter.dtype in HALVES
     ]
-    if lost and main in _SIXTEEN:
+    if lost and main in HALVES:
         evidence = (
             f"{len(lost)} parameters that {type(module).__name__} keeps in fp32 are "
             f"{name_dtype(main)}: {list_some(lost)}."

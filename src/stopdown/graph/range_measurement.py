@@ -33,9 +33,7 @@ from stopdown.graph.nodes import (
     operation,
 )
 from stopdown.number_formats import FP16, NEAR_FP16_END
-from stopdown.numerics import summarise_magnitudes
-
-_HALVES = (torch.float16, torch.bfloat16)
+from stopdown.numerics import HALVES, summarise_magnitudes
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ class _Runner(torch.fx.Interpreter):
         if isinstance(found, torch.Generator):
             return found.clone_state()  # the caller's own stays where it is
         found = found.detach() if self.device is None else found.detach().to(self.device)
-        return found.float() if found.dtype in _HALVES else found
+        return found.float() if found.dtype in HALVES else found
 
     def _compute(self, node: Node) -> Any:
         if is_kind(node, "assertion"):
@@ -249,7 +247,7 @@ def _replace_dtype(tree: Any, old: torch.dtype, new: torch.dtype) -> Any:
 
 
 def _widen(value: Any) -> Any:
-    return torch.float32 if isinstance(value, torch.dtype) and value in _HALVES else value
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALVES else value
 
 
 def log2_of(magnitude: float) -> float:

@@ -28,12 +28,11 @@ from stopdown.graph.capture import name_parameters
 from stopdown.graph.operations import find_operation
 from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import FP16, name_dtype
-from stopdown.numerics import bound_values, iterate_tensors, measure_amax
+from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
 
 _HIDING = ("clamp", "nan_to_num")
 _SENTINEL = -FP16.largest
-_HALVES = (torch.float16, torch.bfloat16)
 _MOST_LINKS = 12
 _LAST = 2**40
 
@@ -275,7 +274,7 @@ def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -
     """What kind of fault an operation with finite operands made, and what it reaches in fp32."""
     if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
         return "written", math.nan
-    if bad.dtype not in _HALVES:
+    if bad.dtype not in HALVES:
         return "undefined", math.nan
     if func._schema.is_mutable or masked:  # its operands are gone, or belong to a mask
         return ("range" if bool(torch.isinf(bad).any()) else "unknown"), math.nan
@@ -291,9 +290,9 @@ def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -
 
 def _widen(tree: Any) -> Any:
     def widen(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.dtype in _HALVES:
+        if isinstance(x, torch.Tensor) and x.dtype in HALVES:
             return x.float()
-        return torch.float32 if isinstance(x, torch.dtype) and x in _HALVES else x
+        return torch.float32 if isinstance(x, torch.dtype) and x in HALVES else x
 
     return pytree.tree_map(widen, tree)
 

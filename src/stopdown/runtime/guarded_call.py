@@ -171,7 +171,8 @@ class GuardedCall:
         self.elapsed_s += elapsed_s
         self.unseen += not check.is_seen
         self.non_finite += not check.is_good
-        self.headroom_bits = least_headroom(self.headroom_bits, check.headroom_bits)
+        known = [x for x in (self.headroom_bits, check.headroom_bits) if x is not None]
+        self.headroom_bits = min(known, default=None)
 
     def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
@@ -227,8 +228,3 @@ class GuardedCall:
             self.non_finite,
             self.headroom_bits,
         )
-
-
-def least_headroom(*bits: float | None) -> float | None:
-    """The least of what is known; None where nothing is."""
-    return min((x for x in bits if x is not None), default=None)

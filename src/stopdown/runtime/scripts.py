@@ -48,7 +48,6 @@ from stopdown.pipelines.outermost_calls import (
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
 from stopdown.runtime.guard import Guard, GuardOptions
-from stopdown.runtime.guarded_call import least_headroom
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault
@@ -100,7 +99,8 @@ class ModuleCalls:
     def add(self, record: GuardRecord) -> None:
         """What the guard of one call saw and did."""
         for call in record.calls:
-            self.calls[call.component] = _add(self.calls.get(call.component), call)
+            before = self.calls.get(call.component)
+            self.calls[call.component] = before.add(call) if before else call
         self._host_reads += record.host_reads
         self._own_s += record.own_s
         self._unwatched |= dict.fromkeys(record.unwatched)
@@ -135,19 +135,6 @@ def _explain_leaving(module: torch.nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "of TorchScript"
     return "in training" if is_in_training(module) else ""
-
-
-def _add(before: CallSummary | None, call: CallSummary) -> CallSummary:
-    if before is None:
-        return call
-    return dataclasses.replace(
-        before,
-        calls=before.calls + call.calls,
-        elapsed_s=before.elapsed_s + call.elapsed_s,
-        precisions=tuple(dict.fromkeys((*call.precisions, *before.precisions))),
-        non_finite=before.non_finite + call.non_finite,
-        headroom_bits=least_headroom(before.headroom_bits, call.headroom_bits),
-    )
 
 
 @dataclass
