@@ -32,41 +32,12 @@ from torch.utils import _pytree as pytree
 from stopdown import numerics
 from stopdown.autocast import list_autocast
 from stopdown.graph import operations
-from stopdown.graph.operations import list_kinds
+from stopdown.graph.operations import list_kinds, read_calls
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
-
-_NAMES = {
-    "__matmul__": "matmul",
-    "__rmatmul__": "matmul",
-    "_native_multi_head_attention": "linear",
-    "concat": "cat",
-    "concatenate": "cat",
-    "clip": "clamp",
-    "clip_": "clamp",
-    "clamp_": "clamp",
-    "type_as": "to",
-    "type": "to",
-    "half": "to",
-    "float": "to",
-    "bfloat16": "to",
-    "double": "to",
-    "_softmax": "softmax",
-}
-_VIEWS_TEXT = (
-    "view reshape permute transpose t unsqueeze squeeze expand expand_as chunk split select narrow "
-    "flatten unflatten unbind __getitem__ detach view_as swapaxes movedim diagonal real imag "
-    "view_as_real view_as_complex requires_grad_ alias unfold size dim numel stride is_floating_point "
-    "is_complex tensor_split mT T H element_size __get__ __len__ type data_ptr"
-)
-_VIEWS = frozenset(_VIEWS_TEXT.split())
-_ASKED_TEXT = (
-    "item __bool__ __int__ __float__ __index__ tolist __contains__ is_nonzero equal allclose"
-)
-_ASKED = frozenset(_ASKED_TEXT.split())
 
 
 @dataclass(frozen=True)
@@ -188,7 +159,7 @@ class Walk(TorchFunctionMode):
         if self._device is not None:
             args, kwargs = pytree.tree_map_only(torch.device, _to_cpu, (args, kwargs))
         name = name_function(func)
-        if name in _ASKED:
+        if name in read_calls().asks:
             answer = _answer(func, name, args, kwargs)
             if answer is not _UNANSWERED:
                 return answer
@@ -256,7 +227,7 @@ class Walk(TorchFunctionMode):
             dtype = next((o.dtype for o in step.operands), outputs[0].dtype)
             flops = self.work.flops.get(dtype, 0.0)
             self.work.flops[dtype] = flops + count_flops(step, outputs[0])
-        if step.name in _VIEWS:
+        if step.name in read_calls().views:
             return
         given = [*_direct_tensors(list(step.arguments.values())), *outputs]
         self.work.bytes += sum(x.nbytes for x in given)
@@ -344,7 +315,7 @@ def wants_one_dtype(name: str) -> bool:
 def name_function(func: Any) -> str:
     """The short name of a torch function: `linear`, `add`, `to`."""
     name = getattr(func, "__name__", str(func))
-    return _NAMES.get(name, name)
+    return read_calls().called.get(name, name)
 
 
 @functools.cache
@@ -363,26 +334,11 @@ def _parameter_names(name: str, func: Any) -> tuple[str, ...]:
 
 def name_arguments(func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> dict[str, Any]:
     """A call's arguments by name; by number where the names are not known."""
-    names = _ORDERS.get(name) or _parameter_names(name, func)
+    names = read_calls().arguments.get(name) or _parameter_names(name, func)
     padded = [*names, *(str(at) for at in range(len(names), len(args)))]
     found = dict(zip(padded, args, strict=False)) | dict(kwargs)
-    renames = _RENAMES.get(name, {})
+    renames = read_calls().renamed.get(name, {})
     return {renames.get(key, key): value for key, value in found.items()}
-
-
-_ORDERS = {
-    "matmul": ("self", "other"),
-    "cat": ("tensors", "dim"),
-    "stack": ("tensors", "dim"),
-    "einsum": ("equation", "tensors"),
-    "to": ("self", "dtype"),
-    "embedding": ("indices", "weight"),
-}
-_RENAMES = {
-    "embedding": {"input": "indices"},
-    "linear": {"self": "input"},
-    "cat": {"0": "tensors"},
-}
 
 
 def _direct_tensors(value: Any) -> list[torch.Tensor]:
@@ -427,7 +383,10 @@ def _compute_known(func: Any, args: Any, kwargs: Any) -> Any:
     is_fake = any(isinstance(x, FakeTensor) for x in leaves)
     if not is_fake and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None:
         return _IS_OUTPUT
-    if not any(isinstance(x, torch.Tensor) for x in leaves) and name_function(func) not in _MAKERS:
+    if (
+        not any(isinstance(x, torch.Tensor) for x in leaves)
+        and name_function(func) not in read_calls().makes
+    ):
         return None
     real_args, real_kwargs = pytree.tree_unflatten(real, spec)
     if _is_large(real_args, real_kwargs):
@@ -498,11 +457,6 @@ _LARGEST_STAND_IN = 1 << 26
 
 _IS_OUTPUT = object()
 """Everything is real here: what comes out is what is known."""
-
-_MAKERS_TEXT = (
-    "arange linspace zeros ones full tensor as_tensor eye tril_indices triu_indices logspace"
-)
-_MAKERS = frozenset(_MAKERS_TEXT.split())
 
 
 def _is_large(args: Any, kwargs: Any) -> bool:

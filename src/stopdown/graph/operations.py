@@ -23,6 +23,8 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from stopdown.toml_files import read_rules
 
 CONVOLUTIONS = ("convolution", "any_convolution", "transposed_convolution")
@@ -51,6 +53,32 @@ class Operation:
     bound: str
     traits: frozenset[str]
     slope: float | None = None
+
+
+class Calls(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How Python code calls operations.
+
+    Attributes:
+        views: what changes no value, or tells of a tensor without one.
+        asks: what turns a tensor's values into numbers of Python.
+        makes: what makes a tensor of numbers.
+        called: other names, to that of the operation.
+        arguments: names of arguments in order, where a signature does not tell them.
+        renamed: arguments that a signature names otherwise.
+    """
+
+    views: frozenset[str]
+    asks: frozenset[str]
+    makes: frozenset[str]
+    called: dict[str, str]
+    arguments: dict[str, tuple[str, ...]]
+    renamed: dict[str, dict[str, str]]
+
+
+@functools.cache
+def read_calls() -> Calls:
+    """The functions and methods of torch that stand beside the table."""
+    return msgspec.convert(read_rules("operations")["calls"], Calls)
 
 
 @functools.cache
