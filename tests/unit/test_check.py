@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from stopdown import check, mend
 from stopdown import device_profiles as profiles
 from stopdown.device_profiles import find_profile
-from stopdown.dtype_rules.check import inspect_pipeline
+from stopdown.dtype_rules.check import find_source, inspect_pipeline
 from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.headers import RESCALED_ENTRY
@@ -234,8 +234,7 @@ def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> No
     weights[name] = weights[name].bfloat16().index_fill(0, torch.tensor([1]), 1e6)
     save_file(weights, whole)
     checked = inspect_pipeline(
-        tmp_path / "whole.safetensors",
-        config=folder,
+        find_source(resolve_source(whole, config=folder, with_weights=False)),
         precision="fp16",
         device="v100",
         arguments={**CALLS["sd"], "num_inference_steps": 1},
