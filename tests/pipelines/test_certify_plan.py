@@ -16,9 +16,9 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.certified import Checkpoint, certify_plan
+from stopdown.plans.certified import Checkpoint, certify_plan, suggest_stream
 from stopdown.plans.plan_files import read_plan
-from stopdown.records import ComponentPlan, Plan
+from stopdown.records import ComponentPlan, Plan, Scaling
 
 SaveTiny = Callable[..., Path]
 
@@ -70,6 +70,17 @@ def test_the_plan_fits_the_pipeline(
         after = pipe.text_encoder(ids)[0]
     applied.undo()
     assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(
+    ("exponent", "residual", "count"), [(-14, "native", 0), (-15, "native", 1), (-15, "fp32", 0)]
+)
+def test_what_bounds_scale_far_down_is_said(exponent: int, residual: str, count: int) -> None:
+    """Where a value of size 1 would be subnormal in fp16, the option that helps is named."""
+    scaling = Scaling(layers={"proj": (0, exponent), "out": (exponent + 3, 2)})
+    said = suggest_stream(scaling, residual)
+    assert len(said) == count
+    assert all("as 2^15," in x and "--residual fp32" in x for x in said)
 
 
 def test_a_certificate_with_an_fp32_residual_stream(

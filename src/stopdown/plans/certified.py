@@ -222,7 +222,19 @@ def _plan_component(
         return _fall_back(source, bare, error.what)
     if "" in scaling.fp32_modules:
         return _fall_back(source, bare, _WHOLE)
-    return describe_scaling(bare, dataclasses.replace(scaling, trial=_UNTRIED), "fp16", 0)
+    scaling = dataclasses.replace(scaling, trial=_UNTRIED)
+    return describe_scaling(bare, scaling, "fp16", 0, suggest_stream(scaling, residual))
+
+
+def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
+    """What would be more precise, where bounds scale values of size 1 below fp16's normal numbers."""
+    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
+    if residual != "native" or 2.0**lowest >= FORMATS["fp16"].smallest_normal:
+        return ()
+    return (
+        f"Bounds scale values down by as much as 2^{-lowest}, to where fp16 has few digits. A plan that is "
+        "run, and not written into a file, is more precise with --certify --residual fp32.",
+    )
 
 
 def _open(
