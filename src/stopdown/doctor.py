@@ -25,7 +25,7 @@ from stopdown.environment import (
     describe_machine,
     list_devices,
     probe_formats,
-    read_settings,
+    read_numeric_variables,
     read_version,
 )
 from stopdown.number_formats import FORMATS, PRECISIONS
@@ -109,7 +109,7 @@ def examine(name: str | None = None) -> MachineHealth:
         machine=describe_machine(),
         devices=tuple(found),
         switches=tuple(read_switches(kinds)),
-        settings=dict(read_settings().numerics),
+        settings=read_numeric_variables(),
         faults=_list_faults(places),
     )
 

@@ -51,30 +51,11 @@ _NUMERIC_VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What environment variables say.
-
-    Attributes:
-        cache: the folder that Stopdown keeps its files in (see `cache_folder`).
-        numerics: variables of PyTorch and its libraries that are set and change numbers, speed or
-            the choice of devices. Stopdown does not act on them; it records them.
+def read_numeric_variables() -> dict[str, str]:
+    """Variables of PyTorch and its libraries that are set and change numbers, speed or the choice of
+    devices. Stopdown does not act on them; it records them.
     """
-
-    cache: Path
-    numerics: Mapping[str, str]
-
-
-def read_settings() -> Settings:
-    """The settings that environment variables give at this moment.
-
-    Stopdown reads one variable of its own: `STOPDOWN_CACHE`, a folder.
-
-    Raises:
-        OptionError: `STOPDOWN_CACHE` is not a folder.
-    """
-    found = {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
-    return Settings(cache_folder(), found)
+    return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ a full disk or Ctrl-C leaves nothing half-written.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -131,16 +132,6 @@ def write_media(
     return target
 
 
-def _write_mp4(part: Path, frames: Frames, fps: float) -> None:
-    """H.264 at a quality (crf 16) where the codec's loss stays below what half precision changes."""
-    _write_video(part, frames, fps, _MP4)
-
-
-def _write_webm(part: Path, frames: Frames, fps: float) -> None:
-    """VP9 at a quality (crf 12) where its loss is about that of the mp4."""
-    _write_video(part, frames, fps, _WEBM)
-
-
 @dataclass(frozen=True)
 class _Container:
     """A kind of video file: container, codec, and the options of both."""
@@ -151,11 +142,7 @@ class _Container:
     codec_options: Mapping[str, str]
 
 
-_MP4 = _Container("mp4", "libx264", {"movflags": "+faststart"}, {"crf": "16"})
-_WEBM = _Container("webm", "libvpx-vp9", {}, {"crf": "12", "b": "0", "row-mt": "1"})
-
-
-def _write_video(part: Path, frames: Frames, fps: float, kind: _Container) -> None:
+def _write_video(kind: _Container, part: Path, frames: Frames, fps: float) -> None:
     """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
     import av
     import numpy as np
@@ -255,9 +242,15 @@ def _write_folder(part: Path, frames: Frames, fps: float) -> None:
         _write_png(part / f"frame_{index:04d}.png", frame[None], fps)
 
 
+_MP4 = _Container("mp4", "libx264", {"movflags": "+faststart"}, {"crf": "16"})
+"""At a quality where the codec's loss stays below what half precision changes."""
+
+_WEBM = _Container("webm", "libvpx-vp9", {}, {"crf": "12", "b": "0", "row-mt": "1"})
+"""At a quality where its loss is about that of the mp4."""
+
 WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
-    ".mp4": _write_mp4,
-    ".webm": _write_webm,
+    ".mp4": functools.partial(_write_video, _MP4),
+    ".webm": functools.partial(_write_video, _WEBM),
     ".gif": _write_gif,
     ".png": _write_png,
 }

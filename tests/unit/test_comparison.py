@@ -71,13 +71,13 @@ def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
 
 def test_a_finished_cell_that_was_changed_is_named(tmp_path: Path) -> None:
     """The message says what to remove; a cell as it was written comes back."""
-    path = tmp_path / "cell.safetensors"
+    path = tmp_path / "cell.msgpack"
     write_outcome(fail_cell("bf16", "no memory"), path)
     assert read_outcome(path).cell.error == "no memory"
     content = path.read_bytes()
-    for changed in (b"", content[:40], content.replace(b"peak_source", b"peak_sourcf")):
+    for changed in (b"", content[:40], content.replace(b"precision", b"precisiom")):
         path.write_bytes(changed)
-        with pytest.raises(InputError, match=r"cell\.safetensors cannot be read: .*rm "):
+        with pytest.raises(InputError, match=r"cell\.msgpack cannot be read: .*rm "):
             read_outcome(path)
 
 

@@ -38,7 +38,7 @@ from stopdown.environment import (
     normalise_cpu_flags,
     probe_formats,
     read_cpu_flags,
-    read_settings,
+    read_numeric_variables,
     select_device,
     weigh_support,
 )
@@ -81,7 +81,7 @@ def test_a_cache_that_is_a_file_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_
     path.write_text("")
     monkeypatch.setenv("STOPDOWN_CACHE", str(path))
     with pytest.raises(OptionError) as caught:
-        read_settings()
+        cache_folder()
     assert str(caught.value) == (
         f"The environment variable STOPDOWN_CACHE is {path}, which is a file. "
         "It names the folder in which Stopdown keeps its files. "
@@ -94,7 +94,7 @@ def test_variables_that_change_numbers_are_recorded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.delenv("ONEDNN_DEFAULT_FPMATH_MODE", raising=False)
-    numerics = read_settings().numerics
+    numerics = read_numeric_variables()
     assert numerics["NVIDIA_TF32_OVERRIDE"] == "0"
     assert not {"HF_TOKEN", "ONEDNN_DEFAULT_FPMATH_MODE"} & set(numerics)
 

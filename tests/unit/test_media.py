@@ -277,7 +277,7 @@ def test_a_failure_leaves_nothing_half_written(
         raise failure
 
     monkeypatch.setattr(media, "_encode", fail)
-    monkeypatch.setitem(media._WRITERS, ".gif", fail)
+    monkeypatch.setitem(media.WRITERS, ".gif", fail)
     monkeypatch.setattr(media, "_write_folder", fail)
     expected = OutputError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(expected):

@@ -26,7 +26,6 @@ from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
-from stopdown.memory.gradient_checkpointing import IDLE
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.run_memory import RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
@@ -691,7 +690,6 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
     [
         (("fp4",), "8GiB", "--allow fp4 is unknown. Known: fp8"),
         (("fp8",), None, "--allow fp8 was given without --memory"),
-        (("checkpointing",), "8GiB", "--allow checkpointing would save nothing. Gradient"),
     ],
 )
 def test_what_may_not_change_the_picture(
@@ -718,27 +716,6 @@ def test_generate_keeps_weights_in_8_bits_when_allowed(
     assert "+fp8" in small.strategy
     assert small.request["allow"] == ["fp8"]
     assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
-
-
-def test_gradient_checkpointing_is_said_to_do_nothing(
-    dry_run_sd: RunMemory, tmp_path: Path
-) -> None:
-    """A component that has it on is named once, with why it saves nothing; without it nothing is said."""
-    pipe, said = make_pipeline("sd"), list[str]()
-    offloader = Offloader(
-        pipe,
-        predict(dry_run_sd, Strategy(), steps=2),
-        (),
-        {},
-        announce=said.append,
-        store=tmp_path,
-    )
-    with offloader:
-        assert said == []
-    pipe.unet.enable_gradient_checkpointing()
-    with offloader:
-        assert said == [f"unet: {IDLE}"]
-    assert IDLE.endswith("it does nothing.")
 
 
 @pytest.mark.usefixtures("each_device")

@@ -468,7 +468,9 @@ def _open_pool(
 ) -> Pool:
     """The workers: of a cluster, in processes of their own, or the one in this process."""
     if cluster is not None:
-        return cluster.open_pool(prepared.job, store, progress.announce)
+        from stopdown.batch.ray_pool import RayActors
+
+        return RayActors(cluster, prepared.job, store)
     from stopdown.batch.pools import InProcess, Processes
 
     devices = _list_devices(options)

@@ -312,12 +312,9 @@ def choose_code(record: CheckRecord | FileCheck) -> int:
 
 def print_check(record: CheckRecord, console: Console) -> None:
     """Print the findings, worst first, and the prices of the remedies."""
-    from rich.text import Text
+    from stopdown.app.progress import print_parts
 
-    from stopdown.app.progress import print_prose
-
-    def show(*parts: Any) -> None:
-        print_prose(console, Text.assemble(*parts))
+    show = functools.partial(print_parts, console)
 
     chosen = ", ".join(f"{name} {entry}" for name, entry in record.precisions.items())
     show((record.source, "bold"), f" on {record.device}{': ' if chosen else ''}{chosen}")
@@ -332,13 +329,11 @@ def print_check(record: CheckRecord, console: Console) -> None:
 
 def print_file(record: FileCheck, console: Console) -> None:
     """Print what a file holds, component by component, and the findings, worst first."""
-    from rich.text import Text
-
-    from stopdown.app.progress import print_prose
+    from stopdown.app.progress import print_parts, print_prose
 
     where = f", judged for {record.device}" if record.device else ""
     title = f": {record.format}, {record.contents}{where}"
-    print_prose(console, Text.assemble((record.source, "bold"), title))
+    print_parts(console, (record.source, "bold"), title)
     if record.rescaled:
         print_prose(console, f"Rescaled already: {record.rescaled}.")
     for part in record.parts:
@@ -359,12 +354,9 @@ def _describe_part(part: FilePart) -> str:
 
 
 def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
-    from rich.text import Text
+    from stopdown.app.progress import print_parts
 
-    from stopdown.app.progress import print_prose
-
-    def show(*parts: Any) -> None:
-        print_prose(console, Text.assemble(*parts))
+    show = functools.partial(print_parts, console)
 
     for finding in findings:
         show(

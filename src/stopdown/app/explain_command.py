@@ -132,12 +132,9 @@ def choose_code(diagnosis: Diagnosis) -> int:
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print what it is, the lines that show it, and what to type."""
-    from rich.text import Text
+    from stopdown.app.progress import print_parts
 
-    from stopdown.app.progress import print_prose
-
-    def show(*parts: object) -> None:
-        print_prose(console, Text.assemble(*parts))  # type: ignore[arg-type]
+    show = functools.partial(print_parts, console)
 
     show((diagnosis.fault, "bold"), f": {diagnosis.title}")
     show(f"\n{diagnosis.why}")

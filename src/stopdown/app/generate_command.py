@@ -580,4 +580,4 @@ def _describe_options(options: GenerateOptions) -> dict[str, Any]:
     given = {
         name: x for name, x in asdict(options).items() if x not in (None, ()) and name not in SHOWN
     }
-    return dict(msgspec.to_builtins(given, enc_hook=str))
+    return dict(msgspec.json.decode(msgspec.json.encode(given, enc_hook=str)))

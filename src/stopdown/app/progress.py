@@ -84,6 +84,11 @@ def print_prose(console: Console, text: str | Text, style: str = "") -> None:
             console.print(Padding(line[indent:], (0, 0, 0, indent)))
 
 
+def print_parts(console: Console, *parts: str | tuple[str, str]) -> None:
+    """As `print_prose`, of texts and pairs of a text and its style."""
+    print_prose(console, Text.assemble(*parts))
+
+
 def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None:
     """An entry of a list, its further lines below its first word."""
     lines = line[hanging:].wrap(console, max(console.width - hanging, 20))

@@ -43,11 +43,7 @@ def add_command(
         settings: further arguments of `typer.Typer.command`.
     """
     hints = get_type_hints(record, include_extras=True)
-    fields = dataclasses.fields(record)  # type: ignore[arg-type]  # a dataclass, which `type` cannot say
-    levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
-    entries = sorted(
-        fields, key=lambda entry: [entry.name in level for level in levels].index(True)
-    )
+    entries = list_options(record)
 
     def call(**given: Any) -> None:
         for entry in entries:
@@ -68,6 +64,15 @@ def add_command(
     app.command(name, help=text, **settings)(call)
 
 
+def list_options(record: type) -> list[dataclasses.Field[Any]]:
+    """The fields of a command's record, its own first, those of all commands last."""
+    levels = [vars(kind).get("__annotations__", {}) for kind in record.__mro__]
+    return sorted(
+        dataclasses.fields(record),
+        key=lambda entry: [entry.name in level for level in levels].index(True),
+    )
+
+
 def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> str:
     """What repeats a command, as it is typed.
 
@@ -77,7 +82,7 @@ def describe_command(name: str, options: Any, *, always: Sequence[str] = ()) -> 
         always: options that are written also where they are as by default.
     """
     words = ["stopdown", name, options.source]
-    for entry in dataclasses.fields(options):
+    for entry in list_options(type(options)):
         value = getattr(options, entry.name)
         if entry.name in ("source", *SHOWN) or value is None:
             continue

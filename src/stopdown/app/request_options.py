@@ -147,7 +147,7 @@ def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
         if name not in ALLOWABLE:
             known = ", ".join(f"{name} ({what})" for name, what in ALLOWABLE.items())
             raise OptionError(
-                _explain_checkpointing(name) or f"--allow {name} is unknown.",
+                f"--allow {name} is unknown.",
                 expected=f"Known: {known}.",
                 remedy=f"Use --allow {next(iter(ALLOWABLE))}.",
             )
@@ -158,15 +158,6 @@ def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
             remedy=f"Add a limit: --memory 8GiB --allow {allow[0]}.",
         )
     return tuple(dict.fromkeys(allow))
-
-
-def _explain_checkpointing(name: str) -> str:
-    """Why gradient checkpointing is no way to save memory here; "" for anything else."""
-    if "checkpoint" not in name:
-        return ""
-    from stopdown.memory.gradient_checkpointing import IDLE
-
-    return f"--allow {name} would save nothing. {IDLE}"
 
 
 def check_quantiser(allow: Sequence[str]) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import dataclasses
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Self
 
 from stopdown.batch.jobs import Task
 from stopdown.batch.limits import MOST_EARLY_DEATHS
@@ -36,41 +39,16 @@ Event = tuple[int, Answer | Died]
 """The number of a worker, and what it answered or that it died; a new one stands in its place."""
 
 
-class Pool(Protocol):
-    """Workers that take one task at a time; a context manager that ends them.
-
-    Attributes:
-        devices: what each worker computes on, by its name.
-    """
-
-    devices: dict[str, str]
-
-    def __enter__(self) -> Pool:
-        """Begin the workers; raises `StopdownError` for one that cannot work."""
-
-    def __exit__(self, *_: object) -> None:
-        """End them."""
-
-    def find_free(self) -> int | None:
-        """A worker without a task; None when all are busy."""
-
-    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Have a worker make a task."""
-
-    def wait(self) -> list[Event]:
-        """What happened since; waits up to a second, so that signals are heard."""
-
-
 class InProcess:
     """One worker, in this process: nothing is started, and an item is made while `wait` waits."""
 
     def __init__(self, job: Job, device: str, observer: Observer | None = None) -> None:
         self._job, self._device, self._observer = job, device, observer
+        self.devices: dict[str, str] = {}
         self._given: tuple[Task, Plan | None] | None = None
         self._worker: Worker | None = None
-        self.devices: dict[str, str] = {}
 
-    def __enter__(self) -> InProcess:
+    def __enter__(self) -> Self:
         self._worker = Worker(self._job, self._device)
         self._worker.observer = self._observer
         self.devices = {"0": str(self._worker.device)}
@@ -80,144 +58,192 @@ class InProcess:
         self._worker = None
 
     def find_free(self) -> int | None:
-        """The worker, when it has no task."""
         return 0 if self._given is None else None
 
     def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Keep a task for `wait`."""
         self._given = (task.complete(), plan)
 
     def wait(self) -> list[Event]:
-        """Make the task."""
         given, self._given = self._given, None
         if given is None or self._worker is None:
             return []
         return [(0, self._worker.make(*given))]
 
 
-def refuse_deaths(deaths: int, reason: str) -> None:
-    """End a batch whose workers die before they begin.
-
-    Raises:
-        StopdownError: too many did, one after the other.
-    """
-    if deaths >= MOST_EARLY_DEATHS:
-        raise StopdownError(
-            f"{deaths} workers died one after the other before they had begun. {reason}",
-            expected="Finished items are kept, and the same command continues from there.",
-            remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
-        )
-
-
 @dataclass
-class _Child:
-    """A process with a worker in it, and what it is doing: `opening`, `free` or `busy`.
+class Slot:
+    """A worker elsewhere, and what it is doing: `opening`, `free` or `busy`.
 
     Attributes:
+        worker: the process or actor.
+        channel: where its answers come from.
         deaths: of those before it in its place, in a row, that had not begun.
         known: seals of the plans that it has.
     """
 
-    process: Any
-    pipe: Any
-    deaths: int = 0
+    worker: Any
+    channel: Any
     state: str = "opening"
+    deaths: int = 0
     known: set[str] = field(default_factory=set)
 
 
-class Processes:
-    """Processes of this machine, one for each device that is named.
+class Workers(abc.ABC):
+    """Workers that take one task at a time; a context manager that begins and ends them.
+
+    A worker that dies is replaced.
 
     Args:
-        job: shared by all.
-        devices: as for `choose_device`; one named twice has two processes.
+        count: of the workers.
         store: where whoever gives the tasks looks for what workers write.
+
+    Attributes:
+        devices: what each worker computes on, by its name.
     """
 
-    def __init__(self, job: Job, devices: list[str], store: Store) -> None:
-        self._job, self._wanted, self._store = job, devices, store
-        self._context = multiprocessing.get_context("spawn")
-        self._children: list[_Child] = []
+    def __init__(self, count: int, store: Store) -> None:
+        self._count, self._store = count, store
+        self._slots: list[Slot] = []
         self.devices: dict[str, str] = {}
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         try:
-            self._children = [self._begin(number) for number in range(len(self._wanted))]
-            while any(child.state == "opening" for child in self._children):
-                self.wait()
+            self._slots = [self._begin(number) for number in range(self._count)]
+            self._open()
         except BaseException:
             self.__exit__()
             raise
         return self
 
+    @abc.abstractmethod
     def __exit__(self, *_: object) -> None:
-        for child in self._children:
-            child.pipe.close()  # one that is idle ends by itself
-        for child in self._children:
-            child.process.join(5 if child.state == "free" else 0)
-            child.process.kill()
-            child.process.join(10)
+        """End them."""
 
-    def _begin(self, number: int, deaths: int = 0) -> _Child:
-        ours, theirs = self._context.Pipe()
-        share = (len(self._wanted), self._wanted.count(self._wanted[number]))
-        process = self._context.Process(
-            target=_serve,
-            args=(theirs, self._job, self._wanted[number], share),
-            daemon=True,
-        )
-        process.start()
-        theirs.close()
-        return _Child(process, ours, deaths)
+    @abc.abstractmethod
+    def _begin(self, number: int) -> Slot:
+        """Start a worker."""
+
+    @abc.abstractmethod
+    def _open(self) -> None:
+        """Wait until workers have begun."""
+
+    @abc.abstractmethod
+    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
+        """Have a worker make a task."""
+
+    @abc.abstractmethod
+    def _list_ready(self, waited: dict[Any, int], timeout_s: float) -> Iterable[int]:
+        """Which slots have something to say, by their channels."""
+
+    @abc.abstractmethod
+    def _receive(self, slot: Slot) -> Any:
+        """An answer; of a worker that has begun what it computes on, and the file that it wrote among
+        the outputs; of one that died a text that says how."""
 
     def find_free(self) -> int | None:
-        """The first process that has begun and has no task."""
-        return next((n for n, child in enumerate(self._children) if child.state == "free"), None)
+        """A worker without a task; None when all are busy."""
+        return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
 
-    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
-        """Send a task; a plan is sent once, and named by its seal from then on."""
-        child = self._children[worker]
-        seal = plan.seal if plan else ""
-        is_new = bool(seal) and seal not in child.known
-        child.known.add(seal)
-        child.state = "busy"
-        with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
-            child.pipe.send((task.complete(), seal, plan if is_new else None))
-
-    def wait(self) -> list[Event]:
-        """Answers, and the deaths of busy processes; new ones begin in the places of the dead."""
-        waited = {x.pipe: n for n, x in enumerate(self._children) if x.state != "free"}
-        ready = multiprocessing.connection.wait(list(waited), timeout=1.0)
-        events = [self._hear(waited[pipe]) for pipe in ready]
+    def wait(self, timeout_s: float = 1.0) -> list[Event]:
+        """What happened since; waits up to a second, so that signals are heard."""
+        waited = {slot.channel: n for n, slot in enumerate(self._slots) if slot.state != "free"}
+        events = [self._hear(number) for number in self._list_ready(waited, timeout_s)]
         return [event for event in events if event is not None]
 
     def _hear(self, number: int) -> Event | None:
-        child = self._children[number]
-        try:
-            said = child.pipe.recv()
-        except (EOFError, OSError):
-            return self._replace(number)
-        if isinstance(said, StopdownError):
-            raise said
-        child.state = "free"
+        slot = self._slots[number]
+        said = self._receive(slot)
+        if isinstance(said, str):
+            return self._replace(number, f"Worker {number} {said}.")
+        slot.state = "free"
         if isinstance(said, Answer):
             return number, said
         self.devices[str(number)], probe = said
         check_probe(self._store, probe, f"Worker {number}")
         return None
 
-    def _replace(self, number: int) -> Event | None:
-        child = self._children[number]
-        child.process.join(10)
-        code = child.process.exitcode
-        child.pipe.close()
-        how = signal.Signals(-code).name if code and code < 0 else f"code {code}"
-        reason = f"Worker {number} ended with {how}."
-        was_busy = child.state == "busy"
-        deaths = 0 if was_busy else child.deaths + 1
-        refuse_deaths(deaths, reason)
-        self._children[number] = self._begin(number, deaths)
+    def _replace(self, number: int, reason: str) -> Event | None:
+        """Begin a worker in the place of a dead one; its death is an event where it had a task.
+
+        Raises:
+            StopdownError: too many died, one after the other, before they had begun.
+        """
+        was_busy = self._slots[number].state == "busy"
+        deaths = 0 if was_busy else self._slots[number].deaths + 1
+        if deaths >= MOST_EARLY_DEATHS:
+            raise StopdownError(
+                f"{deaths} workers died one after the other before they had begun. {reason}",
+                expected="Finished items are kept, and the same command continues from there.",
+                remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
+            )
+        self._slots[number] = dataclasses.replace(self._begin(number), deaths=deaths)
         return (number, Died(reason)) if was_busy else None
+
+
+Pool = InProcess | Workers
+
+
+class Processes(Workers):
+    """Processes of this machine, one for each device that is named.
+
+    Args:
+        job: shared by all.
+        devices: as for `choose_device`; one named twice has two processes.
+        store: as for `Workers`.
+    """
+
+    def __init__(self, job: Job, devices: list[str], store: Store) -> None:
+        super().__init__(len(devices), store)
+        self._job, self._wanted = job, devices
+        self._context = multiprocessing.get_context("spawn")
+
+    def _open(self) -> None:
+        while any(slot.state == "opening" for slot in self._slots):
+            self.wait()
+
+    def __exit__(self, *_: object) -> None:
+        for slot in self._slots:
+            slot.channel.close()  # one that is idle ends by itself
+        for slot in self._slots:
+            slot.worker.join(5 if slot.state == "free" else 0)
+            slot.worker.kill()
+            slot.worker.join(10)
+
+    def _begin(self, number: int) -> Slot:
+        ours, theirs = self._context.Pipe()
+        share = (len(self._wanted), self._wanted.count(self._wanted[number]))
+        arguments = (theirs, self._job, self._wanted[number], share)
+        process = self._context.Process(target=_serve, args=arguments, daemon=True)
+        process.start()
+        theirs.close()
+        return Slot(process, ours)
+
+    def give(self, worker: int, task: Task, plan: Plan | None) -> None:
+        """Send a task; a plan is sent once, and named by its seal from then on."""
+        slot = self._slots[worker]
+        seal = plan.seal if plan else ""
+        is_new = bool(seal) and seal not in slot.known
+        slot.known.add(seal)
+        slot.state = "busy"
+        with contextlib.suppress(OSError):  # it died meanwhile, which `wait` finds
+            slot.channel.send((task.complete(), seal, plan if is_new else None))
+
+    def _list_ready(self, waited: dict[Any, int], timeout_s: float) -> Iterable[int]:
+        ready = multiprocessing.connection.wait(list(waited), timeout=timeout_s)
+        return [waited[pipe] for pipe in ready]
+
+    def _receive(self, slot: Slot) -> Any:
+        try:
+            said = slot.channel.recv()
+        except (EOFError, OSError):
+            slot.worker.join(10)
+            code = slot.worker.exitcode
+            slot.channel.close()
+            how = signal.Signals(-code).name if code and code < 0 else f"code {code}"
+            return f"ended with {how}"
+        if isinstance(said, StopdownError):
+            raise said
+        return said
 
 
 def _serve(pipe: Any, job: Job, device: str, share: tuple[int, int]) -> None:

@@ -12,19 +12,18 @@ with other versions; outputs that do not come to where they are looked for.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from stopdown.batch.jobs import Prepared, Task, prepare
-from stopdown.batch.pools import Died, Event, refuse_deaths
+from stopdown.batch.pools import Slot, Workers
 from stopdown.batch.settings import Job
-from stopdown.batch.stores import Store, check_probe
+from stopdown.batch.stores import Store
 from stopdown.batch.worker import Answer, Worker
 from stopdown.environment import list_devices, read_version, require_package
 from stopdown.errors import InputError, StopdownError, take_first_line
@@ -152,10 +151,6 @@ class Cluster:
         except self.ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from error
 
-    def open_pool(self, job: Job, store: Store, announce: Callable[[str], None]) -> RayActors:
-        """The workers, not begun yet."""
-        return RayActors(self, job, store, announce)
-
 
 def _check_nodes(ray: Any) -> None:
     """Refuse machines without Stopdown, or with other versions than here; each says so itself."""
@@ -236,53 +231,28 @@ def _compare_versions(
     )
 
 
-@dataclass
-class _Slot:
-    """One actor, and what it is doing: `opening`, `free` or `busy`."""
+class RayActors(Workers):
+    """A pool of actors."""
 
-    actor: Any
-    call: Any
-    state: str = "opening"
-    deaths: int = 0
-
-
-class RayActors:
-    """A pool of actors; see `pools.Pool`."""
-
-    def __init__(
-        self, cluster: Cluster, job: Job, store: Store, announce: Callable[[str], None]
-    ) -> None:
+    def __init__(self, cluster: Cluster, job: Job, store: Store) -> None:
+        super().__init__(cluster.workers, store)
         self._ray, self._cluster, self._job = cluster.ray, cluster, job
-        self._store, self._announce = store, announce
-        self._slots: list[_Slot] = []
         self._plans: dict[str, Any] = {}
-        self.devices: dict[str, str] = {}
 
-    def __enter__(self) -> RayActors:
-        try:
-            self._slots = [self._begin() for _ in range(self._cluster.workers)]
-            calls = [slot.call for slot in self._slots]
-            self._ray.wait(calls, num_returns=len(calls), timeout=_OPEN_S)
-            self.wait(0.0)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
+    def _open(self) -> None:
+        calls = [slot.channel for slot in self._slots]
+        self._ray.wait(calls, num_returns=len(calls), timeout=_OPEN_S)
+        self.wait(0.0)
 
     def __exit__(self, *_: object) -> None:
         for slot in self._slots:
             with contextlib.suppress(Exception):  # it is dead already, or the cluster is
-                self._ray.kill(slot.actor)
+                self._ray.kill(slot.worker)
 
-    def _begin(self) -> _Slot:
+    def _begin(self, number: int) -> Slot:
         made = self._ray.remote(_Actor).options(**self._cluster.resources, max_restarts=0)
-        device = self._job.settings.device
         actor = made.remote()
-        return _Slot(actor, actor.open.remote(self._job, device))
-
-    def find_free(self) -> int | None:
-        """The first actor that has begun and has no task."""
-        return next((n for n, slot in enumerate(self._slots) if slot.state == "free"), None)
+        return Slot(actor, actor.open.remote(self._job, self._job.settings.device))
 
     def give(self, worker: int, task: Task, plan: Plan | None) -> None:
         """Send a task; the plan is put into the object store once."""
@@ -291,38 +261,20 @@ class RayActors:
             held = self._plans.setdefault(plan.seal, None) or self._ray.put(plan)
             self._plans[plan.seal] = held
         slot = self._slots[worker]
-        slot.call, slot.state = slot.actor.make.remote(task.complete(), held), "busy"
+        slot.channel, slot.state = slot.worker.make.remote(task.complete(), held), "busy"
 
-    def wait(self, timeout_s: float = 1.0) -> list[Event]:
-        """Answers, and the deaths of busy actors; new ones begin in the places of the dead."""
-        calls = {slot.call: n for n, slot in enumerate(self._slots) if slot.state != "free"}
-        ready, _ = self._ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
-        events = (self._hear(calls[call], call) for call in ready)
-        return [event for event in events if event is not None]
+    def _list_ready(self, waited: dict[Any, int], timeout_s: float) -> Iterable[int]:
+        calls = list(waited)
+        ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        return [waited[call] for call in ready]
 
-    def _hear(self, number: int, call: Any) -> Event | None:
-        slot = self._slots[number]
+    def _receive(self, slot: Slot) -> Any:
         try:
-            said = self._ray.get(call)
+            return self._ray.get(slot.channel)
         except self._ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from error
         except self._ray.exceptions.RayError as error:
-            return self._replace(number, error)
-        if isinstance(said, Answer):
-            slot.state = "free"
-            return number, said
-        self.devices[str(number)], probe = said
-        check_probe(self._store, probe, f"Worker {number} on {self.devices[str(number)]}")
-        slot.state = "free"
-        return None
-
-    def _replace(self, number: int, error: Exception) -> Event | None:
-        slot = self._slots[number]
-        was_busy, deaths = slot.state == "busy", 0 if slot.state == "busy" else slot.deaths + 1
-        reason = f"Worker {number} died: {_describe_death(error)}."
-        refuse_deaths(deaths, reason)
-        self._slots[number] = dataclasses.replace(self._begin(), deaths=deaths)
-        return (number, Died(reason)) if was_busy else None
+            return f"died: {_describe_death(error)}"
 
 
 class _Actor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
 from stopdown.comparison.measures import Frames, clean_frames, find_headroom, read_values
 from stopdown.comparison.probes import Probe, Trace
@@ -26,10 +25,9 @@ from stopdown.errors import InputError, describe_error, take_first_line
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import to_uint8
 from stopdown.outputs import written_beside
-from stopdown.pipelines.folders import told_as_oserror
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.records import CallSummary, convert_record
+from stopdown.records import CallSummary
 from stopdown.runtime.guard import Guard, GuardOptions, Observer
 
 
@@ -155,23 +153,8 @@ def _sum_stages(calls: Sequence[CallSummary], trace: Trace) -> dict[str, float]:
 
 def write_outcome(outcome: Outcome, path: Path) -> None:
     """Keep a cell as a file, whole or not at all."""
-    tensors: dict[str, torch.Tensor] = {}
-    if outcome.frames is not None:
-        tensors["frames"] = torch.from_numpy(outcome.frames).contiguous()
-    trace = outcome.trace
-    tensors |= {f"latents.{i}": x.contiguous() for i, x in enumerate(trace.latents)}
-    tensors |= {f"outputs.{i}": x.contiguous() for i, (_, _, x) in enumerate(trace.outputs)}
-    tensors |= {f"samples.{i}": x.contiguous() for i, x in enumerate(trace.samples.values())}
-    plain = {
-        "cell": msgspec.to_builtins(outcome.cell),
-        "peak_source": outcome.peak_source,
-        "outputs": [[component, step] for component, step, _ in trace.outputs],
-        "samples": list(trace.samples),
-        "amax": [[*key, repr(value)] for key, value in trace.amax.items()],
-        "order": trace.order,
-    }
-    with written_beside(path) as part, told_as_oserror():
-        save_file(tensors, part, metadata={"plain": json.dumps(plain)})
+    with written_beside(path) as part:
+        part.write_bytes(msgspec.msgpack.encode(outcome, enc_hook=_encode))
 
 
 def read_outcome(path: Path) -> Outcome:
@@ -181,7 +164,7 @@ def read_outcome(path: Path) -> Outcome:
         InputError: the file was changed since.
     """
     try:
-        return _read_outcome(path)
+        return msgspec.msgpack.decode(path.read_bytes(), type=Outcome, dec_hook=_decode)
     except Exception as error:  # whatever a changed file makes its parts raise
         raise InputError(
             f"The finished cell {path} cannot be read: {take_first_line(error)}.",
@@ -190,26 +173,14 @@ def read_outcome(path: Path) -> Outcome:
         ) from error
 
 
-def _read_outcome(path: Path) -> Outcome:
-    from safetensors import safe_open
+def _encode(value: Any) -> bytes:
+    """A tensor or array as a safetensors file has it."""
+    return save({"": torch.as_tensor(value).contiguous()})
 
-    with safe_open(path, "pt") as opened:
-        plain: dict[str, Any] = json.loads(opened.metadata()["plain"])
-    tensors = load_file(path)
-    count = sum(name.startswith("latents.") for name in tensors)
-    trace = Trace(
-        amax={
-            (c, step, module_path): float(value) for c, step, module_path, value in plain["amax"]
-        },
-        samples={tuple(key): tensors[f"samples.{i}"] for i, key in enumerate(plain["samples"])},
-        outputs=[
-            (c, step, tensors[f"outputs.{i}"]) for i, (c, step) in enumerate(plain["outputs"])
-        ],
-        latents=[tensors[f"latents.{i}"] for i in range(count)],
-        order={name: tuple(paths) for name, paths in plain["order"].items()},
-    )
-    frames = tensors["frames"].numpy() if "frames" in tensors else None
-    return Outcome(convert_record(plain["cell"], Cell), frames, trace, plain["peak_source"])
+
+def _decode(kind: type, content: bytes) -> Any:
+    found = load(content)[""]
+    return found if kind is torch.Tensor else found.numpy()
 
 
 def fail_cell(name: str, error: str) -> Outcome:

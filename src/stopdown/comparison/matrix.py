@@ -134,11 +134,11 @@ class _Matrix:
             self.request, prompt=text or None, seed=self.request.seed + index
         )
         for place, name in enumerate(order):
-            path = folder / f"{_hash(name, 0)}.safetensors"
+            path = folder / f"{_hash(name, 0)}.msgpack"
             self._tell(index * len(order) + place, name, index)
             if not path.exists():
                 write_outcome(self._run_cell(name, request, index), path)
-        outcomes = {name: read_outcome(folder / f"{_hash(name, 0)}.safetensors") for name in order}
+        outcomes = {name: read_outcome(folder / f"{_hash(name, 0)}.msgpack") for name in order}
         return self._measure_row(outcomes, line, text, request.seed)
 
     def _tell(self, done: int, name: str, index: int) -> None:

@@ -30,7 +30,6 @@ from stopdown.memory.forecast import (
     predict_all,
     sort_by_time,
 )
-from stopdown.memory.gradient_checkpointing import IDLE, find_checkpointing
 from stopdown.memory.placement import put_placement
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed
@@ -84,8 +83,6 @@ class Offloader:
         self._callees, self._on = Patches(), Patches()
 
     def __enter__(self) -> Offloader:
-        if names := find_checkpointing(self.pipe):
-            self._announce(f"{', '.join(names)}: {IDLE}")
         try:
             for callee in find_callees(self.pipe):
                 intercept(
