@@ -27,9 +27,10 @@ from stopdown.numerics import relative_l2
 from stopdown.records import Scaling
 from stopdown.scaling import find_scaling, measure_call, search
 from stopdown.scaling.certificate import (
-    bound_unmeasured,
+    bound_kinds,
     describe_share,
     find_uncertain,
+    leave_unmeasured,
     mix_ranges,
 )
 from stopdown.scaling.measurement import Kind
@@ -210,7 +211,9 @@ def bound_output(module: nn.Module, loose: list[str]) -> float:
     args = (torch.randn(1, 3, 64), torch.tensor([7]))
     capture = capture_call(module, args, {}, dtype=torch.float16)
     named = name_parameters(module)
-    (found,) = bound_unmeasured(module, [(capture, args, {})], named.__getitem__, loose).bounds
+    (found,) = bound_kinds(
+        module, leave_unmeasured([(capture, args, {})]), named.__getitem__, loose
+    ).bounds
     products = [x for x in capture.graph.graph.nodes if is_kind(x, "multiply")]
     return max(part.amax for part in found.ranges[products[-1].name])
 
@@ -305,13 +308,13 @@ def test_bounds_that_are_updated_are_those_that_are_found_anew(
     call, args, kwargs = calls[0]
     made = [(capture_call(call, args, kwargs, dtype=torch.float16), args, kwargs)]
     load = name_parameters(module).__getitem__
-    first = bound_unmeasured(module, made, load)
+    first = bound_kinds(module, leave_unmeasured(made), load)
     of_all, of_updates = len(visits), 0
     lowered = sorted(made[0][0].parameters.values())[::7]
     for low in lowered:
-        (anew,) = bound_unmeasured(module, made, load, [low]).bounds
+        (anew,) = bound_kinds(module, leave_unmeasured(made), load, [low]).bounds
         begun = len(visits)
-        (updated,) = bound_unmeasured(module, made, load, [low], first).bounds
+        (updated,) = bound_kinds(module, leave_unmeasured(made), load, [low], first).bounds
         of_updates += len(visits) - begun
         assert updated.ranges == anew.ranges, low
         assert updated.scores == anew.scores, low

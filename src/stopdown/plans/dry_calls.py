@@ -40,9 +40,10 @@ SMALL = {"height": 256, "width": 256, "frames": 9}
 def list_source_calls(
     source: Source, sizes: Mapping[str, int | None] | None = None
 ) -> tuple[dict[str, list[RecordedCall]], str]:
-    """As `list_calls_dry`, of a completed source.
+    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
 
     Args:
+        source: completed.
         sizes: `height`, `width` and `frames`; None for the pipeline's defaults.
 
     Raises:
@@ -57,26 +58,16 @@ def list_source_calls(
         )
     dtypes = dict.fromkeys(source.components, torch.float16)
     skeleton = build_skeleton(source, dtypes, keep_fp32=False)
-    found = {find_target(name, type(skeleton)): size for name, size in (sizes or {}).items()}
-    return list_calls_dry(skeleton, {name: size for name, size in found.items() if name and size})
-
-
-def list_calls_dry(
-    skeleton: Any, arguments: Mapping[str, Any] | None = None
-) -> tuple[dict[str, list[RecordedCall]], str]:
-    """Component to the first call of each kind that a pipeline makes, and what ended the dry run early.
-
-    Args:
-        skeleton: in fp16; it is used up.
-        arguments: of its call, beside those that it cannot do without.
-    """
+    targets = {find_target(name, type(skeleton)): size for name, size in (sizes or {}).items()}
+    arguments = make_arguments(skeleton)
+    arguments |= {name: size for name, size in targets.items() if name and size}
     listener = CallListener()
     patches = Patches()  # never undone: the skeleton is thrown away
     for callee in find_callees(skeleton):
         put_cast(callee, torch.float16, patches)
         drop_upcast(callee.owner, patches)
     try:
-        dry_run(skeleton, {**make_arguments(skeleton), **(arguments or {})}, [listener])
+        dry_run(skeleton, arguments, [listener])
     except Exception as error:  # whatever code raises without values: what was seen before counts
         why = take_first_line(error.error if isinstance(error, ComponentFailed) else error)[:200]
         return listener.calls, f"The pipeline could not be run dry to its end: {why}"

@@ -18,12 +18,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from stopdown.bounds.input_limits import Stated, list_limits, note_limits, state_calls
 from stopdown.bounds.propagation import Bounds, Load, bound_call
 from stopdown.errors import OptionError
-from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, name_parameters
 from stopdown.graph.nodes import is_float
 from stopdown.graph.operations import list_with
@@ -86,68 +84,45 @@ class BoundedCalls:
         return replace(scaling, range_note=" ".join(said), limits=list_limits(self.stated))
 
 
+def leave_unmeasured(
+    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
+) -> list[Kind]:
+    """Captured calls and the arguments that they were captured with, without a range."""
+    return [Kind(Measured(x, split_values(x), {}), args, kwargs) for x, args, kwargs in calls]
+
+
 def bound_kinds(
     module: torch.nn.Module,
     kinds: Sequence[Kind],
+    load: Load | None = None,
     loose: Collection[str] = (),
     before: BoundedCalls | None = None,
 ) -> BoundedCalls:
-    """Bounds of calls that were measured.
+    """Bounds of calls; of those that were not measured guesses where there are none.
 
     Args:
+        module: where `load` is given only its modules and their attributes are looked at.
+        load: gives a parameter or buffer by name; None takes the module's own.
         loose: parameters with the loose room for what is subnormal of them.
         before: the same without any of those.
 
-    Cost: one pass over the weights for each kind.
+    Cost: one pass over the weights for each kind; with `before` over those that are loose.
     """
-    named = name_parameters(module)
+    load = load or name_parameters(module).__getitem__
     stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
-    bounds = [
-        bound_call(
-            kind.measured.capture,
-            named.__getitem__,
-            one.limits,
-            kind.measured.blocks,
-            loose,
-            None if before is None else before.bounds[number],
-        )
-        for number, (kind, one) in enumerate(zip(kinds, stated, strict=True))
-    ]
-    return BoundedCalls(kinds, stated, bounds)
-
-
-def bound_unmeasured(
-    module: torch.nn.Module,
-    calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
-    load: Load,
-    loose: Collection[str] = (),
-    before: BoundedCalls | None = None,
-) -> BoundedCalls:
-    """Bounds from the weights alone, and guesses where there are none.
-
-    Args:
-        module: fake; only its modules and their attributes are looked at.
-        calls: captured calls and the arguments that they were captured with.
-        load: gives a parameter or buffer by name.
-        loose: parameters with the loose room for what is subnormal of them.
-        before: the same without any of those.
-
-    Cost: one pass over the weights for each call; with `before` over those that are loose.
-    """
-    stated, kinds, bounds = state_calls(module, calls), [], []
-    for number, ((capture, args, kwargs), one) in enumerate(zip(calls, stated, strict=True)):
-        blocks = split_values(capture)
+    bounds = []
+    for number, (kind, one) in enumerate(zip(kinds, stated, strict=True)):
         known = None if before is None else before.bounds[number]
+        capture, blocks = kind.measured.capture, kind.measured.blocks
         bounds.append(bound_call(capture, load, one.limits, blocks, loose, known))
-        ranges = _guess_ranges(capture, bounds[-1], blocks)
-        kinds.append(Kind(Measured(capture, blocks, ranges), args, kwargs))
-    return BoundedCalls(kinds, stated, bounds, guessed=True)
+    if is_guessed := not any(kind.measured.ranges for kind in kinds):
+        kinds = [_guess(kind, found) for kind, found in zip(kinds, bounds, strict=True)]
+    return BoundedCalls(kinds, stated, bounds, is_guessed)
 
 
-def _guess_ranges(
-    capture: Capture, found: Bounds, blocks: Mapping[Node, Blocks]
-) -> dict[str, tuple[Range, ...]]:
-    """Stand-ins for what was not measured: a few times the typical size; 0 for what is unknown."""
+def _guess(kind: Kind, found: Bounds) -> Kind:
+    """A call with stand-ins for its ranges: a few times the typical size; 0 for what is unknown."""
+    capture, blocks = kind.measured.capture, kind.measured.blocks
     guessed: dict[str, tuple[Range, ...]] = {}
     for node in capture.graph.graph.nodes:
         if not is_float(node) or node.op == "output":
@@ -158,7 +133,7 @@ def _guess_ranges(
         elif node.name not in capture.parameters:
             parts = tuple(replace(x, amax=min(x.amax, PEAK * x.rms), certain=False) for x in parts)
         guessed[node.name] = parts
-    return guessed
+    return replace(kind, measured=replace(kind.measured, ranges=guessed))
 
 
 def mix_ranges(

@@ -30,7 +30,7 @@ from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import Capture, capture_call
 from stopdown.graph.range_measurement import log2_of
 from stopdown.records import ResidualStream, Scaling
-from stopdown.scaling.certificate import BoundedCalls, bound_kinds, bound_unmeasured
+from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
 from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.headroom import ASKED_BITS, HARDLY_BITS
@@ -277,7 +277,7 @@ def scale_by_bounds(
     judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
     measured = Strategy(lambda: best, lambda found: False)
     bounded, found = _give_room(
-        partial(bound_kinds, module, kinds),
+        partial(bound_kinds, module, kinds, None),
         lambda x: take_first(itertools.chain([measured], _list_bounds(module, x, find, judge))),
     )
     if found is best:
@@ -310,7 +310,8 @@ def scale_unmeasured(
         strategies = _list_bounds(module, bounded, find, lambda found: not found.fp32_modules)
         return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
 
-    bounded, found = _give_room(partial(bound_unmeasured, module, calls, load), search)
+    kinds = leave_unmeasured(calls)
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, load), search)
     return bounded.describe(found)
 
 
