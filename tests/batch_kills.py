@@ -7,7 +7,6 @@ is there has its bytes, and a record that is there stays as it is.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import signal
 import subprocess
@@ -25,13 +24,10 @@ LIMIT_S = 300.0
 
 
 def start(log: Path, *words: object) -> subprocess.Popen[bytes]:
-    """`stopdown batch` in a process group of its own, on one thread a worker."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """`stopdown batch` in a process group of its own."""
     command = [sys.executable, "-m", "stopdown.app.cli", "batch", *map(str, words)]
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
 
 
 class Watched:

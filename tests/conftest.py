@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,16 +22,16 @@ settings.register_profile(
 settings.load_profile("any machine")  # no example fails because a machine is slow or busy
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Processes of one run share the cores: each gets one thread, which tiny tensors want anyway.
 
-    Nothing is looked through while modules are imported and tests collected: nearly all of it stays.
+    So do those that tests start: two threads each, which wait for each other while others have the cores,
+    took up to four times as long. Nothing is looked through while modules are imported and tests collected:
+    nearly all of it stays.
     """
     gc.disable()
-    if hasattr(config, "workerinput"):
-        import torch
-
-        torch.set_num_threads(1)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = "1"  # before PyTorch is imported, and NumPy
 
 
 LONGEST = (

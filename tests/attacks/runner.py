@@ -158,8 +158,7 @@ def _make_environment(attack: Attack, folder: Path) -> dict[str, str]:
     inside = {"HOME": ".home", "TMPDIR": ".tmp", "HF_HOME": ".hf", "STOPDOWN_CACHE": ".cache"}
     plain = {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
     paths = {name: str(folder / path) for name, path in inside.items()}
-    single = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "200"}
-    return {**plain, **single, "HF_HUB_OFFLINE": "1", **paths, **attack.environment}
+    return {**plain, "COLUMNS": "200", "HF_HUB_OFFLINE": "1", **paths, **attack.environment}
 
 
 def take_snapshot(folder: Path) -> dict[str, str]:
@@ -186,11 +185,10 @@ _TESTS = Path(__file__).parents[1]
 @functools.cache
 def _start_server() -> subprocess.Popen[str]:
     """The process that forks, one in each process that runs tests."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     server = subprocess.Popen(
         [sys.executable, "-m", "attacks.fork_server"],
         cwd=_TESTS,
-        env={**environment, "HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "2"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "MALLOC_ARENA_MAX": "2"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

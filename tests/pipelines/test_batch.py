@@ -298,11 +298,8 @@ def test_repairs_make_a_new_version_of_the_plan(run: Run, save_tiny: Any, tmp_pa
 
 def begin(*words: str) -> subprocess.Popen[bytes]:
     """The command in a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "stopdown.app.cli", "batch", *words]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def wait_for(done: Callable[[], bool], process: Any, limit_s: float = 120.0) -> None:

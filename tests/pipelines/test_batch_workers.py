@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from batch_kills import Kills, Watched, ended, start
 from stopdown.app.batch_command import BatchOptions, batch
@@ -54,14 +53,7 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     sizes: dict[str, Any] = {"frames": 9, "height": 32, "width": 32, "steps": 1}
     source, prompts = str(save_tiny("cogvideox", "fp32")), str(write_prompts(folder, 6))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the processes have
-    try:
-        batch(
-            BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Silent()
-        )
-    finally:
-        torch.set_num_threads(threads)
+    batch(BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Silent())
     return {path.name: path.read_bytes() for path in (folder / "out").glob("*.mp4")}
 
 

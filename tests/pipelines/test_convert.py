@@ -72,7 +72,6 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 warnings.simplefilter("ignore")
 import diffusers, numpy as np, PIL.Image, torch
-torch.set_num_threads(1)
 request = json.loads(sys.argv[1])
 
 def run(path, dtype):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import random
 import shutil
 import signal
@@ -466,16 +465,14 @@ before it is. What they import is imported once, before they are forked."""
 def kill_at(command: list[str], *kills: tuple[int, str]) -> None:
     """Run a command that is killed -9 at its `least`th new call of the journal, once for each kill."""
     start = [sys.executable, "-c", KILLED, json.dumps(kills)]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run([*start, *command], capture_output=True, env=environment)
+    done = subprocess.run([*start, *command], capture_output=True)
     assert done.returncode == 0, done.stderr
 
 
 def kill_after(command: list[str], seconds: float) -> None:
     """Start a command and kill it -9 after a time, if it still runs then."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     quietly = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, **quietly) as process:
+    with subprocess.Popen(command, **quietly) as process:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(seconds)
         process.send_signal(signal.SIGKILL)
@@ -483,8 +480,7 @@ def kill_after(command: list[str], seconds: float) -> None:
 
 def finish(command: list[str], out: Path) -> RunRecord:
     """Run a command to its end: its record."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return read_record(out.with_name(out.name + ".json"), RunRecord)
 

@@ -183,7 +183,7 @@ def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
 
 
 def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
-    load_libraries(display)
+    load_libraries(display, has_pipelines=False)
     from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder
 
     encoder = find_encoder(options.source, options.component or "", revision=options.revision)
@@ -195,7 +195,7 @@ def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
 
 
 def _convert_lora(options: ConvertOptions, plan: Path, display: Display) -> Conversion:
-    load_libraries(display)
+    load_libraries(display, has_pipelines=False)
     from stopdown.checkpoints.lora_files import convert_lora
 
     lora = Path(options.source).expanduser()

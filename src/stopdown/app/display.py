@@ -31,11 +31,16 @@ class Silent:
         """Nothing."""
 
 
-def load_libraries(display: Display) -> None:
+def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
     """Import PyTorch and Diffusers, which takes seconds, and say so before.
 
     Whatever a command refuses by looking at its options and files comes before this.
+
+    Args:
+        has_pipelines: a pipeline will be made.
     """
     from stopdown.pipelines.library_imports import import_libraries
 
-    import_libraries(lambda name: display.progress("import", name, 0, 0))
+    import_libraries(
+        lambda name: display.progress("import", name, 0, 0), has_pipelines=has_pipelines
+    )

@@ -52,7 +52,7 @@ def main(options: DoctorOptions) -> int:
         sys.stdout.write(write_profile(options.device))
         return 0
     with open_display(options, is_short=True) as display:
-        load_libraries(display)
+        load_libraries(display, has_pipelines=False)
         health = diagnose(options.device)
     print_result(options, health, functools.partial(print_health, health), highlight=False)
     return 0

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import sys
 from collections.abc import Callable
 
 
-def import_libraries(report: Callable[[str], None]) -> None:
+def import_libraries(report: Callable[[str], None], *, has_pipelines: bool = True) -> None:
     """Import PyTorch and Diffusers, which takes seconds.
+
+    What they make stays, so garbage is not looked for among it: that took a quarter of a command's start.
 
     Args:
         report: told the name of each before.
+        has_pipelines: a pipeline will be made, which needs Diffusers' models and Transformers, too.
     """
-    report("PyTorch")
-    import torch  # noqa: F401
+    needed = "diffusers.pipelines.pipeline_utils" if has_pipelines else "diffusers"
+    is_new, collects = needed not in sys.modules, gc.isenabled()
+    gc.disable()
+    try:
+        report("PyTorch")
+        import torch  # noqa: F401
 
-    report("Diffusers")
-    import diffusers  # noqa: F401
+        report("Diffusers")
+        importlib.import_module(needed)
+        if is_new:
+            gc.freeze()
+    finally:
+        if collects:
+            gc.enable()
