@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
     PLACEMENTS,
     Placement,
+    Prediction,
     Storage,
     Strategy,
     group_weights,
@@ -301,15 +303,21 @@ def test_rows_of_zeros_and_large_ones_pack() -> None:
     assert found[2, 0] == weight[2, 0]
 
 
+def time_all(predictions: Sequence[Prediction], *seconds: float) -> Fit:
+    """The same predictions, each estimated to take so long."""
+    pairs = zip(predictions, seconds, strict=True)
+    return Fit(tuple(dataclasses.replace(one, seconds=found) for one, found in pairs))
+
+
 def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: RunMemory) -> None:
     """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
     pairs = (
         predict(dry_run_sd, Strategy(storage="fp8"), steps=2),
         predict(dry_run_sd, Strategy("block"), steps=2),
     )
-    slower = Fit(pairs, (1.0, 1.0), {}, times=(1.0, 1.3))
-    assert choose(slower, 10**9, ("fp8",)) is pairs[0]
-    assert choose(slower, 10**9) is pairs[1]
+    slower = time_all(pairs, 1.0, 1.3)
+    assert choose(slower, 10**9, ("fp8",)) is slower.predictions[0]
+    assert choose(slower, 10**9) is slower.predictions[1]
 
 
 def test_what_changes_the_picture_has_to_save_time(dry_run_sd: RunMemory) -> None:
@@ -318,11 +326,12 @@ def test_what_changes_the_picture_has_to_save_time(dry_run_sd: RunMemory) -> Non
         predict(dry_run_sd, one, steps=2)
         for one in (Strategy(storage="fp8"), Strategy("block"), Strategy())
     )
-    assert choose(Fit((fp8, block), (1.0, 1.0), {}, times=(1.0, 1.2)), 10**9, ("fp8",)) is block
-    assert choose(Fit((fp8, block), (1.0, 1.0), {}, times=(1.0, 1.3)), 10**9, ("fp8",)) is fp8
-    roomy = Fit((fp8, whole), (1.0, 1.0), {}, times=(1.0, 9.0))
-    assert choose(roomy, 10**9, ("fp8",)) is whole
-    assert choose(roomy, int(fp8.peak_bytes / 0.95) + 1, ("fp8",)) is fp8
+    alike, slower = time_all((fp8, block), 1.0, 1.2), time_all((fp8, block), 1.0, 1.3)
+    assert choose(alike, 10**9, ("fp8",)) is alike.predictions[1]
+    assert choose(slower, 10**9, ("fp8",)) is slower.predictions[0]
+    roomy = time_all((fp8, whole), 1.0, 9.0)
+    assert choose(roomy, 10**9, ("fp8",)) is roomy.predictions[1]
+    assert choose(roomy, int(fp8.peak_bytes / 0.95) + 1, ("fp8",)) is roomy.predictions[0]
 
 
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
@@ -732,12 +741,12 @@ def test_generate_says_what_would_fit(tmp_path: Path) -> None:
 def test_the_cheapest_in_time_comes_first(dry_run_sd: RunMemory) -> None:
     """A slow link puts strategies that move little first, and a fast one gives the least memory."""
     pairs = [predict(dry_run_sd, Strategy(one), steps=2) for one in ("leaf", "component")]
-    fit = Fit(tuple(pairs), (1e6, 1e6), {})
+    fit = Fit(tuple(dataclasses.replace(one, flops=1e6) for one in pairs))
     slow = sort_by_time(fit, Speed(1e9, 1e3, ""))
     assert [one.strategy.placement for one in slow.predictions] == ["component", "leaf"]
     assert sort_by_time(fit, None) is fit
     assert choose(slow, 10**9) is slow.predictions[0]
-    assert choose(slow, int(pairs[0].peak_bytes / 0.95) + 1) is pairs[0]
+    assert choose(slow, int(pairs[0].peak_bytes / 0.95) + 1) is slow.predictions[1]
     assert choose(slow, 1000) is None
 
 

@@ -82,7 +82,7 @@ def test_the_largest_that_fits_is_found_in_few_predictions() -> None:
 
     def predict(size: Size) -> Fit:
         asked.append(size)
-        return Fit((Prediction(Strategy(), size.height, "", 0, 0),), (1.0,), {})
+        return Fit((Prediction(Strategy(), size.height, "", 0, 0),))
 
     found = find_largest(sizes, predict, 45)
     assert found is not None

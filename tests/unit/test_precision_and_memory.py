@@ -47,9 +47,9 @@ NARROW = Way("fp16 rescaled", {"unet": "fp16"}, "plan.json")
 
 def budget(way: Way, flops_per_s: float | None, *sizes: tuple[Strategy, int]) -> Budgeted:
     """A way whose strategies take so many bytes, each after 10^9 operations."""
-    predictions = tuple(Prediction(strategy, size, "", 0, 0) for strategy, size in sizes)
+    predictions = tuple(Prediction(strategy, size, "", 0, 0, 0, 1e9) for strategy, size in sizes)
     speed = None if flops_per_s is None else Speed(flops_per_s, 1e9, "")
-    return Budgeted(way, Fit(predictions, (1e9,) * len(sizes), {}), speed)
+    return Budgeted(way, Fit(predictions), speed)
 
 
 def make_entry(**fields: Any) -> ComponentPlan:
@@ -172,7 +172,7 @@ def test_what_authors_keep_in_fp32_is_so_without_weights(tmp_path: Path) -> None
 def explain_offloaded(kind: str) -> str:
     """Why a strategy was chosen that takes 4 GiB on a device of this kind, with 20 GiB waiting."""
     offloaded = Prediction(Strategy("leaf"), 4 * 2**30, "", 0, 20 * 2**30)
-    tried = [Budgeted(WIDE, Fit((offloaded,), (1e9,), {}), None)]
+    tried = [Budgeted(WIDE, Fit((offloaded,)), None)]
     profile = SimpleNamespace(kind=kind)
     return " ".join(_explain(tried, (WIDE, offloaded), 8 * 2**30, cast(Any, profile), ()))
 

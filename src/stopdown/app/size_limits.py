@@ -124,15 +124,12 @@ def refuse_unmeasurable(
 
 def _predict(source: Source, way: Way, request: Request, *, is_cpu: bool) -> Fit:
     """What one step takes with all weights on the device, and nothing else tried."""
-    from stopdown.memory.forecast import Fit
-    from stopdown.memory.run_memory import MemoryListener, listen_to_run
-    from stopdown.memory.strategies import Strategy, predict
+    from stopdown.memory.forecast import predict_resident
     from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.precision_and_memory import build_way
 
     pipe = build_way(source, way)
-    run = listen_to_run(pipe, build_arguments(pipe, request), MemoryListener(on_cpu=is_cpu))
-    return Fit((predict(run, Strategy(), steps=1),), (0.0,), {})
+    return predict_resident(pipe, build_arguments(pipe, request), on_cpu=is_cpu)
 
 
 def _find_peak(fit: Fit) -> int:

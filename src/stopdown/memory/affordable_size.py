@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from stopdown.memory.forecast import Fit
-from stopdown.memory.run_memory import MemoryListener, listen_to_run
+from stopdown.memory.forecast import Fit, predict_resident
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
-from stopdown.memory.strategies import Strategy, predict
 from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import find_frames, find_target
@@ -107,12 +105,8 @@ def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple
     """What a step in fp32 takes with all weights at hand, and the size of what it makes."""
     skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
     skeleton.set_progress_bar_config(disable=True)
-    given = {**arguments, "num_inference_steps": 1}
-    run = listen_to_run(skeleton, given, MemoryListener(on_cpu=on_cpu))
-    fit = Fit((predict(run, Strategy("resident"), steps=1),), (0.0,), {})
-    shapes = [x for call in run.calls if call.stage == "decode" for x in call.shapes]
-    sides = next((x[-2:] for x in reversed(shapes) if len(x) >= 4), None)
-    return fit, None if sides is None else Size(find_frames(pipe, dict(arguments)), *sides)
+    fit = predict_resident(skeleton, arguments, on_cpu=on_cpu)
+    return fit, fit.sides and Size(find_frames(pipe, dict(arguments)), *fit.sides)
 
 
 def _read_config(part: Any) -> dict[str, Any]:

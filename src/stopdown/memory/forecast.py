@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
@@ -43,17 +43,13 @@ class Fit:
 
     Attributes:
         predictions: those that cost the least time first.
-        flops: of the whole run, by prediction.
         strays: as in `RunMemory`.
         sides: height and width of what was decoded; None where nothing was.
-        times: estimated seconds, by prediction; empty where no speed is known.
     """
 
     predictions: tuple[Prediction, ...]
-    flops: tuple[float, ...]
-    strays: Mapping[str, Mapping[str, frozenset[str]]]
+    strays: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     sides: tuple[int, int] | None = None
-    times: tuple[float, ...] = ()
 
 
 def predict_all(
@@ -104,8 +100,14 @@ def predict_all(
     plain = next(iter(found.values()))
     fitting = [s for s in strategies if _list_shapes(found[s.variant]) == _list_shapes(plain)]
     predictions = tuple(predict(found[s.variant], s, steps=steps) for s in fitting)
-    flops = tuple(_count_flops(found[s.variant], steps) for s in fitting)
-    return Fit(predictions, flops, plain.strays, _find_sides(plain))
+    return Fit(predictions, plain.strays, _find_sides(plain))
+
+
+def predict_resident(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> Fit:
+    """What one step takes with all weights on the device, and nothing else tried."""
+    given = {**arguments, "num_inference_steps": 1}
+    run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu))
+    return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
 
 
 def _find_sides(run: RunMemory) -> tuple[int, int] | None:
@@ -122,11 +124,9 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     """
     if speed is None:
         return fit
-    pairs = list(zip(fit.predictions, fit.flops, strict=True))
-    pairs.sort(key=lambda pair: round(estimate_time(pair[0], pair[1], speed), 9))
-    predictions, flops = zip(*pairs, strict=True)
-    times = tuple(estimate_time(*pair, speed) for pair in pairs)
-    return dataclasses.replace(fit, predictions=predictions, flops=flops, times=times)
+    timed = [dataclasses.replace(one, seconds=estimate_time(one, speed)) for one in fit.predictions]
+    timed.sort(key=lambda one: round(one.seconds or 0.0, 9))
+    return dataclasses.replace(fit, predictions=tuple(timed))
 
 
 def list_storages(device: str) -> tuple[Storage, ...]:
@@ -161,15 +161,8 @@ def choose(
     usable = limit_bytes * USABLE_SHARE
     known = [one.peak_bytes - 1 for one in fit.predictions if one.strategy.name in failed]
     most = min([usable, *known])
-    times = fit.times or (0.0,) * len(fit.predictions)
-    usable_ones = set(map(id, list_allowed(fit, allowed)))
-    return pick(
-        [
-            (one, seconds)
-            for one, seconds in zip(fit.predictions, times, strict=True)
-            if one.peak_bytes <= most and id(one) in usable_ones
-        ]
-    )
+    fitting = [one for one in list_allowed(fit, allowed) if one.peak_bytes <= most]
+    return pick([(one, one.seconds or 0.0) for one in fitting])
 
 
 def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
@@ -193,13 +186,8 @@ def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
 
 def keep_variant(fit: Fit, variant: Variant) -> Fit:
     """The predictions whose calls are made smaller in one way; where the weights are may differ."""
-    kept = [number for number, one in enumerate(fit.predictions) if one.strategy.variant == variant]
-    return dataclasses.replace(
-        fit,
-        predictions=tuple(fit.predictions[number] for number in kept),
-        flops=tuple(fit.flops[number] for number in kept),
-        times=tuple(fit.times[number] for number in kept if fit.times),
-    )
+    kept = tuple(one for one in fit.predictions if one.strategy.variant == variant)
+    return dataclasses.replace(fit, predictions=kept)
 
 
 def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:
@@ -207,15 +195,8 @@ def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:
     return min(list_allowed(fit, allowed), key=lambda one: one.peak_bytes)
 
 
-def make_rows(fit: Fit, speed: Speed | None, unit_s: float | None = None) -> tuple[MemoryRow, ...]:
-    """The table of all strategies.
-
-    Args:
-        unit_s: what times are ratios to; None for everything resident.
-    """
-    pairs = list(zip(fit.predictions, fit.flops, strict=True))
-    times = {one.strategy: estimate_time(one, flops, speed) for one, flops in pairs}
-    unit_s = times[Strategy()] if unit_s is None else unit_s
+def make_rows(fit: Fit, speed: Speed | None, unit_s: float) -> tuple[MemoryRow, ...]:
+    """The table of all strategies, with times as ratios to `unit_s`."""
     return tuple(
         MemoryRow(
             one.strategy.name,
@@ -223,7 +204,7 @@ def make_rows(fit: Fit, speed: Speed | None, unit_s: float | None = None) -> tup
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            round(times[one.strategy] / unit_s, 3) if _is_timed(one, speed) else None,
+            round(estimate_time(one, speed) / unit_s, 3) if _is_timed(one, speed) else None,
             CHANGES.get(one.strategy.storage, ""),
         )
         for one in fit.predictions
@@ -241,23 +222,14 @@ def _is_timed(prediction: Prediction, speed: Speed | None) -> bool:
     )
 
 
-def estimate_time(prediction: Prediction, flops: float, speed: Speed | None) -> float:
-    """Seconds that a run takes; 1.0 where nothing is known of the device.
-
-    Args:
-        flops: of the run.
-    """
+def estimate_time(prediction: Prediction, speed: Speed | None) -> float:
+    """Seconds that a run takes; 1.0 where nothing is known of the device."""
     if speed is None:
         return 1.0
     widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
     moving = prediction.moved_bytes / speed.link_bytes_per_s
-    return flops / speed.flops_per_s + moving + widening
+    return prediction.flops / speed.flops_per_s + moving + widening
 
 
 def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:
     return [call.shapes for call in run.calls]
-
-
-def _count_flops(run: RunMemory, steps: int) -> float:
-    repeats = steps / max(1, run.steps)
-    return sum(call.flops * (repeats if call.stage == "denoise" else 1.0) for call in run.calls)

@@ -92,6 +92,8 @@ class Prediction:
         moved_bytes: weights that are brought to the device in one run of `steps`.
         stored_bytes: weights that wait in host memory or on disk.
         widened_bytes: weights that are made from 8 bits in one run, as they compute.
+        flops: of the run.
+        seconds: estimated for the run; None where no speed is known.
     """
 
     strategy: Strategy
@@ -100,6 +102,8 @@ class Prediction:
     moved_bytes: int
     stored_bytes: int
     widened_bytes: int = 0
+    flops: float = 0.0
+    seconds: float | None = None
 
 
 def list_strategies(
@@ -151,6 +155,7 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
         everything if is_resident else _count_moved(run, strategy, steps),
         0 if is_resident else everything,
         0 if strategy.storage == "native" else _count_widened(run, strategy.storage, steps),
+        sum(call.flops * _count_repeats(run, call, steps) for call in run.calls),
     )
 
 

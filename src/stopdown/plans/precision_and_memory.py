@@ -171,11 +171,10 @@ def choose_way(
         allowed: formats of 8 bits that weights may wait in.
     """
     fitting = [
-        (one.way, prediction, estimate_time(prediction, flops, one.speed))
+        (one.way, prediction, estimate_time(prediction, one.speed))
         for one in found
-        for prediction, flops in zip(one.fit.predictions, one.fit.flops, strict=True)
+        for prediction in list_allowed(one.fit, allowed)
         if prediction.peak_bytes <= limit_bytes * USABLE_SHARE
-        and prediction in list_allowed(one.fit, allowed)
     ]
     if not fitting:
         return None
@@ -190,10 +189,9 @@ def choose_way(
 def list_rows(found: Sequence[Budgeted]) -> tuple[MemoryRow, ...]:
     """The rows of all ways; times are ratios to everything resident in the first of them."""
     first = found[0]
-    unit_s = estimate_time(first.fit.predictions[0], first.fit.flops[0], first.speed)
-    for prediction, flops in zip(first.fit.predictions, first.fit.flops, strict=True):
-        if prediction.strategy == Strategy():
-            unit_s = estimate_time(prediction, flops, first.speed)
+    known = first.fit.predictions
+    resident = next((one for one in known if one.strategy == Strategy()), known[0])
+    unit_s = estimate_time(resident, first.speed)
     return tuple(
         dataclasses.replace(row, precision=one.way.name)
         for one in found
