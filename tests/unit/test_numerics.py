@@ -82,3 +82,16 @@ def test_summaries_of_16_bits_are_those_of_their_values(dtype: torch.dtype) -> N
     """Ends that are read from bits are those of the same values in fp32."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert summarise_magnitudes(values) == summarise_magnitudes(values.float())
+    values[::7] = 0
+    amax, rms, least, bad = summarise_magnitudes(values)
+    sizes = values[values != 0].double().abs()
+    assert (amax, least, bad) == (float(sizes.max()), float(sizes.min()), 0)
+    assert rms == pytest.approx(float(values.double().square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_summaries_hold_where_squares_leave_fp32(size: float) -> None:
+    """The typical size of tiny and huge values is that of float64."""
+    values = size * torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    rms = summarise_magnitudes(values)[1]
+    assert rms == pytest.approx(float(values.double().square().mean().sqrt()))

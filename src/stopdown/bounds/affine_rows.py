@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.intervals import Interval
+from stopdown.bounds.intervals import Interval, drop_repeated
 from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
 from stopdown.bounds.rule_inputs import Operands
@@ -35,6 +35,9 @@ ROWS_AT_ONCE = 256
 
 NORM_ROUNDING = 2.0**-10
 """Relative error of what a norm gives, before its result is rounded."""
+
+TABLE_ROUNDING = 2.0**-22
+"""Room for what fp32 rounds of a table, twice at most in one operation."""
 
 _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
@@ -134,7 +137,8 @@ def _multiply(
         for row in rows:
             largest = row.largest
             if table is not None:
-                moved, error = row.table * table[0], largest * table[1]
+                moved = row.table.to(table[0].dtype) * table[0]
+                error = largest * (table[1] + TABLE_ROUNDING * size)
             else:
                 moved, error = torch.zeros_like(row.table[:1]), largest * size
             made.append(AffineRow(row.radius, row.gain * size, moved, row.rest * size + error))
@@ -149,11 +153,18 @@ def _add(
         bound = op.bound(other)
         if bound is None:
             return ()
-        table = _read_table(other, exact, op.shape[-1])
-        if table is not None:
-            return tuple(replace(x, table=x.table + table[0], rest=x.rest + table[1]) for x in rows)
         size = _spread(by_channel(bound), op.shape[-1])
-        return rounded(rows, size)
+        table = _read_table(other, exact, op.shape[-1])
+        if table is None:
+            return rounded(rows, size)
+        return tuple(
+            replace(
+                x,
+                table=x.table.to(table[0].dtype) + table[0],
+                rest=x.rest + table[1] + TABLE_ROUNDING * (x.largest + size),
+            )
+            for x in rows
+        )
     return ()
 
 
@@ -181,7 +192,7 @@ def _read_table(
     held = exact(value) if isinstance(value, Node) else None
     if held is None or not held.center.is_floating_point():
         return None
-    center = held.center if held.batched else held.center.unsqueeze(0)
+    center = drop_repeated(held.center) if held.batched else held.center.unsqueeze(0)
     last = center.shape[-1] if center.dim() > 1 else 1
     rows = center.reshape(len(center), -1, last)
     is_alike = rows.shape[1] == 1 or bool((rows == rows[:, :1]).all())

@@ -1,7 +1,8 @@
 """Values that depend on nothing but numbers and the timestep, computed for every timestep there is.
 
-Such a value is kept as what it is in exact arithmetic, in float64 and for all timesteps at once,
-with a radius: no rounding on the way, in the dtypes that the graph has, takes it further away.
+Such a value is kept as what it is in exact arithmetic, for all timesteps at once, with a radius: no
+rounding on the way, in the dtypes that the graph has, takes it further away. It is computed in float64,
+and what a linear makes of it in fp32, with room for that in the radius.
 What has no rule here is bounded like everything else.
 """
 
@@ -32,6 +33,9 @@ FLOOR = 2.0**-12
 
 MOST_ELEMENTS = 1 << 24
 
+MOST_TERMS = 256
+"""Squares that are summed in fp32 at a time."""
+
 MOST_LENGTH_WORK = 1 << 35
 """The length of an error is followed through matrices whose Gram matrix takes no more work."""
 
@@ -41,7 +45,7 @@ class Interval:
     """A value, for one or for every timestep.
 
     Attributes:
-        center: in float64 where it is floating; with a first dimension of timesteps when `batched`.
+        center: in float64 or fp32 where it is floating; with a first dimension of timesteps when `batched`.
         radius: float64, without that dimension.
         batched: whether the value depends on the timestep.
         length: `[..., 1]`, how far a whole row can be away in the 2-norm; None where no more is
@@ -61,32 +65,38 @@ class Interval:
         found = _measure_rows(self.radius)
         return found if self.length is None else torch.minimum(found, self.length)
 
-    @property
+    @functools.cached_property
     def largest(self) -> torch.Tensor:
         """Largest magnitude over the timesteps, element by element, roundings aside."""
-        return self._over_timesteps[0] if self.batched else self.center.abs()
+        if not self.batched:
+            return self.center.abs()
+        center, shape = drop_repeated(self.center), self.center.shape[1:]
+        peak = torch.zeros(center.shape[1:], dtype=center.dtype)
+        for part in center.split(max(1, CACHED_VALUES // max(peak.numel(), 1))):
+            peak = torch.maximum(peak, part.abs().amax(0))
+        return peak.double().expand(shape)
 
     @functools.cached_property
-    def _over_timesteps(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Largest magnitudes, largest norms of rows, and the typical size; a few timesteps at once."""
-        center, shape = _drop_repeated(self.center), self.center.shape[1:]
-        peak = torch.zeros(center.shape[1:]).double()
-        norm = torch.zeros((*center.shape[1:-1], 1) if shape else ()).double()
-        total = 0.0
-        for part in center.split(max(1, CACHED_VALUES // max(peak.numel(), 1))):
-            sizes = part.double().abs()
-            peak = torch.maximum(peak, sizes.amax(0))
-            squares = sizes.square_().sum(-1, keepdim=True) if shape else sizes.square_()
-            norm = torch.maximum(norm, squares.amax(0))
-            total += float(squares.sum())
-        typical = (total / max(center.numel(), 1)) ** 0.5
-        return peak.expand(shape), norm.sqrt().expand((*shape[:-1], *norm.shape[-1:])), typical
+    def row_norms(self) -> tuple[torch.Tensor, float]:
+        """The largest norm of each row over the timesteps, `[..., 1]`, and the typical size of values."""
+        shape = self.center.shape[1:] if self.batched else self.center.shape
+        center = self.center if self.center.is_floating_point() else self.center.double()
+        if not shape or not center.numel():
+            return self.largest.double(), float(center.double().square().mean().sqrt())
+        terms = math.gcd(shape[-1], MOST_TERMS)
+        parts = drop_repeated(center).unflatten(-1, (-1, terms))
+        squares = torch.linalg.vector_norm(parts, dim=-1).double().square().sum(-1, keepdim=True)
+        typical = float(squares.mean() / shape[-1]) ** 0.5
+        if center.dtype == torch.float32:  # what its sums lose, and squares too small for it
+            squares = squares * (1 + (terms + 8) * 2.0**-23) + shape[-1] * 2.0**-126
+        norms = (squares.amax(0) if self.batched else squares).sqrt()
+        return norms.expand(*shape[:-1], 1), typical
 
     def widen(self, more: torch.Tensor) -> Interval:
         """The same values, further away by as much; what was found of them is kept."""
         length = None if self.length is None else self.length + _measure_rows(more)
         made = Interval(self.center, self.radius + more, self.batched, length, self.parts)
-        vars(made).update({k: x for k, x in vars(self).items() if k == "_over_timesteps"})
+        vars(made).update({k: x for k, x in vars(self).items() if k in ("largest", "row_norms")})
         return made
 
 
@@ -101,12 +111,7 @@ def make_interval(center: torch.Tensor, *, batched: bool = False) -> Interval:
 def bound_interval(value: Interval, shape: Shape) -> Bound:
     """The bound that holds at every timestep."""
     peak = value.largest.double() + value.radius
-    if value.batched:
-        _, norm, typical = value._over_timesteps
-    else:
-        squares = value.center.double().square()
-        typical = float(squares.mean().sqrt()) if squares.numel() else 0.0
-        norm = squares.sum(-1, keepdim=True).sqrt() if shape else squares
+    norm, typical = value.row_norms
     if not shape:
         return make_bound(peak, shape, typical=typical)
     return make_bound(
@@ -118,8 +123,8 @@ def _measure_rows(values: torch.Tensor) -> torch.Tensor:
     return values.square().sum(-1, keepdim=True).sqrt() if values.dim() else values.abs()
 
 
-def _drop_repeated(center: torch.Tensor) -> torch.Tensor:
-    """The same values without those that a dimension only shows again, as branches of guidance do."""
+def drop_repeated(center: torch.Tensor) -> torch.Tensor:
+    """The same values, without those that a dimension only shows again, as branches of guidance do."""
     for dim, stride in enumerate(center.stride()):
         if stride == 0 and 0 < dim < center.dim() - 1:
             center = center.narrow(dim, 0, 1)
@@ -195,10 +200,12 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
 
 
 def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> Any:
-    """The operation on centers or radii, for all timesteps at once, in float64."""
+    """The operation on centers (in float64 where fp32 does not do), radii or largest magnitudes."""
     nodes = list(values)
     batched = [part == "center" and values[n].batched for n in nodes]
     tensors = [getattr(values[n], part) for n in nodes]
+    if not _does_in_fp32(node):
+        tensors = [x.double() if x.dtype == torch.float32 else x for x in tensors]
 
     def call(*given: torch.Tensor) -> Any:
         named = dict(zip(nodes, given, strict=True))
@@ -211,6 +218,28 @@ def _run(node: Node, values: Mapping[Node, Interval], part: str = "center") -> A
     return torch.vmap(call, in_dims=tuple(0 if b else None for b in batched))(*tensors)
 
 
+def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor:
+    """Centers of an operation on each element; what a dimension only shows again is computed once."""
+    if len(values) > 1:
+        made = _run(node, values)
+    else:
+        ((source, value),) = values.items()
+        made = _run(node, {source: replace(value, center=drop_repeated(value.center))})
+        made = made.expand(value.center.shape)
+    return made if made.is_floating_point() else made.double()
+
+
+def _does_in_fp32(node: Node) -> bool:
+    """True where nothing is rounded, or once, by a small part of what the result's rounding is given."""
+    if has_trait(node, "rearranges"):
+        return True
+    numbers = [x for x in arguments(node).values() if isinstance(x, (int, float))]
+    exact = all(float(torch.tensor(x, dtype=torch.float32)) == x for x in numbers)
+    held = node.meta["val"]
+    once = is_kind(node, "add", "subtract", "multiply") and exact
+    return once and isinstance(held, torch.Tensor) and held.dtype in ROUNDING
+
+
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype) and value.is_floating_point:
         return torch.float64
@@ -221,8 +250,6 @@ def _wrap(node: Node, values: Mapping[Node, Interval], center: Any, radius: Any)
     batched = any(x.batched for x in values.values())
     if isinstance(center, (tuple, list)):
         return [Interval(c, r, batched) for c, r in zip(center, radius, strict=True)]
-    if center.is_floating_point():
-        center = center.double()
     return Interval(center, radius, batched)
 
 
@@ -234,9 +261,15 @@ def _move(node: Node, values: Mapping[Node, Interval]) -> Any:
             return None
         return _known(node, values, center)
     radius = _run(node, {n: Interval(x.center, x.radius) for n, x in values.items()}, "radius")
-    if isinstance(radius, torch.Tensor):
-        radius = radius.abs()
-    return _wrap(node, values, center, radius)
+    peak = _run(node, values, "largest")
+    if not isinstance(radius, torch.Tensor):
+        made = _wrap(node, values, center, radius)
+        for one, largest in zip(made, peak, strict=True):
+            vars(one)["largest"] = largest
+        return made
+    made = _wrap(node, values, center, radius.abs())
+    vars(made)["largest"] = peak.abs()
+    return made
 
 
 def _known(node: Node, values: Mapping[Node, Interval], center: Any) -> Any:
@@ -266,7 +299,8 @@ def _round(node: Node, value: Interval) -> Interval:
 def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
     value, held = values[node.args[0]], node.meta["val"]  # type: ignore[index]
     if held.is_floating_point():
-        made = Interval(value.center.double(), value.radius, value.batched, value.length)
+        center = value.center if value.center.is_floating_point() else value.center.double()
+        made = Interval(center, value.radius, value.batched, value.length)
         return made if _is_held(made, held.dtype) else _round(node, made)
     if value.center.is_floating_point() and bool(value.radius.any()):
         return None
@@ -275,8 +309,9 @@ def _cast(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 def _is_held(value: Interval, dtype: torch.dtype) -> bool:
     """True when the value is known without error and a dtype has a number for it."""
-    there = value.center.to(dtype).double()
-    return not bool(value.radius.any()) and bool((there == value.center).all())
+    return not bool(value.radius.any()) and torch.equal(
+        value.center.to(dtype).to(value.center.dtype), value.center
+    )
 
 
 def _apply_smooth(node: Node, values: Mapping[Node, Interval]) -> Any:
@@ -284,14 +319,14 @@ def _apply_smooth(node: Node, values: Mapping[Node, Interval]) -> Any:
     slope = find_slope(node)
     assert slope is not None
     length = None if value.length is None else slope * value.length
-    center = _run(node, values).double()
+    center = _run_by_element(node, values)
     return _round(node, Interval(center, slope * value.radius, value.batched, length))
 
 
 def _apply_exp(node: Node, values: Mapping[Node, Interval]) -> Any:
     (value,) = values.values()
-    center = _run(node, values).double()
-    made = Interval(center, torch.zeros_like(value.radius), value.batched)
+    made = Interval(_run_by_element(node, values), torch.zeros_like(value.radius), value.batched)
+    center = made.center
     return _round(node, Interval(center, made.largest * torch.expm1(value.radius), value.batched))
 
 
@@ -316,7 +351,7 @@ def _apply_sum(node: Node, values: Mapping[Node, Interval]) -> Any:
 
 def _finish(node: Node, values: Mapping[Node, Interval], radius: torch.Tensor) -> Interval:
     """The result with the errors of its operands; its own rounding is not in it."""
-    center = _run(node, values).double()
+    center = _run_by_element(node, values)
     batched = any(x.batched for x in values.values())
     return Interval(center, radius.expand(center.shape[1:] if batched else center.shape), batched)
 
@@ -358,10 +393,10 @@ def _apply_linear(
     few = _find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     wide = torch.promote_types(weight.dtype, torch.float32)
-    center = multiply_matrices(flat.to(wide), weight.to(wide)).double()
+    center = multiply_matrices(flat.to(wide), weight.to(wide))
     if not math.isfinite(float(center.sum())):
         return None  # fp32 ends sooner than float64
-    center = (center if bias is None else center.add_(bias)).reshape(*few.shape[:-1], -1)
+    center = (center if bias is None else center.add_(bias.to(wide))).reshape(*few.shape[:-1], -1)
     made = _bound_errors(node, value, weight, bias, floor(given["weight"]))
     center = center.expand(*value.center.shape[:-1], -1)
     return _round(node, replace(made, center=center))
@@ -385,10 +420,9 @@ def _bound_errors(
     ones = torch.ones_like(columns[:, :1])
     found = multiply_rows(weight, magnitudes=columns, squares=ones, floor=floor)
     sums, carried = (x.T.reshape(shape) for x in found.magnitudes.chunk(2, dim=1))
-    own = (rounding + 2 * found.plain_error) * sums
-    own = own + found.slack * largest.sum(1).reshape(*before, 1)
     size = torch.zeros(1).double() if bias is None else bias.double().abs()
-    own = own + rounding * size
+    own = (rounding + 2 * found.plain_error) * sums + (rounding + 2.0**-23) * size
+    own = own + found.slack * largest.sum(1).reshape(*before, 1)
     carried = torch.minimum(carried, found.squares[:, 0].sqrt() * value.row_error)
     length = None
     if count_work(weight) <= MOST_LENGTH_WORK and weight.shape[0] <= 4 * weight.shape[1]:

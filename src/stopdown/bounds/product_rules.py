@@ -13,14 +13,21 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.affine_rows import AffineRow, bound_image
-from stopdown.bounds.row_sums import WEIGHT_FLOOR, WEIGHT_ROUNDING, find_largest, sum_rows
+from stopdown.bounds.row_sums import (
+    WEIGHT_FLOOR,
+    WEIGHT_ROUNDING,
+    RowSums,
+    choose_scale,
+    find_largest,
+    multiply_rows,
+    sum_rows,
+)
 from stopdown.bounds.rule_inputs import Operands
 from stopdown.bounds.singular_values import (
     DECOMPOSED,
     MOST_WORK,
     count_work,
     measure_sigma,
-    sum_squares,
 )
 from stopdown.bounds.values import (
     Bound,
@@ -72,7 +79,7 @@ def linear(op: Operands) -> Bound | None:
     peak, op.parts = size + more, parts + more
     if not _is_worth_its_length(values):
         return op.made(peak, typical)
-    longest = _bound_length(op, values, norm, largest_over(error, (last,)))
+    longest = _bound_length(op, values, rows, norm, largest_over(error, (last,)))
     return op.made(peak, typical, norm=longest, rows=(last,))
 
 
@@ -86,11 +93,11 @@ def _is_worth_its_length(weight: torch.Tensor) -> bool:
 
 
 def _bound_length(
-    op: Operands, weight: torch.Tensor, norm: torch.Tensor, error: torch.Tensor
+    op: Operands, weight: torch.Tensor, rows: RowSums, norm: torch.Tensor, error: torch.Tensor
 ) -> torch.Tensor:
     """`norm(W x + b) <= sigma(W) norm(x) + norm(b)`, with `sigma` the largest singular value."""
     sigma = measure_sigma(weight)
-    rounded = _bound_rounding(weight, op.known.floor(op.given["weight"]))
+    rounded = WEIGHT_ROUNDING * float(rows.euclidean.norm()) + rows.slack * weight.numel() ** 0.5
     longest = (sigma + rounded) * norm
     found = op.known.affine_rows(op.given["input"])
     if found and count_work(weight) <= DECOMPOSED:
@@ -103,20 +110,14 @@ def _bound_length(
     return longest + moved.sqrt() + math.sqrt(weight.shape[0]) * error
 
 
-def _bound_rounding(weight: torch.Tensor, floor: float) -> float:
-    """How much rounding a weight to fp16 adds to any of its singular values."""
-    slack = floor * find_largest(weight) * math.sqrt(weight.numel())
-    return WEIGHT_ROUNDING * math.sqrt(sum_squares(weight)) + slack
-
-
 def _bound_affine_length(
     weight: torch.Tensor, row: AffineRow, sigma: float, rounded: float
 ) -> float:
     """The same behind a norm: of gain and shift together, not of the largest of either."""
     gained = measure_sigma(weight * row.gain)
     core = row.radius * (gained + rounded * float(row.gain.max()))
-    shifted = float((row.table @ weight.T).square().sum(-1).sqrt().max())
-    shifted += rounded * float(row.table.square().sum(-1).sqrt().max())
+    shifted = float((row.table.double() @ weight.T).square().sum(-1).sqrt().max())
+    shifted += rounded * float(row.table.double().square().sum(-1).sqrt().max())
     return core + shifted + (sigma + rounded) * float(row.rest.square().sum().sqrt())
 
 
@@ -156,24 +157,42 @@ def _sum_heads(
     heads: int,
     floor: float,
 ) -> torch.Tensor:
-    width = outer.shape[1] // heads
     # of both weights, the values, their mean, and the sums that gave the values
     roundings = 2.0**-8 + inner.shape[1] ** 1.5 * SUM_ROUNDING
-    total = torch.zeros(outer.shape[0]).double()
-    error = torch.zeros_like(total)
-    after, before = floor * find_largest(outer), floor * find_largest(inner)
-    for head in range(heads):
-        columns = slice(head * width, (head + 1) * width)
-        value = inner[columns].double()
-        gram, out = value @ value.T, outer[:, columns].double()
-        total += ((out @ gram) * out).sum(1).clamp(min=0).sqrt() * norm
-        sizes = out.abs()
-        error += sizes @ (peak[columns] * roundings)
-        error += after * float(peak[columns].sum()) * 2
-        error += before * norm * sizes.sum(1) * math.sqrt(inner.shape[1])
-    if bias is not None:
-        total += (outer.double() @ bias.double()).abs()
-    return total + error
+    columns = torch.stack([peak * roundings, torch.ones_like(peak)], 1)
+    shift = torch.zeros(len(peak), 0) if bias is None else bias[:, None]
+    found = multiply_rows(
+        outer, plain=shift.double(), magnitudes=columns, squares=columns[:, 1:], floor=floor
+    )
+    within = floor * find_largest(inner) * norm * math.sqrt(inner.shape[1])
+    error = found.magnitudes @ torch.tensor([1.0, within]).double()
+    error += 2 * found.slack * float(peak.sum())
+    moved = found.plain.abs() + found.plain_error * found.squares.sqrt() * shift.double().norm()
+    return _sum_lengths(outer, inner, heads) * norm + error + moved.sum(1)
+
+
+def _sum_lengths(outer: torch.Tensor, inner: torch.Tensor, heads: int) -> torch.Tensor:
+    """`[out]`, no less than `sum_h norm((O_h V_h)_i)`.
+
+    The norm is that of `o L` with `L L^T = V_h V_h^T`, a small matrix that float64 decomposes to some last
+    places of its trace. In fp32 each of its sums is off by at most `n 2^-24` of the norms of both factors.
+    """
+    width, total = outer.shape[1] // heads, torch.zeros(outer.shape[0]).double()
+    scale = choose_scale(find_largest(outer))
+    loss = (width + 4) * 2.0**-24
+    for rows, columns in zip(inner.chunk(heads), outer.chunk(heads, dim=1), strict=True):
+        values, out = rows.double(), columns.to(torch.float32, copy=True).mul_(scale)
+        gram = values @ values.T
+        size = max(float(gram.trace()) ** 0.5, 1e-300)
+        gram.div_(size).div_(size).diagonal().add_(sum(rows.shape) * 2.0**-49)
+        root, info = torch.linalg.cholesky_ex(gram)
+        if int(info):  # not finite
+            return total + math.inf
+        turned = out @ root.float()
+        lengths = torch.stack([torch.linalg.vector_norm(x, dim=1) for x in (turned, out)])
+        found, own = lengths.double()
+        total += (found * (1 + loss) + loss * (own + 2.0**-40)) * (size / scale)
+    return total
 
 
 def _find_values(node: Node) -> tuple[Node, Node] | None:

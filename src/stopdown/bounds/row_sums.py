@@ -70,16 +70,15 @@ def multiply_rows(
     none = torch.zeros(width, 0).double()
     columns = [none if x is None else x for x in (plain, magnitudes, squares)]
     tops = [x.abs().amax(0).clamp(min=1e-300) for x in columns]
-    narrow = [(x / top).to(wide) for x, top in zip(columns, tops, strict=True)]
+    narrow = [(x / top).T.to(wide).contiguous() for x, top in zip(columns, tops, strict=True)]
     own = find_largest(weight)
-    scale = 2.0 ** -max(-126, min(126, math.frexp(own)[1]))
+    scale = choose_scale(own)
     found: tuple[list[torch.Tensor], ...] = ([], [], [])
-    plain_rows = narrow[0].T.contiguous()
     for part in weight.split(max(1, ENTRIES // max(width, 1))):
         rows = part.to(wide, copy=True).mul_(scale)
-        found[0].append(multiply_matrices(rows, plain_rows))
-        found[1].append(rows.abs_() @ narrow[1])
-        found[2].append(rows.square_() @ narrow[2])
+        found[0].append(multiply_matrices(rows, narrow[0]))
+        found[1].append(multiply_matrices(rows.abs_(), narrow[1]))
+        found[2].append(multiply_matrices(rows.square_(), narrow[2]))
     made = [torch.cat(x).double() * top for x, top in zip(found, tops, strict=True)]
     losses = (width + 8) * 2.0**-23
     return Products(
@@ -96,6 +95,11 @@ def find_largest(weight: torch.Tensor) -> float:
     return max(map(abs, map(float, torch.aminmax(weight)))) if weight.numel() else 0.0
 
 
+def choose_scale(largest: float) -> float:
+    """The power of two that brings a largest magnitude to between a half and one."""
+    return 2.0 ** -max(-126, min(126, math.frexp(largest)[1]))
+
+
 @dataclass(frozen=True)
 class RowSums:
     """What a product needs to know of its weight, row by row, as it may be rounded to fp16.
@@ -103,10 +107,12 @@ class RowSums:
     Attributes:
         absolute: `sum |w| peak` of each row.
         euclidean: `sqrt(sum w**2)` of each row.
+        slack: as of `Products`.
     """
 
     absolute: torch.Tensor
     euclidean: torch.Tensor
+    slack: float
 
 
 def sum_rows(
@@ -131,4 +137,5 @@ def sum_rows(
     return RowSums(
         found.magnitudes[:, 0] * rounding + found.slack * spread,
         found.squares[:, 0].sqrt() * rounding + found.slack * math.sqrt(width),
+        found.slack,
     )

@@ -57,7 +57,7 @@ class AffineRow:
     Attributes:
         radius: the 2-norm of `n` is at most this.
         gain: `[d]` float64, not negative.
-        table: `[T, d]` or `[1, d]` float64.
+        table: `[T, d]` or `[1, d]`, float64 or fp32.
         rest: `[d]` float64: no element of `v` is larger.
     """
 
@@ -69,20 +69,22 @@ class AffineRow:
     @cached_property
     def largest(self) -> torch.Tensor:
         """`[d]`: the largest magnitude of each channel of the table."""
-        return _find_largest(x.abs() for x in self.table.split(TIMESTEPS_AT_ONCE))
+        return _find_largest(x.abs() for x in self.table.split(TIMESTEPS_AT_ONCE)).double()
 
     @cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
         if len(self.table) <= BASIS:
             ones = torch.eye(len(self.table), dtype=torch.float64)
-            return ones, self.table, torch.zeros_like(self.rest)
+            return ones, self.table.double(), torch.zeros_like(self.rest)
         picked = torch.linspace(0, len(self.table) - 1, BASIS).round().long()
-        rows = torch.linalg.qr(self.table[picked].T).Q.T
+        rows = torch.linalg.qr(self.table[picked].double().T).Q.T.to(self.table.dtype)
         coefficients = self.table @ rows.T
         pairs = zip(*(x.split(TIMESTEPS_AT_ONCE) for x in (self.table, coefficients)), strict=True)
-        left = _find_largest((part - factors @ rows).abs_() for part, factors in pairs)
-        return coefficients, rows, left
+        left = _find_largest((part - factors @ rows).abs_() for part, factors in pairs).double()
+        coefficients, rows = coefficients.double(), rows.double()
+        magnitudes = coefficients.abs().amax(0) @ rows.abs() + self.largest
+        return coefficients, rows, left + (BASIS + 4) * 2.0**-24 * magnitudes
 
 
 def _find_largest(parts: Iterable[torch.Tensor]) -> torch.Tensor:
