@@ -378,23 +378,20 @@ class Calls:
 
 def run_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Load as the stage says, sample, and compare with what fp32 gave."""
-    from stopdown.environment import choose_device, probe_formats
+    from stopdown.environment import choose_device
     from stopdown.memory.offloader import make_offloader, predict_run
     from stopdown.pipelines.class_selection import select_pipeline
     from stopdown.pipelines.requests import build_arguments
     from stopdown.pipelines.sources import resolve_source, verify_source
     from stopdown.plans.plan_choice import choose_loader
-    from stopdown.plans.planned_loader import gather_facts
 
     watch, request, device = Watch(), make_request(name), choose_device("cpu")
     source = resolve_source(folder / "model")
     verify_source(source)
     chosen = select_pipeline(source, request)
-    facts = gather_facts(chosen.source, chosen.configs)
     precision = str(name_plan(folder, stage)) if stage in _MADE_BY else stage
     begun = time.perf_counter()
-    loader = choose_loader(chosen.source, precision, facts, probe_formats(device), device,
-                           request=request)  # fmt: skip
+    loader = choose_loader(chosen.source, precision, device, request=request)
     loaded = loader(move=False)
     load_s, load_peak = time.perf_counter() - begun, watch.restart()
     pipe, arguments = loaded.pipe, build_arguments(loaded.pipe, request)

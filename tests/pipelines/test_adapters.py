@@ -20,7 +20,6 @@ from stopdown.environment import choose_device
 from stopdown.errors import PlanError, StopdownWarning
 from stopdown.numerics import relative_l2
 from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import cast_floats
 from stopdown.pipelines.components import Callee, find_components
 from stopdown.pipelines.headers import RESCALED_ENTRY
@@ -33,7 +32,6 @@ from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import read_class_versions, seal_plan, write_plan
-from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan
 from stopdown.scaling import folds
@@ -248,12 +246,12 @@ def test_a_certificate_with_a_lora_bounds_what_it_adds(tmp_path: Path, save_tiny
     source = resolve_source(folder)
     styled = dataclasses.replace(source, loras=((str(lora), 3000.0),))
     reference = call_transformer(load_pipeline(styled, torch_dtypes=torch.float32))
-    facts, cpu = gather_facts(source, read_configs(folder)), choose_device("cpu")
+    cpu = choose_device("cpu")
     found = {}
     for name, one in (("alone", source), ("styled", styled)):
         plan = certify_plan(one)
         assert find_entry(plan).scaling.certified
-        pipe = load_planned(styled, plan, "plan.json", facts, cpu).pipe
+        pipe = load_planned(styled, plan, "plan.json", cpu).pipe
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             found[name] = call_transformer(pipe, torch.float16)
@@ -289,9 +287,8 @@ def test_a_run_puts_a_lora_on_a_plan_that_was_made_without(
     write_plan(plan, tmp_path / "plan.json")
     lora = write_lora(build(), tmp_path) / "pytorch_lora_weights.safetensors"
     styled = dataclasses.replace(source, loras=((str(lora), 0.7),))
-    facts = gather_facts(source, read_configs(folder))
     cpu = choose_device("cpu")
-    loaded = load_planned(styled, plan, "plan.json", facts, cpu).pipe
+    loaded = load_planned(styled, plan, "plan.json", cpu).pipe
     original = load_pipeline(styled, torch_dtypes=torch.float32)
     reference = call_transformer(original)
     assert relative_l2(call_transformer(loaded, torch.float16), reference) < 0.01

@@ -274,9 +274,11 @@ def test_auto_makes_a_plan_once_and_keeps_it(
     source = Source("owner/name", tmp_path, "folder")
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
     supports = {"bf16": MISSING, "fp16": GOOD, "fp32": GOOD}
+    monkeypatch.setattr(plan_choice, "gather_facts", lambda source: facts)
+    monkeypatch.setattr(plan_choice, "probe_formats", lambda device: supports)
     card = Device("cuda", 0, "Tesla V100", (7, 0), 16 << 30)
     for _ in range(2):
-        chosen = plan_choice.choose_plan(source, "auto", facts, supports, card)
+        chosen = plan_choice.choose_plan(source, "auto", card)
         assert chosen is not None
         assert chosen.plan == PLAN
     assert len(made) == 1
@@ -286,8 +288,8 @@ def test_auto_makes_a_plan_once_and_keeps_it(
         "fp16 rescaled by a plan of its own, because transformer is stored in bf16"
     )
     processor = Device("cpu", 0, "processor", None, 16 << 30)
-    assert plan_choice.choose_plan(source, "auto", facts, supports, processor) is None
-    assert plan_choice.choose_plan(source, "fp16", facts, supports, card) is None
+    assert plan_choice.choose_plan(source, "auto", processor) is None
+    assert plan_choice.choose_plan(source, "fp16", card) is None
 
 
 def test_a_cached_plan_that_was_edited_is_made_again(

@@ -388,19 +388,10 @@ def _choose(
 def _choose_loader(
     chosen: Selection, options: GenerateOptions, request: Request, device: Device, display: Display
 ) -> Callable[..., Loaded]:
-    from stopdown.environment import probe_formats
     from stopdown.plans.plan_choice import choose_loader
-    from stopdown.plans.planned_loader import gather_facts
 
-    return choose_loader(
-        chosen.source,
-        options.precision,
-        gather_facts(chosen.source, chosen.configs),
-        probe_formats(device),
-        device,
-        request=request,
-        progress=display.progress,
-    )
+    source, told = chosen.source, display.progress
+    return choose_loader(source, options.precision, device, request=request, progress=told)
 
 
 @contextlib.contextmanager

@@ -114,14 +114,13 @@ def _read_limit(text: str, profile: Profile) -> int:
 
 def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -> list[Way]:
     """The ways to compute that are compared, the one that was asked for first."""
-    from stopdown.pipelines.allowed_sizes import read_configs
     from stopdown.plans.applier import check_source
     from stopdown.plans.planned_loader import gather_facts
     from stopdown.plans.precision_and_memory import list_ways
 
     if plan is not None:
         check_source(plan, source)
-    facts = gather_facts(source, read_configs(source.described))
+    facts = gather_facts(source)
     return list_ways(facts, profile.supports, asked, plan)
 
 

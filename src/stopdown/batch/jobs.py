@@ -127,19 +127,13 @@ def prepare(
     with quiet_libraries():
         with naming_line(item):
             chosen = select_pipeline(source, first)
-        facts, supports = gather_facts(chosen.source, chosen.configs), probe_formats(device)
         plan, name = _find_known(known, settings.precision, fingerprint(chosen.source)), "its plan"
         if plan is None:
             found = choose_plan(
-                chosen.source,
-                settings.precision,
-                facts,
-                supports,
-                device,
-                request=first,
-                progress=progress,
+                chosen.source, settings.precision, device, request=first, progress=progress
             )
             plan, name = (found.plan, found.name) if found else (None, "")
+        facts, supports = gather_facts(chosen.source), probe_formats(device)
         decisions = () if plan else decide(facts, supports, settings.precision)
     settings = dataclasses.replace(settings, suffix=settings.suffix or _choose_suffix(chosen))
     job = Job(settings, chosen.source.pipeline_class, fingerprint(chosen.source), decisions, name)

@@ -42,7 +42,7 @@ from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.applier import load_planned
-from stopdown.plans.planned_loader import Loaded, gather_facts, load_decided
+from stopdown.plans.planned_loader import Loaded, load_decided
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import Observer
 from stopdown.runtime.journal import Journal
@@ -140,9 +140,8 @@ class Worker:
                 decisions = self._job.decisions
                 self._loaded = load_decided(self._source, decisions, self.device, move=move)
             else:
-                facts = gather_facts(self._source, read_configs(self._source.described))
                 name = self._job.plan_name
-                self._loaded = load_planned(self._source, plan, name, facts, self.device, move=move)
+                self._loaded = load_planned(self._source, plan, name, self.device, move=move)
             self._seal = seal
         return self._loaded
 

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from stopdown.device_memory import free_memory
-from stopdown.environment import Device, Support, choose_device, probe_formats
+from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Variant as CallVariant
@@ -45,7 +45,6 @@ from stopdown.plans.calibrated import make_plan
 from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts
-from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
 from stopdown.runtime.memory_limits import Limit, find_variant, fit_run
@@ -225,15 +224,7 @@ def describe_subject(
     verify_source(source)
     chosen = select_pipeline(source, request)
     source = chosen.source
-    opener = _Opener(
-        source,
-        gather_facts(source, chosen.configs),
-        probe_formats(target),
-        target,
-        request,
-        limit,
-        widest,
-    )
+    opener = _Opener(source, target, request, limit, widest)
     return Subject(
         source.name,
         fingerprint(source),
@@ -260,22 +251,18 @@ class _Opener:
     """Opens a checkpoint, within a limit of memory where there is one."""
 
     source: Source
-    facts: list[ComponentFacts]
-    supports: Mapping[str, Support]
     device: Device
     request: Request
     limit: Limit | None
     widest: str
 
     def open(self, precision: str) -> Opened:
-        load = choose_loader(
-            self.source, precision, self.facts, self.supports, self.device, request=self.request
-        )
+        load = choose_loader(self.source, precision, self.device, request=self.request)
         return self._fit(load(move=self.limit is None))
 
     def open_planned(self, plan: Plan, name: str) -> Opened:
         named, move = Path(name).name, self.limit is None
-        loaded = load_planned(self.source, plan, named, self.facts, self.device, move=move)
+        loaded = load_planned(self.source, plan, named, self.device, move=move)
         return dataclasses.replace(self._fit(loaded), plan=plan)
 
     def _fit(self, loaded: Loaded) -> Opened:
@@ -298,7 +285,7 @@ class _Opener:
     def _variant(self) -> CallVariant | None:
         if self.limit is None:
             return None
-        way = list_ways(self.facts, self.supports, self.widest)[0]
+        way = list_ways(gather_facts(self.source), probe_formats(self.device), self.widest)[0]
         pipe = build_way(self.source, way)
         formats = set(way.precisions.values())
         return find_variant(pipe, formats, self.request, self.device, self.limit)

@@ -32,7 +32,6 @@ from stopdown.environment import read_version
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import (
     Callee,
@@ -366,7 +365,7 @@ def choose_auto(source: Source, device: str | None) -> tuple[str, bool, str]:
     profile = find_target(device or "auto")[1]
     facts = [
         dataclasses.replace(fact, stored={stored[fact.name]: 1} if fact.name in stored else {})
-        for fact in gather_facts(source, read_configs(source.path))
+        for fact in gather_facts(source)
     ]
     if not all(fact.stored for fact in facts):
         return "auto", False, "Checked as it is stored, which its configs alone do not say."

@@ -46,7 +46,7 @@ from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.calibrated import count_folds
 from stopdown.plans.plan_files import read_class_versions, read_plan
-from stopdown.plans.planned_loader import Loaded, LoadedPlan
+from stopdown.plans.planned_loader import Loaded, LoadedPlan, gather_facts
 from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
@@ -372,7 +372,6 @@ def load_planned(
     source: Source,
     plan: Plan,
     name: str,
-    facts: list[ComponentFacts],
     device: Device,
     *,
     progress: Callable[[str, int, int], None] | None = None,
@@ -405,7 +404,9 @@ def load_planned(
     put_loras(pipe, loras)
     if move:
         move_program(pipe, device)
-    return Loaded(pipe, decide_by_plan(plan, name, facts), patches, LoadedPlan(plan, off))
+    return Loaded(
+        pipe, decide_by_plan(plan, name, gather_facts(source)), patches, LoadedPlan(plan, off)
+    )
 
 
 def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:

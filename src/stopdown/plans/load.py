@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.environment import choose_device, probe_formats
+from stopdown.environment import choose_device
 from stopdown.errors import OptionError
-from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.sources import (
@@ -18,7 +17,6 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.plan_choice import choose_loader
-from stopdown.plans.planned_loader import gather_facts
 from stopdown.plans.precision import write_request
 
 if TYPE_CHECKING:
@@ -64,10 +62,7 @@ def load(
     with quiet_libraries():
         found = complete_source(found)
         _check_parts(parts, found.components)
-        facts = gather_facts(found, read_configs(found.described))
-        supports = probe_formats(target)
-        loader = choose_loader(found, asked, facts, supports, target)
-        loaded = loader()
+        loaded = choose_loader(found, asked, target)()
         loaded.pipe.register_modules(**parts)
     loaded.pipe.stopdown_decisions = loaded.decisions
     return loaded.pipe

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from stopdown.environment import Device, Support
+from stopdown.environment import Device, probe_formats
 from stopdown.errors import OutputError, warn_user
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
@@ -15,8 +15,8 @@ from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.call_recorder import Progress
 from stopdown.plans.plan_files import read_cached_plan, read_plan, write_cached_plan
-from stopdown.plans.planned_loader import Loaded, decide, load_decided
-from stopdown.plans.precision import ComponentFacts, explain_plan, parse_request
+from stopdown.plans.planned_loader import Loaded, decide, gather_facts, load_decided
+from stopdown.plans.precision import explain_plan, parse_request
 from stopdown.records import Plan
 
 
@@ -31,8 +31,6 @@ class Chosen:
 def choose_loader(
     source: Source,
     precision: str,
-    facts: list[ComponentFacts],
-    supports: Mapping[str, Support],
     device: Device,
     *,
     request: Request | None = None,
@@ -48,25 +46,16 @@ def choose_loader(
         OptionError: the precision is unknown or does not work here.
         PlanError: the plan is damaged or belongs to another checkpoint.
     """
-    chosen = choose_plan(
-        source,
-        precision,
-        facts,
-        supports,
-        device,
-        request=request,
-        progress=progress,
-    )
+    chosen = choose_plan(source, precision, device, request=request, progress=progress)
     if chosen is not None:
-        return partial(load_planned, source, chosen.plan, chosen.name, facts, device)
-    return partial(load_decided, source, decide(facts, supports, precision), device)
+        return partial(load_planned, source, chosen.plan, chosen.name, device)
+    decisions = decide(gather_facts(source), probe_formats(device), precision)
+    return partial(load_decided, source, decisions, device)
 
 
 def choose_plan(
     source: Source,
     precision: str,
-    facts: list[ComponentFacts],
-    supports: Mapping[str, Support],
     device: Device,
     *,
     request: Request | None = None,
@@ -84,7 +73,7 @@ def choose_plan(
         named = read_plan(asked.plan)
         check_source(named, source)
         return Chosen(named, Path(asked.plan).name)
-    reason = explain_plan(facts, supports) if asked.is_auto else ""
+    reason = explain_plan(gather_facts(source), probe_formats(device)) if asked.is_auto else ""
     if not reason or device.type == "cpu":
         return None
     plan = read_cached_plan(fingerprint(source))

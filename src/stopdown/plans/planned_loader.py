@@ -12,6 +12,7 @@ from stopdown.component_call_names import name_component
 from stopdown.environment import Device, Support
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.patches import Patches
+from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import put_cast
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.components import (
@@ -65,12 +66,12 @@ class Loaded:
     loaded_plan: LoadedPlan | None = None
 
 
-def gather_facts(source: Source, configs: Mapping[str, Mapping[str, Any]]) -> list[ComponentFacts]:
+def gather_facts(source: Source) -> list[ComponentFacts]:
     """What is known of each component that has weights, before anything is loaded.
 
     The weights of a single file count for every component.
     """
-    stored = read_stored_dtypes(source)
+    stored, configs = read_stored_dtypes(source), read_configs(source.described)
     return [
         _gather_component(source, name, stored.get(name, stored.get("checkpoint", {})), configs)
         for name, (_, class_name) in source.components.items()
