@@ -25,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
 from stopdown.pipelines import hub
@@ -48,6 +50,7 @@ from stopdown.pipelines.headers import (
     read_shard_index,
 )
 from stopdown.pipelines.hub import Progress
+from stopdown.toml_files import read_rows
 
 BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
 FORMS = (
@@ -113,18 +116,31 @@ class Source:
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing that is wrong with a source; the lowest rank is the worst."""
+class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One thing that is wrong with a source: a row of `knowledge/rules/source_problems.toml`, filled in."""
 
+    name: str
     rank: int
     what: str
     expected: str
     remedy: str
 
 
-REFUSED, UNKNOWN, PICKLED, MISSING, DAMAGED = range(5)
-_AGAIN = "Download or save the model again."
+PICKLED, MISSING = 2, 3
+"""Ranks of problems."""
+
+
+@functools.cache
+def _read_problems() -> dict[str, Problem]:
+    return {row.name: row for row in read_rows("source_problems", "problem", Problem)}
+
+
+def _make_problem(name: str, /, **values: Any) -> Problem:
+    row = _read_problems()[name]
+    texts = (text.format(**values) for text in (row.what, row.expected, row.remedy))
+    return Problem(name, row.rank, *texts)
+
+
 _NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
 """Components and classes are Python's names; a system's names of files end at 255 bytes."""
 
@@ -347,7 +363,7 @@ def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"
             raise SourceError(
                 f"{index} names the component {key!r}.",
                 expected="A component is a folder beside it, and an argument of the pipeline class.",
-                remedy=_AGAIN,
+                remedy="Download or save the model again.",
             )
     components = {
         key: (str(value[0]), str(value[1]))
@@ -432,63 +448,27 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
     index = source.path / "model_index.json"
     content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
-        yield _describe_code(f"{index} asks for a pipeline class of its own")
+        yield _make_problem("code", what=f"{index} asks for a pipeline class of its own")
     elif source.pipeline_class not in list_pipeline_classes():
-        yield _describe_unknown_class(index, source.pipeline_class)
+        known = list_pipeline_classes()
+        near = difflib.get_close_matches(source.pipeline_class, known, n=1, cutoff=0.0)
+        nearest, class_name = near[0] if near else "none", source.pipeline_class
+        yield _make_problem("unknown-class", index=index, class_name=class_name, nearest=nearest)
     for name, (library, class_name) in source.components.items():
+        said = {"index": index, "name": name, "library": library, "class_name": class_name}
+        beside = (folder / f"{library}.py" for folder in (source.path / name, source.path))
         if not _NAME.fullmatch(class_name):
-            yield _describe_wrong(
-                f"{index} names the class {class_name!r} for the component {name}."
-            )
+            yield _make_problem("class-name", **said)
         elif class_name.endswith("Pipeline"):
-            yield _describe_wrong(
-                f"{index} asks for the pipeline {class_name} as the component {name}."
-            )
+            yield _make_problem("pipeline-inside", **said)
         elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
             if class_name.startswith(("Flax", "Onnx")):
-                yield _describe_foreign_library(index, name, library, class_name)
-        elif len(library) < 100 and any(
-            (folder / f"{library}.py").exists() for folder in (source.path / name, source.path)
-        ):
-            yield _describe_code(f"{index} asks for the component {name} from {library}.py")
+                yield _make_problem("foreign-library", **said)
+        elif len(library) < 100 and any(path.exists() for path in beside):
+            what = f"{index} asks for the component {name} from {library}.py"
+            yield _make_problem("code", what=what)
         else:
-            yield _describe_foreign_library(index, name, library, class_name)
-
-
-def _describe_code(what: str) -> Problem:
-    return Problem(
-        REFUSED,
-        f"{what}, which is code that comes with the model.",
-        "Nothing that comes with a model is executed.",
-        "Use a model whose classes are part of Diffusers or Transformers.",
-    )
-
-
-def _describe_wrong(what: str) -> Problem:
-    return Problem(
-        REFUSED, what, "A component is a model, scheduler, tokenizer or processor.", _AGAIN
-    )
-
-
-def _describe_foreign_library(index: Path, name: str, library: str, class_name: str) -> Problem:
-    return Problem(
-        REFUSED,
-        f"{index} asks for the component {name} as {library}.{class_name}.",
-        "Components come from Diffusers and Transformers, with weights for PyTorch; importing any "
-        "other library would execute code that the model chose.",
-        "Use a model whose classes are part of Diffusers or Transformers.",
-    )
-
-
-def _describe_unknown_class(index: Path, class_name: str) -> Problem:
-    known = list_pipeline_classes()
-    near = difflib.get_close_matches(class_name, known, n=1, cutoff=0.0)
-    return Problem(
-        UNKNOWN,
-        f"{index} names the pipeline class {class_name!r}, which Diffusers does not have.",
-        f"The nearest that the installed version has is {near[0] if near else 'none'}.",
-        "A newer Diffusers may know it: pip install -U diffusers",
-    )
+            yield _make_problem("foreign-library", **said)
 
 
 def list_pipeline_classes() -> tuple[str, ...]:
@@ -531,10 +511,7 @@ def _find_damages(source: Source) -> Iterator[Problem]:
             if has_weights(class_name):
                 yield from _check_weights(folder, source)
         elif name not in OPTIONAL_COMPONENTS:
-            yield _describe_missing(
-                f"The folder of the component {name} is missing from {source.path}.",
-                f"model_index.json names it, as {class_name}.",
-            )
+            yield _make_problem("no-folder", name=name, path=source.path, class_name=class_name)
 
 
 def find_missing(source: Source) -> list[Problem]:
@@ -544,22 +521,20 @@ def find_missing(source: Source) -> list[Problem]:
     return [problem for problem in _find_damages(source) if problem.rank == MISSING]
 
 
-def _describe_missing(what: str, expected: str) -> Problem:
-    return Problem(MISSING, what, expected, _AGAIN)
-
-
 def _check_configurations(
     folder: Path, class_name: str, *, may_lack: bool = False
 ) -> Iterator[Problem]:
     yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
         if path.name == "adapter_config.json":
-            yield _describe_adapter(path)
+            yield _make_problem("adapter", path=path)
         elif not path.name.endswith(".index.json"):
             yield from _check_configuration(path)
     wanted = _name_configuration(class_name)
     if wanted and not may_lack and not any(_is_there(folder / name) for name in wanted):
-        yield _describe_missing(f"{folder} has no {wanted[0]}.", f"{class_name} is built from it.")
+        yield _make_problem(
+            "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
+        )
 
 
 def _check_side_files(folder: Path) -> Iterator[Problem]:
@@ -569,12 +544,7 @@ def _check_side_files(folder: Path) -> Iterator[Problem]:
         if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
             what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
             if path.suffix in hub.SIDE_FILES or not path.is_file():
-                yield Problem(
-                    DAMAGED,
-                    f"{path} {what}.",
-                    f"A model's side files have {MOST_BYTES} at most.",
-                    _AGAIN,
-                )
+                yield _make_problem("side-file", path=path, what=what, most=MOST_BYTES)
 
 
 def _is_there(path: Path) -> bool:
@@ -586,39 +556,16 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
     try:
         content = read_table(path)
     except UnreadableError as error:
-        yield Problem(
-            DAMAGED,
-            f"{path} cannot be read as a table in JSON: {error}.",
-            "It describes the component.",
-            _AGAIN,
-        )
+        yield _make_problem("configuration", path=path, error=error)
         return
     if "config" not in path.name:
         return  # vocabularies name tokens, not choices
     for where in find_code(content):
-        yield _describe_code(f"{path} asks for classes of its own ({where})")
+        yield _make_problem("code", what=f"{path} asks for classes of its own ({where})")
     for where in find_kernels(content):
-        yield _describe_kernel(path, where)
+        yield _make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
     for what, most in find_excess(content):
-        yield Problem(DAMAGED, f"{path} asks for {what}.", f"A model has {most}.", _AGAIN)
-
-
-def _describe_kernel(path: Path, where: str) -> Problem:
-    return Problem(
-        REFUSED,
-        f"{path} asks for {where}, which Transformers may fetch from the Hub and run.",
-        f"Nothing that a model names is executed; built in are {', '.join(BUILT_IN)}.",
-        "Delete that field of the file.",
-    )
-
-
-def _describe_adapter(path: Path) -> Problem:
-    return Problem(
-        REFUSED,
-        f"{path} belongs to an adapter, which would be put on the component while it is loaded.",
-        "A component is the weights in its folder, and its plans and journals know it by them.",
-        "Merge the adapter into the weights, or move it away and load it with load_lora_weights.",
-    )
+        yield _make_problem("excess", path=path, what=what, most=most)
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
@@ -648,13 +595,9 @@ def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
 def _describe_no_weights(folder: Path, source: Source) -> Problem:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
     if not pickles:
-        return _describe_missing(
-            f"{folder} has no safetensors weights.",
-            "A component has its weights in model.safetensors, or in "
-            "diffusion_pytorch_model.safetensors.",
-        )
+        return _make_problem("no-weights", folder=folder)
     refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
-    return Problem(PICKLED, refused.what, refused.expected, refused.remedy)
+    return Problem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
 
 
 def _check_weight_file(path: Path, owner: str) -> Iterator[Problem]:
@@ -676,30 +619,23 @@ def _read_tensors(path: Path) -> dict[str, StoredTensor]:
 def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Problem:
     """What is said of a weight file that is not whole, whose `owner` it describes."""
     kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
-    return Problem(
-        DAMAGED,
-        f"The weights {path} are damaged or cut off: {error}.",
-        f"A {kind} file begins with a header that describes every byte of {owner}.",
-        f"Delete {os.path.realpath(path)} and download or save it again.",
-    )
+    said = {"path": path, "error": error, "kind": kind, "owner": owner}
+    return _make_problem("weights", **said, real_path=os.path.realpath(path))
 
 
 def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
     try:
         shards = read_shard_index(index)
     except DamagedFileError as error:
-        yield Problem(
-            DAMAGED, f"{index} is damaged: {error}.", "It names the file of every tensor.", _AGAIN
-        )
+        yield _make_problem("index", index=index, error=error)
         return
     if any("-of-" not in name for name in files):
         return  # the weights are in one file, which comes first
     missing = find_missing_shards(index, shards)
     if missing:
         rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        yield _describe_missing(
-            f"{index.parent} lacks {', '.join(missing[:5])}{rest}.", f"{index.name} names it."
-        )
+        listed = f"{', '.join(missing[:5])}{rest}"
+        yield _make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)
 
 
 def list_weight_files(source: Source) -> dict[str, list[Path]]:
