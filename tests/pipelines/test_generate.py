@@ -277,7 +277,7 @@ def test_overflow_in_fp16_stops_the_run(
     assert error.what.endswith(f" values{place}, in fp16.")
     given = "It was given integers alone" if named == "text_encoder" else "; fp16 ends at 65504)"
     assert f"{given}. fp16 was chosen for it: " in error.expected
-    assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or fp32 ')
+    assert error.remedy.startswith(f'Use `precision="{named}=bf16"`, or run it in fp16 with a plan')
     assert error.exit_code == 1
     assert list(out.iterdir()) == []
 
