@@ -482,7 +482,7 @@ def test_a_full_disk_leaves_nothing(run: Any, out: Path, monkeypatch: pytest.Mon
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(stopdown.media._WRITERS, ".mp4", fill)
+    monkeypatch.setitem(stopdown.media.WRITERS, ".mp4", fill)
     with pytest.raises(OutputError) as caught:
         run("cogvideox", output=str(out / "clip.mp4"), frames=1)
     assert str(caught.value) == (
