@@ -351,8 +351,8 @@ def single_files_worst() -> str:
 
 
 @_figure
-def single_files_best() -> str:
-    return f"{max(_list_nearer()):.0f}"
+def single_files_median() -> str:
+    return f"{statistics.median(_list_nearer()):.0f}"
 
 
 @_figure

@@ -21,6 +21,8 @@ from stopdown.patches import Patches
 from stopdown.scaling import cast_, rescale_
 from stopdown.scaling import exponent_rules as rules
 from stopdown.scaling.fold_bounds import FoldBound, put_bounds
+from stopdown.scaling.measurement import measure_call
+from stopdown.scaling.problem import state_problem
 from stopdown.testing import compare_snapshot, make_pipeline, take_snapshot
 
 WIDTH = 16
@@ -233,6 +235,48 @@ def test_without_ranges_a_concatenation_needs_a_multiply(monkeypatch: pytest.Mon
     assert rescaling.multiplies or rescaling.fp32_modules
 
 
+class Divided(nn.Module):
+    """A matrix whose rows, or columns, are split by each call in its own way."""
+
+    def __init__(self, *, by_column: bool) -> None:
+        super().__init__()
+        self.by_column, self.gelu = by_column, nn.GELU()
+        self.value, self.up = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+        self.value.weight.data.mul_(2.0**18)
+        self.all, self.out = nn.Linear(4, 2 * WIDTH), nn.Linear(2 * WIDTH, 4 * WIDTH)
+        self.out.weight.data[:, :WIDTH].mul_(2.0**-18)
+
+    def forward(self, x: torch.Tensor, parts: int) -> torch.Tensor:
+        if not self.by_column:
+            split = self.out(self.all(x)).chunk(parts, dim=-1)
+            return split[0] * functional.gelu(split[-1])
+        if parts == 1:
+            return self.out(self.all(x))
+        first = self.value(x).chunk(parts - 1, dim=-1)
+        return self.out(torch.cat([*first, self.gelu(self.up(x))], dim=-1))
+
+
+@pytest.mark.parametrize(("by_column", "ways"), [(False, (2, 4)), (True, (2, 3)), (True, (1, 2))])
+def test_calls_that_split_a_weight_differently_give_it_one_exponent(
+    by_column: bool, ways: tuple[int, ...]
+) -> None:
+    """Or that only some of them split: what each would fold into it would be folded twice."""
+    torch.manual_seed(0)
+    module, x = Divided(by_column=by_column).eval().requires_grad_(False), torch.randn(2, 5, 4)
+    calls = [(module, (x, parts), {}) for parts in ways]
+
+    def list_folds_of_out(*numbers: int) -> set[str]:
+        measured = [measure_call(*calls[number]) for number in numbers]
+        named = state_problem(module, measured).parameters
+        return {name for name in named if name.startswith("out.weight")}
+
+    assert len(list_folds_of_out(1)) > 1
+    assert list_folds_of_out(0, 1) == {"out.weight"}
+    reference = run_calls(calls, torch.float32)
+    rescale_(module, calls=calls)
+    assert all(map(torch.equal, run_calls(calls, torch.float32), reference))
+
+
 def test_columns_have_one_exponent_where_that_does() -> None:
     """DoRA takes no other, and a plan is shorter: an overflow behind the matrix asks for nothing else."""
     module, x = _make_parallel()
@@ -386,6 +430,9 @@ def test_what_cannot_be_scaled_is_kept_in_fp32(
     assert relative_l2(low, reference) < 0.005
     cast.undo()
     assert torch.equal(module(x), reference)
+    rescaling.undo()
+    again = rescale_(module, calls=[(module, (x,), {}), (module, (x[:2],), {})])
+    assert again.scaling.fp32_flops == pytest.approx(rescaling.scaling.fp32_flops), "a share of all"
 
 
 class Returning(nn.Module):

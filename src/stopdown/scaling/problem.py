@@ -87,7 +87,7 @@ class Problem:
         multiplies: module path to the unknown that multiplies its output.
         floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
         pinned: operation without a rule to the places where it stands.
-        flops: module path to the share of the component's matmul FLOPs done inside it.
+        flops: module path to the share of the calls' matmul FLOPs done inside it.
         kept_buffers: buffers that every call was captured with in their own dtype.
         operands: what the calls were captured with because their code mixes dtypes.
         guests: module path to parameters of modules from elsewhere that only run inside of it.
@@ -186,8 +186,26 @@ def state_problem(
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
         _Stater(problem, module, call, index, multiplies, closed).state()
+    work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
+    problem.flops = {path: size / work for path, size in problem.flops.items()}
+    _unite_blocks(problem)
     _bound_folds(problem, read_bounds(module))
     return problem
+
+
+def _unite_blocks(problem: Problem) -> None:
+    """One exponent for a parameter that calls split differently, or that only some of them split."""
+    named: dict[str, list[str]] = {}
+    for fold in problem.parameters:
+        named.setdefault(split_name(fold)[0], []).append(fold)
+    for name, folds in named.items():
+        places = [split_name(fold)[1] for fold in folds]
+        ends = sorted((x[-1].start, x[-1].stop) for x in places if x)
+        is_whole = all(stop == start for (_, stop), (start, _) in itertools.pairwise(ends))
+        if len(folds) > 1 and not (is_whole and len({*map(len, places)}) == 1):
+            unknowns = [problem.parameters.pop(fold) for fold in folds]
+            problem.system.equate(*unknowns)
+            problem.parameters[name] = unknowns[0]
 
 
 def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str, frozenset[str]]:
@@ -475,12 +493,10 @@ class _Stater:
         return 1.0 if len(shape_of(node)) > 1 else 0.1
 
     def _add_flops(self) -> None:
-        flops = {node: size for node in self.graph.nodes if (size := count_flops(node))}
-        total = sum(flops.values())
-        for node, size in flops.items():
-            share = size / total
-            for path in _stack_paths(node):
-                self.problem.flops[path] = self.problem.flops.get(path, 0.0) + share
+        for node in self.graph.nodes:
+            if size := count_flops(node):
+                for path in _stack_paths(node):
+                    self.problem.flops[path] = self.problem.flops.get(path, 0.0) + size
 
 
 def _is_narrowing(node: Node) -> bool:
