@@ -425,10 +425,10 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
 ) -> None:
     """The plans that `auto` keeps are a convenience: a cache that cannot be written is told."""
     from stopdown.app import generate_command as commands
-    from stopdown.app.display import Silent
+    from stopdown.app.display import Display
     from stopdown.records import Plan
 
-    class Heard(Silent):
+    class Heard(Display):
         def announce(self, text: str) -> None:
             said.append(text)
 

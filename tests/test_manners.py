@@ -23,7 +23,7 @@ import stopdown
 from documentation import parse_command
 from stopdown.app import cli
 from stopdown.app.defaults_file import read_defaults
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
 from stopdown.app.generate_command import GenerateOptions, list_runs
 from stopdown.app.progress import Bars, Lines
@@ -499,13 +499,13 @@ def test_a_size_that_does_not_fit_is_refused_with_one_that_does(save_tiny: SaveT
     device = Device("cpu", 0, "a small CPU", None, 2**26)
     request = Request(prompt="a", frames=9, height=512, width=512, steps=1)
     with pytest.raises(OptionError) as caught:
-        refuse_too_large(source, request, device, Silent())
+        refuse_too_large(source, request, device, Display())
     found = re.search(r"Use height=(\d+) and width=(\d+)\.", caught.value.remedy)
     assert found is not None
     assert "To make 9 frames of 512x512 takes at least " in caught.value.what
     assert caught.value.what.endswith("and cpu (a small CPU) has 64.0 MiB.")
     smaller = {"height": int(found[1]), "width": int(found[2])}
-    refuse_too_large(source, dataclasses.replace(request, **smaller), device, Silent())
+    refuse_too_large(source, dataclasses.replace(request, **smaller), device, Display())
 
 
 @pytest.mark.parametrize("command", ["generate", "plan", "compare", "batch"])

@@ -31,34 +31,10 @@ from stopdown.environment import (
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
 from stopdown.records import DeviceHealth, FormatHealth, MachineHealth, Outlook, Switch
-from stopdown.toml_files import read_rows
+from stopdown.toml_files import read_rows, read_rules
 
 if TYPE_CHECKING:
     import torch
-
-_SWITCHES = {
-    "cuda": (
-        (
-            "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-            "partial sums of fp16 products may be added in fp16, which ends at 65504",
-        ),
-        (
-            "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-            "partial sums of bf16 products may be added in bf16, with 8 bits of precision",
-        ),
-        (
-            "backends.cuda.matmul.allow_fp16_accumulation",
-            "whole fp16 products are summed in fp16: faster on consumer cards, and may overflow",
-        ),
-        ("backends.cuda.matmul.allow_tf32", "fp32 products are computed in TF32, with 11 bits"),
-        ("backends.cudnn.allow_tf32", "fp32 convolutions are computed in TF32, with 11 bits"),
-    ),
-    "cpu": (
-        ("backends.mkldnn.matmul.fp32_precision", "bf16 or tf32 here lowers fp32 products"),
-        ("backends.mkldnn.conv.fp32_precision", "bf16 or tf32 here lowers fp32 convolutions"),
-    ),
-}
-"""Attributes of torch that change what a product is summed in, and what it means when they are on."""
 
 _KERNELS = {
     "flash": "FLASH_ATTENTION",
@@ -278,12 +254,12 @@ def read_switches(kinds: Iterable[str]) -> list[Switch]:
 
     found = []
     for kind in kinds:
-        for path, meaning in _SWITCHES.get(kind, ()):
+        for row in (row for row in read_rules("switches")["switch"] if row["backend"] == kind):
             value: Any = torch
-            for part in path.split("."):
+            for part in row["path"].split("."):
                 value = getattr(value, part, None)  # some are absent in older torch
             if value is not None:
-                found.append(Switch(f"torch.{path}", str(value), meaning))
+                found.append(Switch(f"torch.{row['path']}", str(value), row["meaning"]))
     return found
 
 

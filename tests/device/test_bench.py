@@ -15,7 +15,7 @@ import torch
 
 from simulated_device import KIND, Simulated
 from stopdown.app.bench_command import BenchOptions, bench
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.benchmark import session
 from stopdown.benchmark.records import Benchmark
 from stopdown.benchmark.session import hide_paths
@@ -39,7 +39,7 @@ def overflowing(save_tiny: Callable[..., Path]) -> Path:
 def measure(folder: Path, output: Path, device: str = KIND, **options: Any) -> Benchmark:
     """One step, in ways that take no compiler."""
     ways: dict[str, Any] = {"source": str(folder), "ways": QUICK, "size": "none", "steps": 1}
-    return bench(BenchOptions(**ways | {"output": output, "device": device, **options}), Silent())[
+    return bench(BenchOptions(**ways | {"output": output, "device": device, **options}), Display())[
         0
     ]
 

@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 from stopdown.app.batch_command import BatchOptions, batch
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.batch.records import BatchRecord
 from stopdown.records import RunRecord, from_json
 
@@ -353,7 +353,7 @@ def test_batch_is_a_function(tmp_path: Path, tiny: str) -> None:
         precision="fp32",
         **{"steps": 1, "frames": 9, "height": 32, "width": 32},
     )
-    record = batch(options, Silent())
+    record = batch(options, Display())
     assert (record.made, record.failed, record.plans) == (1, 0, ())
     assert record.command.startswith(f"stopdown batch {tiny} --prompts {tmp_path}/p.txt -o ")
 

@@ -14,7 +14,7 @@ import pytest
 
 from batch_kills import Kills, Watched, ended, start
 from stopdown.app.batch_command import BatchOptions, batch
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.batch.records import BatchRecord
 from stopdown.errors import InputError, OptionError, StopdownError
 from stopdown.records import from_json
@@ -53,7 +53,7 @@ def undisturbed(
     folder = tmp_path_factory.mktemp("undisturbed")
     sizes: dict[str, Any] = {"frames": 9, "height": 32, "width": 32, "steps": 1}
     source, prompts = str(save_tiny("cogvideox", "fp32")), str(write_prompts(folder, 6))
-    batch(BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Silent())
+    batch(BatchOptions(source, prompts, str(folder / "out"), precision="fp32", **sizes), Display())
     return {path.name: path.read_bytes() for path in (folder / "out").glob("*.mp4")}
 
 
@@ -121,14 +121,14 @@ def test_an_item_that_kills_its_workers_fails(
         precision="fp32",
         **{"steps": 1, "frames": 9, "height": 32, "width": 32, "tries": 2},
     )
-    record = batch(options, Silent())
+    record = batch(options, Display())
     assert [x.status for x in record.items] == ["made", "failed", "made"]
     failed = record.items[1]
     assert failed.tries == 2
     assert failed.error == ("Each of 2 workers that tried it died. Worker 0 ended with SIGKILL.")
     monkeypatch.setattr(dispatch, "MOST_DEATHS", 2)
     with pytest.raises(StopdownError, match="2 workers died one after the other"):
-        batch(BatchOptions(**{**vars(options), "tries": 9}), Silent())
+        batch(BatchOptions(**{**vars(options), "tries": 9}), Display())
 
 
 def test_a_worker_whose_files_do_not_come_is_refused(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_memory_of_one_process_is_no_place_for_two(
     with pytest.raises(
         InputError, match=r"Worker \d wrote into memory://nowhere, and nothing came"
     ):
-        batch(options, Silent())
+        batch(options, Display())
 
 
 # Ray
@@ -187,7 +187,7 @@ def test_ray_is_named_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "ray", None)
     options = BatchOptions(tiny, str(write_prompts(tmp_path, 1)), str(tmp_path / "o"), ray="local")
     with pytest.raises(OptionError, match=r"Install it: pip install 'stopdown\[ray\]'"):
-        batch(options, Silent())
+        batch(options, Display())
 
 
 def test_ray_makes_the_same(tiny: str, undisturbed: dict[str, bytes], tmp_path: Path) -> None:

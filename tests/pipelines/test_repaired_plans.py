@@ -13,7 +13,7 @@ import torch
 
 from pipeline_calls import call_pipeline, make_used_pipeline
 from stopdown import testing
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
@@ -177,7 +177,7 @@ def write_bare_plan(folder: Path, path: Path) -> None:
     write_plan(seal_plan(plan), path)
 
 
-class Heard(Silent):
+class Heard(Display):
     """What a run announces."""
 
     def __init__(self) -> None:

@@ -128,18 +128,17 @@ def test_models_have_sources() -> None:
     assert all(model.source.startswith("https://") for model in read_models())
 
 
-def test_switches_are_read_as_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_are_read_as_they_stand() -> None:
     """A switch that is turned on is shown turned on."""
     name = "torch.backends.cuda.matmul.allow_fp16_accumulation"
     assert {switch.name: switch.value for switch in read_switches(["cuda"])}[name] == "False"
-    monkeypatch.setitem(
-        health_module._SWITCHES, "cpu", (("backends.mkldnn.conv.fp32_precision", "means this"),)
-    )
-    (switch,) = read_switches(["cpu"])
-    assert (switch.name, switch.meaning) == (
-        "torch.backends.mkldnn.conv.fp32_precision",
-        "means this",
-    )
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_fp16_accumulation = True
+    try:
+        assert {switch.name: switch.value for switch in read_switches(["cuda"])}[name] == "True"
+    finally:
+        matmul.allow_fp16_accumulation = False
+    assert "torch.backends.mkldnn.conv.fp32_precision" in {x.name for x in read_switches(["cpu"])}
 
 
 def test_faults_of_old_versions_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.app.memory_command import plan_memory
 from stopdown.app.plan_command import PlanOptions
@@ -37,7 +37,7 @@ VIDEO = Grid(16, 8, "")
 OUT_OF_MEMORY = OutOfMemory("cpu", 1000, "64x64", 4096, ("resident",), "component")
 
 
-class Heard(Silent):
+class Heard(Display):
     """A display that keeps what is announced."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.app.memory_command import _explain, plan_memory, print_memory
 from stopdown.app.plan_command import PlanOptions
 from stopdown.environment import Support
@@ -189,7 +189,7 @@ def test_a_mac_holds_all_weights_in_one_memory() -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> MemoryPlan:
     folder = save_pipeline("sd", tmp_path_factory.mktemp("sd") / "m", dtype=torch.bfloat16)
     options = PlanOptions(source=str(folder), device="v100", memory="1MiB", height=32, width=32)
-    return plan_memory(options, Request(height=32, width=32), Silent())
+    return plan_memory(options, Request(height=32, width=32), Display())
 
 
 def test_plan_memory_compares_precisions(made: MemoryPlan) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stopdown.app.display import Display, Silent, load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
 from stopdown.app.request_options import refuse_unknown_device
@@ -158,7 +158,7 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
 
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
-    shown = display or Silent()
+    shown = display or Display()
     shown.progress("import", "PyTorch", 0, 0)
     from stopdown.dtype_rules.file_values import inspect_file
     from stopdown.pipelines.weight_files import open_weight_file
@@ -193,7 +193,7 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     found = resolve_name(options, with_weights=False)
     if found.kind in ("bundled", "folder"):
         refuse(found.name, find_missing(found))
-    load_libraries(display or Silent())
+    load_libraries(display or Display())
     from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
     from stopdown.dtype_rules.remedy_costs import price_remedies
 

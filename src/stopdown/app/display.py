@@ -1,34 +1,20 @@
-"""What a run tells a person while it goes on: the protocol, and a display that shows nothing."""
+"""What a run tells a person while it goes on; this display shows nothing, others of `progress` do."""
 
 from __future__ import annotations
 
-from typing import Protocol
 
-
-class Display(Protocol):
+class Display:
     """What a run tells a person while it goes on."""
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage (`load`, `encode`, `denoise`, `decode`) has come this far."""
+        """A stage (`load`, `encode`, `denoise`, `decode`) has come this far; `total` 0 when its end is
+        unknown."""
 
     def announce(self, text: str) -> None:
         """Something that a person must hear now: a repair."""
 
     def detail(self, text: str) -> None:
         """Something that is of use to whoever wants to know more."""
-
-
-class Silent:
-    """A display that shows nothing."""
-
-    def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """Nothing."""
-
-    def announce(self, text: str) -> None:
-        """Nothing."""
-
-    def detail(self, text: str) -> None:
-        """Nothing."""
 
 
 def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from stopdown.app.display import Display, Silent, load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     SHOWN,
     AllowOption,
@@ -235,7 +235,7 @@ def generate(
         StopdownError: anything that went wrong, with what to type; no output file is left.
     """
     started = time.perf_counter()
-    display = display or Silent()
+    display = display or Display()
     request = _read_request(options)
     check_quantiser(read_allowed(options.allow, options.memory))
     numbered = options.output is None

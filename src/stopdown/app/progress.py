@@ -26,6 +26,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from stopdown.app.display import Display
 from stopdown.errors import make_printable
 from stopdown.records import to_json
 
@@ -97,7 +98,7 @@ def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None
         console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
 
 
-class Bars:
+class Bars(Display):
     """A display with a bar for each stage, on a console that is a terminal; as a context manager.
 
     Args:
@@ -154,7 +155,7 @@ class Bars:
         self._progress.stop()
 
 
-class Lines:
+class Lines(Display):
     """A display of plain lines, for logs: each stage when it begins, and at each tenth of its way.
 
     Args:

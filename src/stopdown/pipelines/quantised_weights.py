@@ -1,8 +1,8 @@
 """Quantised weights in safetensors files: which tensors make up one weight, by names and dtypes alone.
 
-A weight is codes times scales. `LAYOUTS` has the names that programs give to both; what a file says of
-itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A power of two
-is folded in by multiplying one tensor, `scale`, that the whole weight is proportional to.
+A weight is codes times scales. `quantised_layouts.toml` has the names that programs give to both; what a
+file says of itself (`comfy_quant`, `_quantization_metadata`, torchao's table of types) names the method. A
+power of two is folded in by multiplying one tensor, `scale`, that the whole weight is proportional to.
 
 **Catches** ComfyUI's scaled fp8 and its later layouts (fp8, int8, mxfp8, nvfp4), int8 with a scale a row,
 torchao's tensors, bitsandbytes in 4 and 8 bits; codes whose scale is missing.
@@ -11,13 +11,16 @@ torchao's tensors, bitsandbytes in 4 and 8 bits; codes whose scale is missing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from stopdown.json_files import UnreadableError, parse_json
 from stopdown.pipelines.headers import StoredTensor
+from stopdown.toml_files import read_rows
 
 CODES = {"fp8-e4m3": "fp8", "fp8-e5m2": "fp8", "int8": "int8", "uint8": "uint8"}
 """dtype of what may be codes → what it is called in a layout's name."""
@@ -26,17 +29,8 @@ MARKS = ("scaled_fp8", "comfy_quant", "weight_format")
 """Last parts of the names of tensors that only say how others are stored."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How one program names the tensors of a quantised weight.
-
-    Attributes:
-        name: for people.
-        codes, scale: what stands behind the layer's name: `weight`, `scale_weight`.
-        others: further tensors that belong to the weight, where they are there.
-        input_scale: what the layer's input is divided by before it is quantised; "" for none.
-        divisor: a weight is codes times scales over this.
-    """
+class Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one program names the tensors of a quantised weight: a row of `quantised_layouts.toml`."""
 
     name: str
     codes: str
@@ -46,21 +40,9 @@ class Layout:
     divisor: float = 1.0
 
 
-LAYOUTS = (
-    Layout("scaled {codes}", "weight", "scale_weight", (), "scale_input"),
-    Layout("nvfp4", "weight", "weight_scale_2", ("weight_scale", "pre_quant_scale"), "input_scale"),
-    Layout("{codes}", "weight", "weight_scale", (), "input_scale"),
-    Layout("w4a8", "weight", "weight_s_channel", ("weight_s_rel", "weight_codebook")),
-    Layout("bitsandbytes int8", "weight", "SCB", divisor=127.0),
-    Layout(
-        "bitsandbytes 4 bits",
-        "weight",
-        "weight.absmax",
-        ("weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map"),
-    ),
-    Layout("torchao {codes}", "_weight_qdata", "_weight_scale", ("_weight_zero_point",)),
-)
-"""The first that fits holds: a scale of scales comes before the scale of blocks."""
+@functools.cache
+def _read_layouts() -> tuple[Layout, ...]:
+    return read_rows("quantised_layouts", "layout", Layout)
 
 
 @dataclass(frozen=True)
@@ -109,7 +91,7 @@ def _read_weight(
     name: str, tensors: Mapping[str, StoredTensor], methods: Mapping[str, str]
 ) -> QuantisedWeight | None:
     entry = tensors[name]
-    for layout in LAYOUTS:
+    for layout in _read_layouts():
         layer = name.removesuffix(layout.codes).removesuffix(".")
         scale = _join(layer, layout.scale)
         if not name.endswith(layout.codes) or scale not in tensors:

@@ -5,6 +5,7 @@ Figures are SVG text with the page's own colours; nothing is drawn by a library 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -53,18 +54,18 @@ class Chart:
     """A picture with a logarithmic axis of errors over steps.
 
     Attributes:
-        width, height: in the picture's units.
         lines: one for each precision.
         ticks: heights with their labels.
         steps: places with their labels.
+        width, height: in the picture's units.
         left, right, top, bottom: of the axes.
     """
 
-    width: int
-    height: int
-    lines: tuple[Line, ...]
-    ticks: tuple[tuple[float, str], ...]
-    steps: tuple[tuple[float, str], ...]
+    lines: tuple[Line, ...] = ()
+    ticks: tuple[tuple[float, str], ...] = ()
+    steps: tuple[tuple[float, str], ...] = ()
+    width: int = 720
+    height: int = 310
     left: int = 62
     right: int = 610
     top: int = 18
@@ -85,7 +86,7 @@ def draw_growth(comparison: Comparison) -> Chart | None:
     low = math.floor(math.log10(min(known)))
     high = max(math.ceil(math.log10(max(known))), low + 1)
     count = max(len(values) for values in series.values())
-    chart = Chart(720, 310, (), (), ())
+    chart = Chart()
     names = [variant.name for variant in comparison.variants]
     lines = [
         _draw_line(chart, name, names.index(name), values, (low, high), count)
@@ -99,7 +100,7 @@ def draw_growth(comparison: Comparison) -> Chart | None:
     steps = tuple(
         (_place_x(chart, index, count), str(index + 1)) for index in range(0, count, every)
     )
-    return Chart(720, 310, _spread_labels(lines), ticks, steps)
+    return Chart(_spread_labels(lines), ticks, steps)
 
 
 def _collect_growth(comparison: Comparison, name: str) -> tuple[float | None, ...]:
@@ -158,7 +159,7 @@ def _spread_labels(lines: Sequence[Line]) -> tuple[Line, ...]:
     moved, last = [], -1e9
     for line in sorted(lines, key=lambda line: line.end[1]):
         y = max(line.end[1], last + 14)
-        moved.append(Line(line.name, line.colour, line.path, line.end, y, line.lost, line.values))
+        moved.append(dataclasses.replace(line, label_y=y))
         last = y
     return tuple(moved)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.records import SPOILT, Cell, Comparison, Sheet, Variant
+from stopdown.comparison.records import SPOILT, Cell, Comparison, Variant
 from stopdown.comparison.thresholds import PARTING
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
@@ -212,22 +213,8 @@ def _describe_cell(cell: Cell) -> dict[str, Any]:
         "verdict": cell.verdict,
         "reason": " ".join(cell.reasons),
         "said": said,
-        "frames": _describe_sheet(cell.sheet),
-        "difference": _describe_sheet(cell.difference),
-    }
-
-
-def _describe_sheet(sheet: Sheet | None) -> dict[str, Any] | None:
-    if sheet is None:
-        return None
-    return {
-        "w": sheet.width,
-        "h": sheet.height,
-        "n": sheet.frames,
-        "columns": sheet.columns,
-        "every": sheet.every,
-        "mime": sheet.mime,
-        "data": sheet.data,
+        "frames": cell.sheet and dataclasses.asdict(cell.sheet),
+        "difference": cell.difference and dataclasses.asdict(cell.difference),
     }
 
 

@@ -19,11 +19,11 @@
   });
 
   const place = (sheet, frame) => {
-    const index = Math.min(Math.floor(frame / sheet.every), sheet.n - 1);
-    return [(index % sheet.columns) * sheet.w, Math.floor(index / sheet.columns) * sheet.h, sheet.w, sheet.h];
+    const index = Math.min(Math.floor(frame / sheet.every), sheet.frames - 1);
+    return [(index % sheet.columns) * sheet.width, Math.floor(index / sheet.columns) * sheet.height, sheet.width, sheet.height];
   };
   const fit = (canvas, sheet) => {
-    if (canvas.width !== sheet.w || canvas.height !== sheet.h) { canvas.width = sheet.w; canvas.height = sheet.h; }
+    if (canvas.width !== sheet.width || canvas.height !== sheet.height) { canvas.width = sheet.width; canvas.height = sheet.height; }
   };
   const draw = (canvas, name, clip) => {
     const found = state.pictures.get(name);
@@ -40,8 +40,8 @@
     const canvas = $("wipe"), left = state.pictures.get($("left").value), right = state.pictures.get($("right").value);
     const one = left || right;
     if (!one) { canvas.getContext("2d").clearRect(0, 0, canvas.width, canvas.height); return; }
-    const scale = Math.max(1, Math.round(480 / one.sheet.w));
-    const width = one.sheet.w * scale, height = one.sheet.h * scale;
+    const scale = Math.max(1, Math.round(480 / one.sheet.width));
+    const width = one.sheet.width * scale, height = one.sheet.height * scale;
     if (canvas.width !== width || canvas.height !== height) { canvas.width = width; canvas.height = height; }
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
@@ -86,7 +86,7 @@
     if (cell.frames) {
       const canvas = element("canvas");
       canvas.dataset.name = cell.name;
-      canvas.width = cell.frames.w; canvas.height = cell.frames.h;
+      canvas.width = cell.frames.width; canvas.height = cell.frames.height;
       canvas.setAttribute("role", "img");
       canvas.setAttribute("aria-label", `${cell.name}: ${words[cell.verdict]}. ${cell.reason}`);
       tile.append(canvas);
@@ -127,11 +127,11 @@
     if (turn !== state.turn) return; // another prompt was chosen meanwhile
     for (const found of state.pictures.values()) found.bitmap.close();
     state.pictures = new Map(decoded);
-    state.frames = Math.max(1, ...pictured.map((cell) => (cell.frames.n - 1) * cell.frames.every + 1));
+    state.frames = Math.max(1, ...pictured.map((cell) => (cell.frames.frames - 1) * cell.frames.every + 1));
     state.frame = Math.min(state.frame, state.frames - 1);
     $("seek").max = state.frames - 1;
     $("play").disabled = state.frames < 2;
-    $("viewer").classList.toggle("pixelated", pictured.some((cell) => cell.frames.w < 200));
+    $("viewer").classList.toggle("pixelated", pictured.some((cell) => cell.frames.width < 200));
     document.body.dataset.ready = String(index);
     show();
   };
