@@ -424,20 +424,14 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plans that `auto` keeps are a convenience: a cache that cannot be written is told."""
-    from stopdown.app import generate_command as commands
-    from stopdown.app.display import Display
+    from stopdown.app.generate_command import keep_updated
     from stopdown.records import Plan
-
-    class Heard(Display):
-        def announce(self, text: str) -> None:
-            said.append(text)
 
     said: list[str] = []
     (here / "file").touch()
     monkeypatch.setenv("STOPDOWN_CACHE", str(here / "file" / "cache"))
     plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0)
-    options = commands.GenerateOptions("shapes")
-    assert commands._keep_updated(plan, "The repair", options, Heard()) is None
+    assert keep_updated(plan, "The repair", None, False, said.append) is None
     assert said == [
         "The repair only lasts for this run, and was not kept. The output "
         f"{here}/file/cache/plans could not be written: Not a directory."

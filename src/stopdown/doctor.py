@@ -75,10 +75,10 @@ def examine(name: str | None = None) -> MachineHealth:
     """
     if name is not None and is_profile(name):
         device, profile = find_target(name)
-        found = [_describe_profile(device, profile)]
+        found = [_describe(device, profile, tried=False)]
     else:
         devices = list_devices() if name is None else [find_target(name)[0]]
-        found = [_examine_device(device) for device in devices]
+        found = [_describe(x, describe_device(x), tried=True) for x in devices]
     kinds = tuple(dict.fromkeys(health.kind for health in found))
     places = dict.fromkeys((health.kind, health.capability) for health in found)
     return MachineHealth(
@@ -90,45 +90,9 @@ def examine(name: str | None = None) -> MachineHealth:
     )
 
 
-def _describe_profile(device: Device, profile: Profile) -> DeviceHealth:
-    supports = profile.supports
-    formats = tuple(
-        FormatHealth(
-            name, fact.state, supports[name].time_ratio if name in supports else None, reason
-        )
-        for name, fact in profile.formats.items()
-        for reason in [profile.describe_format(name)]
-    )
-    return _join_health(device, profile, supports, formats, tried=False)
-
-
-def _examine_device(device: Device) -> DeviceHealth:
-    profile, supports = describe_device(device), probe_formats(device)
-    formats = tuple(
-        FormatHealth(name, _name_state(supports[name], profile, name), *_weigh(supports[name]))
-        for name in PRECISIONS
-    )
-    return _join_health(device, profile, supports, formats, tried=True)
-
-
-def _weigh(support: Support) -> tuple[float | None, str]:
-    return support.time_ratio, support.reason
-
-
-def _name_state(support: Support, profile: Profile, name: str) -> str:
-    if not support.works:
-        return "missing"
-    return "native" if support.native else profile.formats[name].state
-
-
-def _join_health(
-    device: Device,
-    profile: Profile,
-    supports: Mapping[str, Support],
-    formats: tuple[FormatHealth, ...],
-    *,
-    tried: bool,
-) -> DeviceHealth:
+def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
+    """What is known of a device, and where it is of this machine what trying it gives."""
+    supports = probe_formats(device) if tried else profile.supports
     known = list_attention(device.type, device.capability)
     return DeviceHealth(
         device=profile.title if not tried else str(device),
@@ -136,12 +100,23 @@ def _join_health(
         tried=tried,
         capability=".".join(map(str, device.capability)) if device.capability else None,
         memory_bytes=device.memory_bytes,
-        formats=formats,
+        formats=tuple(_list_formats(profile, supports, tried=tried)),
         attention=try_attention(device) if tried else {n: tuple(f) for n, f in known.items()},
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
         outlooks=tuple(foresee(supports, device.type)),
         measured=tuple(quote_measured(device.name, device.type)),
     )
+
+
+def _list_formats(
+    profile: Profile, supports: Mapping[str, Support], *, tried: bool
+) -> Iterable[FormatHealth]:
+    for name in PRECISIONS if tried else profile.formats:
+        state, support = profile.formats[name].state, supports.get(name)
+        if tried and support is not None and (support.native or not support.works):
+            state = "native" if support.works else "missing"
+        reason = support.reason if support and tried else profile.describe_format(name)
+        yield FormatHealth(name, state, support.time_ratio if support else None, reason)
 
 
 class MeasuredRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

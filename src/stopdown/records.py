@@ -1081,17 +1081,17 @@ def _check_header(raw: Any, kind: type) -> None:
         )
 
 
-def describe_other(path: Path, *kinds: str) -> str:
-    """What a file holds when it is no record of these kinds; empty when it is one, or an empty file.
+def describe_other(kind: str, path: Path) -> str:
+    """What a file holds when it is no record of a kind; empty when it is one, or an empty file.
 
     Args:
+        kind: `run`, `plan`, `comparison`…
         path: an existing file.
-        kinds: `run`, `plan`, `comparison`…
     """
     found = read_kind(path)
     if found is None:
         return "a file that is no record of Stopdown"
-    return "" if found in ("", *kinds) else f"a record of the kind {found}"
+    return "" if found in ("", kind) else f"a record of the kind {found}"
 
 
 def read_kind(path: Path) -> str | None:
@@ -1103,10 +1103,8 @@ def read_kind(path: Path) -> str | None:
         return None
 
 
-def describe_no_run(path: Path) -> str:
-    """What a file holds that no run's record may replace; empty for one."""
-    return describe_other(path, "run")
-
+describe_no_run = functools.partial(describe_other, "run")
+"""What a file holds that no run's record may replace; empty for one."""
 
 _MOST_BYTES = 2**30
 """A comparison's record holds its pictures."""

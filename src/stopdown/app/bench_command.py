@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 from dataclasses import dataclass
@@ -145,8 +146,7 @@ def _check_options(options: BenchOptions) -> None:
         check_target(options.output, noun="record", replaces=_describe_other, force=True)
 
 
-def _describe_other(path: Path) -> str:
-    return describe_other(path, "benchmark")
+_describe_other = functools.partial(describe_other, "benchmark")
 
 
 def _make_slug(name: str) -> str:

@@ -18,7 +18,7 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
-from stopdown.app.request_options import refuse_unknown_device
+from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.errors import OptionError
 from stopdown.number_formats import format_bytes
 from stopdown.outputs import check_target, written_beside
@@ -238,12 +238,7 @@ def _refuse(options: CheckOptions) -> None:
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     _refuse_unmendable(options)
-    for name in ("frames", "height", "width"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise OptionError(
-                f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."
-            )
+    check_counts(options)
     if options.output is not None and not options.fix:
         raise OptionError(
             "-o was given without --fix.",

@@ -241,9 +241,8 @@ def _held(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def describe_no_comparison(path: Path) -> str:
-    """What a file holds that no comparison's record may replace; empty for one."""
-    return describe_other(path, "comparison")
+describe_no_comparison = functools.partial(describe_other, "comparison")
+"""What a file holds that no comparison's record may replace; empty for one."""
 
 
 def describe_no_page(path: Path) -> str:

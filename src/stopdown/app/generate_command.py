@@ -300,6 +300,7 @@ def _generate(
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.device_memory import peak_memory
+    from stopdown.plans.precision import parse_request
     from stopdown.runtime.memory_limits import Limit, fit_run
     from stopdown.runtime.runs import describe_run
 
@@ -345,12 +346,11 @@ def _generate(
         output=output,
         elapsed_s=time.perf_counter() - run.started,
     )
-    updated_plan = _keep_updated(
-        fitted.add_out_of_memory(made.updated) if run.writes else None,
-        _REPAIR if made.updated else _OUT_OF_MEMORY,
-        options,
-        display,
-    )
+    updated, updated_plan = fitted.add_out_of_memory(made.updated), None
+    if updated is not None and run.writes:
+        what = "The repair" if made.updated else "What running out of memory taught"
+        path = parse_request(options.precision).plan
+        updated_plan = keep_updated(updated, what, path, options.keep_repairs, display.announce)
     if updated_plan is not None:
         kept.loaded = None
     return dataclasses.replace(
@@ -526,31 +526,31 @@ def _run(
     )
 
 
-_REPAIR, _OUT_OF_MEMORY = "The repair", "What running out of memory taught"
-
-
-def _keep_updated(
-    updated: Plan | None, what: str, options: GenerateOptions, display: Display
+def keep_updated(
+    updated: Plan, what: str, path: str | None, keeps: bool, announce: Callable[[str], None]
 ) -> str | None:
-    """Write a plan with what a run taught for the next one: where, or None when nothing was written."""
-    if updated is None:
-        return None
-    from stopdown.plans.plan_files import write_cached_plan, write_plan
-    from stopdown.plans.precision import parse_request
+    """Write a plan with what a run taught for the next one: where, or None when nothing was written.
 
-    path = parse_request(options.precision).plan
+    Args:
+        what: was learnt: `The repair`.
+        path: of the plan that was named; None for one that `auto` made.
+        keeps: whether that one may be written.
+        announce: told what was done.
+    """
+    from stopdown.plans.plan_files import write_cached_plan, write_plan
+
     if path is None:
         try:
             path = str(write_cached_plan(updated))
         except OutputError as error:  # it costs the next run a repair, and this one nothing
-            display.announce(f"{what} only lasts for this run, and was not kept. {error.what}")
+            announce(f"{what} only lasts for this run, and was not kept. {error.what}")
             return None
-    elif options.keep_repairs:
+    elif keeps:
         write_plan(updated, path)
     else:
-        display.announce(f"{what} only lasts for this run; --keep-repairs writes it into {path}.")
+        announce(f"{what} only lasts for this run; --keep-repairs writes it into {path}.")
         return None
-    display.announce(f"{what} was written into {path}, for the next run.")
+    announce(f"{what} was written into {path}, for the next run.")
     return path
 
 

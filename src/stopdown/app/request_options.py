@@ -83,7 +83,7 @@ def read_request(
     plan = parse_request(options.precision).plan
     if plan is not None:
         read_plan(plan)
-    _check_counts(options)
+    check_counts(options)
     check_number("--guidance", options.guidance)
     _check_strength(options.strength)
     _check_seed(seed, largest_seed)
@@ -247,9 +247,14 @@ def _check_strength(value: float | None) -> None:
         )
 
 
-def _check_counts(options: RequestOptions) -> None:
+def check_counts(options: object) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        OptionError: naming the option.
+    """
     for name in ("steps", "frames", "height", "width"):
-        value = getattr(options, name)
+        value = getattr(options, name, None)
         if value is not None and value < 1:
             raise OptionError(
                 f"--{name} {value} is less than 1.", remedy=f"Use --{name} 1 or more."

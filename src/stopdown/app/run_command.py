@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from stopdown.app.flags import CommandOptions, KeepRepairsOption, StrictOption
+from stopdown.app.generate_command import keep_updated
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
-from stopdown.records import CallSummary, GuardRecord, Plan, ScriptRecord, to_json
+from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -141,15 +142,15 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     start = _find_start(options)
     path = _check_options(options)
     refuse_unknown_device(options.device)
-    plan = _read_plan(path)
     from stopdown.environment import choose_device
     from stopdown.outputs import check_target
     from stopdown.patches import Patches
     from stopdown.pipelines.library_messages import drop_empty_remarks
     from stopdown.pipelines.pipeline_interception import redirect_devices
-    from stopdown.plans.plan_files import describe_no_plan
+    from stopdown.plans.plan_files import describe_no_plan, read_plan
     from stopdown.runtime.scripts import ScriptGuard
 
+    plan = read_plan(path) if path is not None else None
     remarks: list[str] = []
 
     def remark(text: str) -> None:
@@ -174,7 +175,8 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         try:
             code = _execute(start, remark)
         finally:
-            _keep_repairs(options, path, plan, guarding.plan, remark)
+            if path is not None and guarding.plan is not None and guarding.plan is not plan:
+                keep_updated(guarding.plan, "The repair", path, options.keep_repairs, remark)
         _hint_at_options(options, code, remark)
         _hint_at_components(options, guarding, remark)
     return ScriptRecord(
@@ -276,31 +278,6 @@ def _hint_at_components(
 
 
 _MOST_NAMED = 8
-
-
-def _read_plan(path: str | None) -> Plan | None:
-    from stopdown.plans.plan_files import read_plan
-
-    return read_plan(path) if path is not None else None
-
-
-def _keep_repairs(
-    options: ScriptOptions,
-    path: str | None,
-    before: Plan | None,
-    after: Plan | None,
-    remark: Callable[[str], None],
-) -> None:
-    """Write a plan with its repairs for the next run, when that was asked for."""
-    from stopdown.plans.plan_files import write_plan
-
-    if path is None or after is None or after is before:
-        return
-    if not options.keep_repairs:
-        remark(f"The repair only lasts for this run; --keep-repairs writes it into {path}.")
-        return
-    write_plan(after, path)
-    remark(f"The repair was written into {path}, for the next run.")
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from stopdown.errors import OptionError
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, put_layer
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.step_caches import bypass_hooks
+from stopdown.pipelines.step_caches import bypass_hooks, iterate_hooks
 
 
 def put_context_parallel(
@@ -221,12 +221,10 @@ def _split_anything(config: Any) -> None:
 
 def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
     """Have Diffusers' hooks gather parts of several sizes the way that gloo can: padded to one size."""
-    for child in transformer.modules():
-        registry = vars(child).get("_diffusers_hook")
-        for hook in registry.hooks.values() if registry is not None else ():
-            if type(hook).__name__ == _GATHERING:
-                gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
-                patches.set_attribute(hook.fn_ref, "post_forward", gather)
+    for hook in iterate_hooks(transformer):
+        if type(hook).__name__ == _GATHERING:
+            gather = functools.partial(_gather, hook, hook.fn_ref.post_forward)
+            patches.set_attribute(hook.fn_ref, "post_forward", gather)
 
 
 def _gather(hook: Any, gather_equal: Any, module: torch.nn.Module, output: Any) -> Any:

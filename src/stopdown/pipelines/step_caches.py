@@ -105,13 +105,15 @@ def _find_states(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _find_hooks(module: torch.nn.Module) -> Iterator[Any]:
-    if not getattr(module, "is_cache_enabled", False):
-        return
+    if getattr(module, "is_cache_enabled", False):
+        yield from (x for x in iterate_hooks(module) if getattr(x, "_is_stateful", False))
+
+
+def iterate_hooks(module: torch.nn.Module) -> Iterator[Any]:
+    """Diffusers' hooks on a module and its children."""
     for child in module.modules():
         registry = vars(child).get("_diffusers_hook")
-        for hook in registry.hooks.values() if registry is not None else ():
-            if getattr(hook, "_is_stateful", False):
-                yield hook
+        yield from registry.hooks.values() if registry is not None else ()
 
 
 def _copy(values: dict[str, Any]) -> dict[str, Any]:

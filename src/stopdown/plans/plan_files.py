@@ -10,6 +10,7 @@ give another picture.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 
@@ -70,9 +71,8 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
     return Path(path)
 
 
-def describe_no_plan(path: Path) -> str:
-    """What a file holds that no plan may replace; empty for a plan."""
-    return describe_other(path, "plan")
+describe_no_plan = functools.partial(describe_other, "plan")
+"""What a file holds that no plan may replace; empty for a plan."""
 
 
 def read_plan(path: str | Path) -> Plan:
