@@ -528,19 +528,19 @@ def test_authors_pins_are_kept(saved: Path) -> None:
 
 def test_progress_tells_each_component(saved: Path) -> None:
     """Loading reports components in order, and ends with all bytes."""
-    calls: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, str, int, int]] = []
     load_pipeline(
         resolve_source(saved),
         torch_dtypes=torch.float32,
         progress=lambda *call: calls.append(call),
     )
-    assert [what for what, _, _ in calls] == [
+    assert [what for _, what, _, _ in calls] == [
         "loading text_encoder",
         "loading transformer",
         "loading vae",
         "loading pipeline",
     ]
-    assert calls[-1][1] == calls[-1][2] > 0
+    assert calls[-1][2] == calls[-1][3] > 0
 
 
 def test_a_variant_is_taken_when_there_is_nothing_else(folder: Path) -> None:

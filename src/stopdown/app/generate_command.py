@@ -369,11 +369,7 @@ def _choose(
     """The class that serves the request, which fits into memory."""
     from stopdown.pipelines.class_selection import select_pipeline
 
-    chosen = select_pipeline(
-        source,
-        request,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
+    chosen = select_pipeline(source, request, progress=display.progress)
     refuse_too_large(
         chosen.source,
         request,
@@ -493,10 +489,7 @@ def _load(
     stages: dict[str, float],
 ) -> Loaded:
     begun = time.perf_counter()
-    loaded = loader(
-        progress=lambda what, done, total: display.progress("load", what, done, total),
-        move=options.memory is None,
-    )
+    loaded = loader(progress=display.progress, move=options.memory is None)
     stages["load"] = time.perf_counter() - begun
     return loaded
 

@@ -118,11 +118,7 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
     from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
     from stopdown.pipelines.loras_and_schedulers import resolve_whole
 
-    found = resolve_whole(
-        options,
-        with_weights=with_weights,
-        progress=lambda what, done, total: display.progress("download", what, done, total),
-    )
+    found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own
     grid = find_grid(read_configs(found.path))
     check_sizes(grid, frames=frames, height=options.height, width=options.width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from stopdown.errors import InputError, OptionError
 from stopdown.media import read_image
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.component_classes import find_class
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
 from stopdown.pipelines.requests import Request, find_target
@@ -30,8 +31,6 @@ from stopdown.plans.plan_choice import choose_plan
 from stopdown.plans.planned_loader import decide, gather_facts
 from stopdown.plans.precision import parse_request
 from stopdown.records import Plan
-
-Progress = Callable[[str, str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,8 @@ def prepare(
 
     Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
     """
-    told = progress or (lambda stage, what, done, total: None)
     device = choose_device(settings.device)
-    source = resolve_whole(
-        settings, progress=lambda what, done, total: told("download", what, done, total)
-    )
+    source = resolve_whole(settings, progress=progress)
     first = _read_first(item, request)
     with quiet_libraries():
         with naming_line(item):

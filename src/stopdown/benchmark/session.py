@@ -32,6 +32,7 @@ from stopdown.memory.speed import time_runs
 from stopdown.memory.strategies import Prediction, Strategy
 from stopdown.numerics import count_non_finite, iterate_tensors, relative_l2
 from stopdown.pipelines.call_interception import Rank
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
 from stopdown.pipelines.step_counter import StepCounter
@@ -39,7 +40,6 @@ from stopdown.plans.calibrated import make_plan
 from stopdown.records import Plan
 
 Keep = Callable[[Benchmark], None]
-Progress = Callable[[str, str, int, int], None]
 
 
 def begin(

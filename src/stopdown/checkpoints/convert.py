@@ -65,6 +65,7 @@ from stopdown.pipelines.folders import (
     write_weights,
 )
 from stopdown.pipelines.headers import read_rescaled
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request
@@ -94,7 +95,7 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.plans.applier import apply_plan, check_source
 from stopdown.plans.calibrated import list_requests
-from stopdown.plans.call_recorder import Progress, RecordedCall, record_calls, record_run
+from stopdown.plans.call_recorder import RecordedCall, record_calls, record_run
 from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
@@ -237,11 +238,8 @@ def _open(
                 remedy=f'Use leave="{names[0]}".',
             )
 
-    def report(what: str, done: int, total: int) -> None:
-        _tell(progress, "load", what, done, total)
-
     where = choose_device(device)
-    pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
+    pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
     rows = put_file_bounds(source, pipe)
     inert = [dataclasses.replace(entry, precision="as loaded") for entry in plan.components]
     apply_plan(pipe, dataclasses.replace(plan, components=tuple(inert)), cast=False)

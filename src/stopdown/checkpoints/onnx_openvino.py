@@ -29,11 +29,12 @@ from stopdown.numerics import iterate_tensors
 from stopdown.outputs import check_target, written_beside
 from stopdown.patches import Patches
 from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source
 from stopdown.plans.applier import apply_entry, check_source
-from stopdown.plans.call_recorder import Progress, RecordedCall
+from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.records import ComponentPlan, Plan
 

@@ -18,7 +18,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,7 @@ from stopdown.media import to_uint8
 from stopdown.model_needs import keeps_clamps
 from stopdown.outputs import written_beside
 from stopdown.pipelines.components import explain_run
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.plan_files import read_class_versions
@@ -243,7 +244,7 @@ def compare(
     thresholds: Thresholds | None = None,
     device: str = "auto",
     folder: Path | None = None,
-    progress: Callable[[str, str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Comparison:
     """The same prompts, seeds and noise under several precisions, measured against the best of them.
 

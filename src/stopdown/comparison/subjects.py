@@ -38,6 +38,7 @@ from stopdown.pipelines.components import (
     put_precision,
     refuse_run,
 )
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
@@ -49,7 +50,6 @@ from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
 from stopdown.runtime.memory_limits import Limit, find_variant, fit_run
 
-Progress = Callable[[str, str, int, int], None]
 Run = Callable[[], Any]
 """Runs a program once: pictures, arrays or tensors."""
 

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +22,7 @@ from stopdown.dtype_rules.findings import make_finding, sort_findings
 from stopdown.number_formats import FP16, format_bytes, list_some
 from stopdown.pipelines.component_prefixes import DENOISER, split_prefix
 from stopdown.pipelines.headers import RESCALED_ENTRY
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.lora_names import is_factor
 from stopdown.pipelines.lora_names import split_name as split_lora_name
 from stopdown.pipelines.weight_files import FileWeight, WeightFile
@@ -55,7 +56,7 @@ def inspect_file(
     file: WeightFile,
     source: str,
     device: str | None = None,
-    progress: Callable[[str, str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> FileCheck:
     """What a file holds, and findings about it.
 

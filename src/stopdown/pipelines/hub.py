@@ -29,8 +29,9 @@ from stopdown.errors import SourceError, StopdownError
 from stopdown.number_formats import find_format
 from stopdown.pipelines.headers import RESCALED_ENTRY, choose_weights
 
-Progress = Callable[[str, int, int], None]
-"""Called with what is done, the bytes done and the bytes in all (0 when unknown)."""
+Progress = Callable[[str, str, int, int], None]
+"""Called with the stage (`download`, `load`, `measure`…), what is done in it, how much of it and of how
+much in all, 0 when unknown; in bytes for what is downloaded and loaded."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 SIDE_FILES = (".json", ".txt", ".model", ".jinja", ".vocab", ".spm", ".tiktoken")
@@ -509,6 +510,6 @@ def _make_bar_class(progress: Progress | None) -> Any:
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
             if progress is not None and self.counts_bytes:
-                progress("downloading", int(self.n), int(self.total or 0))
+                progress("download", "downloading", int(self.n), int(self.total or 0))
 
     return ReportingBar

@@ -181,7 +181,7 @@ def _load_folder(
 
 def _report(progress: Progress | None, what: str, done: int, total: int) -> None:
     if progress is not None:
-        progress(f"loading {what}", done, total)
+        progress("load", f"loading {what}", done, total)
 
 
 def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:

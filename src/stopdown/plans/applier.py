@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from stopdown.pipelines.components import (
     find_components,
     put_precision,
 )
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
@@ -374,7 +375,7 @@ def load_planned(
     name: str,
     device: Device,
     *,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
     move: bool = True,
 ) -> Loaded:
     """Load a checkpoint in fp32, put its plan on, and move it to a device.

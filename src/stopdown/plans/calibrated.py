@@ -37,6 +37,7 @@ from stopdown.pipelines.components import (
     find_device,
     read_precisions,
 )
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program, move_program
 from stopdown.pipelines.requests import Request, build_arguments, list_needed_fields
 from stopdown.pipelines.sources import (
@@ -48,7 +49,6 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.plans.call_recorder import (
     PROMPTS,
-    Progress,
     RecordedCall,
     record_calls,
     record_run,
@@ -230,11 +230,7 @@ def _open(
     source = dataclasses.replace(source, pipeline_class=chosen)
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
 
-    def report(what: str, done: int, total: int) -> None:
-        if progress is not None:
-            progress("load", what, done, total)
-
-    pipe = load_program(source, torch_dtypes=torch.float32, progress=report)
+    pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)
     put_file_bounds(source, pipe)
     where = _choose_place(pipe, device)
     return _Opened(move_program(pipe, where), source.name, fingerprint(source), stored, where)

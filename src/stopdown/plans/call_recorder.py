@@ -32,6 +32,7 @@ from stopdown.pipelines.call_interception import (
     sign_arguments,
 )
 from stopdown.pipelines.components import Callee, find_adapter
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_truncation
 from stopdown.pipelines.requests import PROMPTS, Request, build_arguments, explain_refusal
 from stopdown.pipelines.step_counter import StepCounter
@@ -42,9 +43,6 @@ MOST_CALLS = 24
 
 MOST_FRAMES = 9
 """Frames of a decoded video that are encoded again."""
-
-Progress = Callable[[str, str, int, int], None]
-"""Told of stage, what, done and total."""
 
 
 @dataclass(frozen=True)

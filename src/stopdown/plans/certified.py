@@ -30,6 +30,7 @@ from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.skeleton_components import build_component, build_empty_component
@@ -43,7 +44,7 @@ from stopdown.pipelines.sources import (
     verify_source,
 )
 from stopdown.plans.calibrated import describe_scaling
-from stopdown.plans.call_recorder import Progress, RecordedCall
+from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import read_class_versions, seal_plan
 from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16

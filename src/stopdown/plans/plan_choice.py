@@ -9,11 +9,11 @@ from pathlib import Path
 
 from stopdown.environment import Device, probe_formats
 from stopdown.errors import OutputError, warn_user
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.calibrated import make_plan
-from stopdown.plans.call_recorder import Progress
 from stopdown.plans.plan_files import read_cached_plan, read_plan, write_cached_plan
 from stopdown.plans.planned_loader import Loaded, decide, gather_facts, load_decided
 from stopdown.plans.precision import explain_plan, parse_request

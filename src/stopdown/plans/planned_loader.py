@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from stopdown.pipelines.components import (
     find_kept_fp32,
     list_calls,
 )
+from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import load_pipeline, move_program
 from stopdown.pipelines.sources import Source, has_weights, read_stored_dtypes
 from stopdown.plans.precision import (
@@ -31,8 +32,6 @@ from stopdown.plans.precision import (
     resolve_request,
 )
 from stopdown.records import Decision, Plan
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
