@@ -51,7 +51,6 @@ from stopdown.comparison.records import (
     Variant,
 )
 from stopdown.comparison.subjects import (
-    Progress,
     Run,
     Subject,
     describe_subject,
