@@ -265,13 +265,14 @@ def test_check_warns_of_rescaled_weights(
     folder, output, record = converted
     rescaled = {entry.component for entry in record.components if entry.folded}
 
-    def find(source: Any, **options: Any) -> set[str]:
-        found = check.inspect_pipeline(source, precision="fp32", **options).findings
+    def find(source: Any) -> set[str]:
+        found = check.inspect_pipeline(source, precision="fp32").findings
         return {x.module_path for x in found if x.kind == "rescaled-weights"}
 
     assert find(str(output)) == rescaled
     assert find(load_pipeline(resolve_source(str(output)), torch_dtypes=torch.float32)) == rescaled
-    assert find(str(single[1]), config=folder) == {"checkpoint"}
+    file = resolve_source(single[1], config=folder, with_weights=False)
+    assert find(check.find_source(file)) == {"checkpoint"}
     assert find(str(folder)) == set()
 
 
