@@ -569,6 +569,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
         ),
         (["generate", "shapes", "--journal=kept"], "The same command continues where it stopped."),
         (["compare", "shapes"], "The same command continues where it stopped."),
+        (["bench", "--steps", "2"], "The same command continues where it stopped."),
         (["plan", "shapes"], "Stopped by Ctrl-C; no output was finished."),
         (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
     ],
@@ -576,6 +577,12 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 def test_ctrl_c_says_how_to_go_on(words: list[str], last: str) -> None:
     """Where the same command goes on, it says so; elsewhere it promises nothing."""
     assert cli.describe_interrupt(words)[-1] == last
+
+
+def test_ctrl_c_denies_no_output_that_is_there() -> None:
+    """Items of a batch, and the first outputs of several, may be finished."""
+    for words in (["batch", "shapes"], ["generate", "shapes", "--num", "3"]):
+        assert "no output" not in " ".join(cli.describe_interrupt(words))
 
 
 # ---------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*Write for example owner/name"),
     ("generate ./nowhere.safetensors a", 2, "There is no file or folder ./nowhere.safetensors."),
     ("generate weights.ckpt a", 2, "weights.ckpt .* are stored as pickles. Only safetensors"),
-    ("generate notes.txt a", 2, "The file notes.txt is not a .safetensors file."),
+    ("generate notes.txt a", 2, "The file notes.txt is not a .safetensors or .gguf file."),
     ("generate empty a", 2, "The folder empty has no model_index.json."),
     ("generate one a", 2, "This looks like one component of a pipeline. Did you mean"),
     ("generate shapes a --revision main", 2, "--revision main was given, and shapes is a bundled"),

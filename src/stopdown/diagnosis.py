@@ -408,9 +408,12 @@ def _describe_unknown(text: str, numbers: list[int]) -> Diagnosis:
 # ---------------------------------------------------------------------------------------------
 # Files
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-VIDEOS = (".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi")
-_EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS)
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".avif")
+VIDEOS = (
+    *(".mp4", ".gif", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".flv", ".ogv", ".ts", ".mpg"),
+    *(".mpeg", ".wmv", ".apng"),
+)
+EXPLAINED = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 def explain_file(path: Path) -> Diagnosis:
@@ -495,7 +498,7 @@ def _read_log(path: Path) -> list[str]:
 
 
 def _refuse_folder(path: Path) -> InputError:
-    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in _EXPLAINED)
+    names = sorted(entry.name for entry in path.iterdir() if entry.suffix.lower() in EXPLAINED)
     example = f"stopdown explain {shlex.quote(str(path / names[0]))}" if names else ""
     return InputError(
         f"The folder {path} holds no frames.",

@@ -970,7 +970,11 @@ def link_to_itself(path: Path) -> None:
 
 PLACES = grow_rows(
     [
-        ("the model is a pipe", swap("", os.mkfifo), "The file MODEL is not a .safetensors file."),
+        (
+            "the model is a pipe",
+            swap("", os.mkfifo),
+            "The file MODEL is not a .safetensors or .gguf file.",
+        ),
         (
             "the model links to itself",
             swap("", link_to_itself),
@@ -989,7 +993,7 @@ PLACES = grow_rows(
         (
             "the model is an empty file",
             swap("", Path.touch),
-            "The file MODEL is not a .safetensors file.",
+            "The file MODEL is not a .safetensors or .gguf file.",
         ),
         (
             "no index",
@@ -1082,8 +1086,12 @@ WORDS = [
         ("a space", " ", "The model ' ' is unknown."),
         ("two dots", "..", "The folder .. has no model_index.json."),
         ("a slash", "/", "The folder / has no model_index.json."),
-        ("a device", "/dev/zero", "The file /dev/zero is not a .safetensors file."),
-        ("a proc file", "/proc/self/mem", "The file /proc/self/mem is not a .safetensors file."),
+        ("a device", "/dev/zero", "The file /dev/zero is not a .safetensors or .gguf file."),
+        (
+            "a proc file",
+            "/proc/self/mem",
+            "The file /proc/self/mem is not a .safetensors or .gguf file.",
+        ),
         ("a long name", "a" * 5000, "The model 'aaaa"),
         ("a long path", "/".join(["a" * 200] * 50), "There is no file or folder aaaa"),
         ("a newline", "a\nb", "The model 'a\\nb' is unknown."),

@@ -15,6 +15,7 @@ from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Decision
+from stopdown.runtime.clamps import find_clamping
 from stopdown.runtime.fault_texts import suggest_remedy
 from stopdown.runtime.guard import Guard, GuardOptions
 
@@ -245,3 +246,30 @@ def test_the_remedy_is_what_to_type(precision: str, has_bf16: bool, remedy: str)
     """It names the very call that failed, and no bf16 on a device that only emulates it."""
     callee = Callee("vae.decode", torch.nn.Module(), "decode", "decode")
     assert suggest_remedy(callee, precision, has_bf16=has_bf16) == remedy
+
+
+class Clamping(torch.nn.Module):
+    """Clamps at a round number below the end of fp16, as some authors write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-65000.0, 65000.0)
+
+
+class ClampingByPower(torch.nn.Module):
+    """The same as a power of ten."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clip(-6.5e4, 6.5e4)
+
+
+class Limiting(torch.nn.Module):
+    """Clamps where the range of fp16 has nothing to do with it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-60.0, 6400)
+
+
+def test_a_clamp_near_the_end_of_fp16_is_known_by_its_number() -> None:
+    """65504 is one way to write it of several."""
+    module = torch.nn.Sequential(Clamping(), Limiting(), ClampingByPower())
+    assert find_clamping(module) == ("0", "2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from stopdown.graph.capture import (
     module_path,
 )
 from stopdown.graph.nodes import operation
+from stopdown.graph.operations import read_calls
 
 
 class Attention(nn.Module):
@@ -193,6 +195,44 @@ def test_a_branch_on_values_goes_as_it_really_went(bias: float, taken: str) -> N
     assert ("neg" in names) == (taken == "-x")
     assert "gt" in names
     assert (capture.answers, capture.outputs) == ((("__bool__", taken == "x"),), 1)
+
+
+ASKING: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda x: x.sum().item() > 0,
+    "__bool__": lambda x: bool(x.sum() > 0),
+    "__int__": lambda x: int(x.sum()),
+    "__float__": lambda x: float(x.sum()),
+    "__index__": lambda x: [0, 1][(x.sum() > 0).long()],
+    "tolist": lambda x: x.tolist()[0][0] > 0,
+    "__contains__": lambda x: 1 in x,
+    "is_nonzero": lambda x: x.sum().is_nonzero(),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: x.allclose(x),
+}
+
+
+class Asking(nn.Module):
+    """A branch on what a tensor answers to one question."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.linear, self.question = nn.Linear(2, 2), question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if ASKING[self.question](x) else -self.linear(x)
+
+
+def test_every_question_is_asked_below() -> None:
+    """Those of the table of operations."""
+    assert read_calls().asks == set(ASKING)
+
+
+@pytest.mark.parametrize("question", ASKING)
+def test_each_question_is_answered_by_a_real_run(question: str) -> None:
+    """A call whose code asks it becomes a graph."""
+    capture = capture_call(Asking(question), (torch.ones(2, 2),), dtype=torch.float16)
+    names = [operation(node) for node in capture.graph.graph.nodes]
+    assert ("linear" in names, "neg" in names) == (True, False)
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -43,7 +43,7 @@ from stopdown.records import Finding, from_json, to_json
 
 
 def test_bad_lines_are_reported_in_place(tmp_path: Path) -> None:
-    """Empty, overlong, binary and control lines are named with their number; the rest is read."""
+    """Overlong, binary and control lines are named with their number; empty ones are passed over."""
     path = tmp_path / "prompts.txt"
     long = b"a" * (LONGEST + 1)
     path.write_bytes(
@@ -52,7 +52,6 @@ def test_bad_lines_are_reported_in_place(tmp_path: Path) -> None:
     good, bad = read_prompts(path)
     assert good == [(1, "a red circle"), (6, "ein Kreis, grün")]
     assert [(x.line, x.reason) for x in bad] == [
-        (2, "It is empty."),
         (3, "Byte 4 is not UTF-8."),
         (4, f"It has {LONGEST + 1} characters, more than the {LONGEST} that are read."),
         (5, "It holds control characters."),
@@ -63,7 +62,7 @@ def test_a_file_without_a_prompt_is_refused(tmp_path: Path) -> None:
     """A file in which no line is a prompt, and one that is missing, say what to write."""
     path = tmp_path / "prompts.txt"
     path.write_text("\n\n")
-    with pytest.raises(InputError, match="holds no prompt: line 1: it is empty; line 2: it is"):
+    with pytest.raises(InputError, match="holds no prompt: it is empty"):
         read_prompts(path)
     with pytest.raises(InputError, match="cannot be opened: No such file or directory"):
         read_prompts(tmp_path / "none.txt")

@@ -52,7 +52,20 @@ source = "its box"
 
 def test_the_profiles_that_users_ask_for_are_there() -> None:
     """Cards without bf16, cards with it, Macs and CPUs can all be asked about."""
-    wanted = {"v100", "t4", "rtx20", "rtx30", "rtx40", "rtx50", "a100", "a10", "a30", "l4", "h100"}
+    wanted = {
+        "v100",
+        "t4",
+        "rtx20",
+        "rtx30",
+        "rtx40",
+        "rtx50",
+        "a100",
+        "a10",
+        "a30",
+        "l4",
+        "h100",
+        "h200",
+    }
     wanted |= {
         "rx6000",
         "rx7000",

@@ -32,10 +32,12 @@ def test_the_class_follows_the_request() -> None:
     assert choose_class("CogVideoXPipeline", Request(video=CLIP)) == "CogVideoXVideoToVideoPipeline"
     assert choose_class("WanPipeline", Request(video=CLIP)) == "WanVideoToVideoPipeline"
     assert choose_class("FluxPipeline", Request(image=PICTURE)) == "FluxImg2ImgPipeline"
+    assert choose_class("QwenImagePipeline", Request(image=PICTURE)) == "QwenImageImg2ImgPipeline"
+    assert choose_class("LTXPipeline", Request(image=PICTURE)) == "LTXImageToVideoPipeline"
     masked = Request(image=PICTURE, mask=PICTURE)
     assert choose_class("FluxPipeline", masked) == "FluxInpaintPipeline"
-    name = "StableVideoDiffusionPipeline"
-    assert choose_class(name, Request(image=PICTURE)) == name
+    for name in ("StableVideoDiffusionPipeline", "StableDiffusionControlNetPipeline"):
+        assert choose_class(name, Request(image=PICTURE)) == name  # takes a picture itself
 
 
 def test_a_text_to_video_call() -> None:

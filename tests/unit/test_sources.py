@@ -24,14 +24,15 @@ from stopdown.pipelines.hub import choose_files
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import (
     fingerprint,
+    is_hub_id,
     read_stored_dtypes,
     resolve_source,
     verify_source,
 )
 
 FORMS = (
-    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors file or a bundled "
-    "model"
+    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors or .gguf file, or a "
+    "bundled model"
 )
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 AGAIN = "Download or save the model again."
@@ -282,7 +283,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.touch()
     assert read_error(lambda: resolve_source(path)) == (
-        f"The file {path} is not a .safetensors file. {FORMS}. Give a .safetensors file, or the "
+        f"The file {path} is not a .safetensors or .gguf file. {FORMS}. Give a .safetensors file, or the "
         "folder that has model_index.json in it."
     )
 
@@ -674,3 +675,18 @@ def test_a_cached_file_is_known_by_either_of_its_hashes(tmp_path: Path) -> None:
     for name, expected in {git: git, sha: sha, "0" * 64: sha, "config.json": None}.items():
         (tmp_path / name).write_bytes(b"Hello\n")
         assert hub._compute_hash(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "is_repository"),
+    [
+        ("owner/name", True),
+        ("models/missing.gguf", False),
+        ("models/missing.safetensors", False),
+        ("./missing", False),
+        ("name", False),
+    ],
+)
+def test_a_missing_file_is_no_repository(text: str, is_repository: bool) -> None:
+    """The Hub is asked only for what can be a repository."""
+    assert is_hub_id(text) == is_repository

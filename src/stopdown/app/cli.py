@@ -183,9 +183,13 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     command = _find_command(words)
     if command == "run":
         return [f"Stopped by {cause}, while the script ran."]
+    given = {word.partition("=")[0] for word in words}
     said = [f"Stopped by {cause}; no output was finished."]
-    has_journal = any(word.partition("=")[0] == "--journal" for word in words)
-    if command in ("batch", "compare") or (command == "generate" and has_journal):
+    if command == "batch":  # it has said how many are
+        said = [f"Stopped by {cause}."]
+    elif command == "generate" and "--num" in given:
+        said = [f"Stopped by {cause}; the output that was being made was not finished."]
+    if command in ("batch", "bench", "compare") or (command == "generate" and "--journal" in given):
         said.append("The same command continues where it stopped.")
     elif command == "generate":
         said.append("With --journal DIR it could continue where it stopped.")

@@ -13,9 +13,8 @@ import typer
 
 from stopdown.app.flags import CommandOptions
 from stopdown.diagnosis import (
-    PICTURES,
+    EXPLAINED,
     UNKNOWN,
-    VIDEOS,
     explain_file,
     explain_stream,
     explain_text,
@@ -25,8 +24,6 @@ from stopdown.records import Diagnosis
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_SUFFIXES = (".log", ".txt", *PICTURES, *VIDEOS)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,7 @@ def _find_path(subject: str) -> Path | None:
             return path
     except OSError:  # longer than a name can be, or in a folder that may not be entered
         return None
-    if path.suffix.lower() in _SUFFIXES and " " not in subject:
+    if path.suffix.lower() in EXPLAINED and " " not in subject:
         raise InputError(
             f"There is no file {subject}.",
             remedy="Name a file that exists, or give the message itself in quotes.",

@@ -50,7 +50,7 @@ class PromptMaker:
         """Make one item, or find it made.
 
         Args:
-            fields: those of `stopdown.batch.records.Item`: prompt, seed, steps…
+            fields: those of `stopdown.batch.prompts.Item`: prompt, seed, steps…
 
         Returns:
             Its hash `item`, `status` (made, skipped, failed), `output` (file name), `error`, `elapsed_s`

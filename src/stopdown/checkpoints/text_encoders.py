@@ -18,7 +18,6 @@ weights beyond fp16.
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ from stopdown.pipelines.headers import (
 )
 from stopdown.pipelines.hub import download_component
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.sources import Source
+from stopdown.pipelines.sources import Source, is_hub_id
 from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import describe_failure, scale_component
@@ -130,7 +129,7 @@ def find_encoder(
         SourceError: it asks for code of its own, or its weights are no safetensors.
     """
     root = Path(source).expanduser()
-    if not root.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+    if not root.exists() and is_hub_id(str(source)):
         root = download_component(str(source), component, revision=revision)
     if not root.is_dir():
         return None

@@ -1,6 +1,8 @@
 """A file of prompts, one a line; a line that cannot be a prompt is reported in its place.
 
-**Catches** lines that are empty, not UTF-8, or longer than any text encoder reads.
+Empty lines are passed over.
+
+**Catches** lines that are not UTF-8, or longer than any text encoder reads.
 **Does not catch** prompts that a model does not understand.
 """
 
@@ -44,7 +46,7 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
         read = _read_line(number, line)
         if isinstance(read, BadLine):
             bad.append(read)
-        else:
+        elif read:
             good.append((number, read))
     if not good:
         raise InputError(
@@ -61,9 +63,7 @@ def _read_line(number: int, line: bytes) -> str | BadLine:
     except UnicodeDecodeError as error:
         shown = line.decode("utf-8", errors="replace")[:60]
         return BadLine(number, shown, f"Byte {error.start + 1} is not UTF-8.")
-    if not text:
-        return BadLine(number, "", "It is empty.")
-    if reason := find_text_fault(text):  # of lines, so no line break is in it
+    if text and (reason := find_text_fault(text)):  # of lines, so no line break is in it
         return BadLine(number, (text if text.isprintable() else ascii(text))[:60], reason)
     return text
 

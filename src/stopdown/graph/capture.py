@@ -43,29 +43,13 @@ from stopdown.component_call_names import is_inside
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
-from stopdown.graph.operations import CONVOLUTIONS, NORMS
+from stopdown.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.module_paths import list_parts
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import Operands
 
 _PREFIX = "component"
-_QUESTIONS = frozenset(
-    (
-        torch.Tensor.tolist,
-        torch.Tensor.item,
-        torch.Tensor.__bool__,
-        torch.Tensor.__int__,
-        torch.Tensor.__float__,
-        torch.Tensor.__index__,
-        torch.equal,
-        torch.Tensor.equal,
-        torch.allclose,
-        torch.is_nonzero,
-    )
-)
-"""What turns a tensor's values into numbers of Python."""
-
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 _ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
@@ -300,7 +284,7 @@ class _Notes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func not in _QUESTIONS:
+        if func not in _list_questions():
             return func(*args, **(kwargs or {}))
         if self._left is not None:
             self.asked += [x for x in args if isinstance(x, torch.Tensor)]
@@ -318,6 +302,17 @@ class _Notes(TorchFunctionMode):
         if noted != question:
             raise CaptureError(f"The code asks for {question} where a real run asked for {noted}.")
         return answer
+
+
+@functools.cache
+def _list_questions() -> frozenset[Any]:
+    """The functions and methods of torch that turn a tensor's values into numbers of Python."""
+    return frozenset(
+        getattr(owner, name)
+        for name in read_calls().asks
+        for owner in (torch, torch.Tensor)
+        if hasattr(owner, name)
+    )
 
 
 class _TracedData(TorchFunctionMode):

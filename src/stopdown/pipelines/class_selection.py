@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,30 +11,11 @@ from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_config
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.requests import Request, name_arguments
+from stopdown.pipelines.requests import Request, find_target, name_arguments
 from stopdown.pipelines.sources import Source
 
-VIDEO_TO_VIDEO = {
-    "CogVideoXPipeline": "CogVideoXVideoToVideoPipeline",
-    "WanPipeline": "WanVideoToVideoPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a video."""
-
-IMAGE_TO_IMAGE = {
-    "StableDiffusionPipeline": "StableDiffusionImg2ImgPipeline",
-    "StableDiffusionXLPipeline": "StableDiffusionXLImg2ImgPipeline",
-    "StableDiffusion3Pipeline": "StableDiffusion3Img2ImgPipeline",
-    "FluxPipeline": "FluxImg2ImgPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a picture."""
-
-INPAINTING = {
-    "StableDiffusionPipeline": "StableDiffusionInpaintPipeline",
-    "StableDiffusionXLPipeline": "StableDiffusionXLInpaintPipeline",
-    "StableDiffusion3Pipeline": "StableDiffusion3InpaintPipeline",
-    "FluxPipeline": "FluxInpaintPipeline",
-}
-"""Pipelines whose checkpoint also serves another class, which takes a picture and a mask."""
+_SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
+"""What a request holds to classes with another one of the same weights, beside those of Diffusers' tables."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +44,36 @@ class Selection:
 
 
 def choose_class(class_name: str, request: Request) -> str:
-    """The class that serves a request from a checkpoint: its own, or a sister for video or image."""
-    if request.mask is not None:
-        return INPAINTING.get(class_name, class_name)
-    if request.video is not None:
-        return VIDEO_TO_VIDEO.get(class_name, class_name)
-    if request.image is not None:
-        return IMAGE_TO_IMAGE.get(class_name, class_name)
-    return class_name
+    """The class that serves a request from a checkpoint: its own, or a sister for picture or video.
+
+    A class that takes a picture itself, as one with a ControlNet does, is kept.
+    """
+    given = (name for name in ("mask", "video", "image") if getattr(request, name) is not None)
+    asked = next(given, None)
+    return class_name if asked is None else _list_sisters(asked).get(class_name, class_name)
+
+
+@functools.cache
+def _list_sisters(asked: str) -> dict[str, str]:
+    """Classes that take no picture to those that do with the same weights, as Diffusers has them."""
+    from diffusers.pipelines import auto_pipeline as tables
+
+    tasks = {
+        "mask": ("AUTO_INPAINT",),
+        "video": ("AUTO_VIDEO2VIDEO",),
+        "image": ("AUTO_IMAGE2IMAGE", "AUTO_IMAGE2VIDEO"),
+    }
+    plain = [
+        *tables.AUTO_TEXT2IMAGE_PIPELINES_MAPPING.items(),
+        *tables.AUTO_TEXT2VIDEO_PIPELINES_MAPPING.items(),
+    ]
+    found = dict(_SISTERS.get(asked, {}))
+    for task in tasks[asked]:
+        sisters = getattr(tables, f"{task}_PIPELINES_MAPPING")
+        for key, own in plain:
+            if key in sisters and find_target("image", own) is None:
+                found[own.__name__] = sisters[key].__name__
+    return found
 
 
 def select_pipeline(

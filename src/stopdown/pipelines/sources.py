@@ -54,8 +54,8 @@ from stopdown.toml_files import read_rows
 
 BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
 FORMS = (
-    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors file or a bundled "
-    "model"
+    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors or .gguf file, or a "
+    "bundled model"
 )
 OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
 """Components that a pipeline may be published without, although its index names them."""
@@ -246,7 +246,7 @@ def _resolve(
         return _read_folder(text, path, "folder")
     if os.path.exists(path):
         return _read_file(text, path)
-    if isinstance(source, str) and hub.HUB_ID.fullmatch(text) and not _looks_like_path(text):
+    if isinstance(source, str) and is_hub_id(text):
         return _resolve_hub(text, revision, variant, progress, with_weights)
     raise _describe_unknown(text)
 
@@ -300,8 +300,13 @@ def list_bundled() -> list[str]:
     return sorted(index.parent.name for index in BUNDLED_FOLDER.glob("*/model_index.json"))
 
 
+def is_hub_id(text: str) -> bool:
+    """Whether a text names a repository, `owner/name`, and not a file or folder that is missing."""
+    return hub.HUB_ID.fullmatch(text) is not None and not _looks_like_path(text)
+
+
 def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "~", "/")) or text.endswith((".safetensors", *hub.PICKLES))
+    return text.startswith((".", "~", "/")) or text.endswith((*WEIGHT_FILES, *hub.PICKLES))
 
 
 def _describe_unknown(text: str) -> SourceError:
@@ -346,7 +351,7 @@ def _read_file(name: str, path: Path) -> Source:
         raise hub.refuse_pickles("SOURCE", [str(path)])
     if path.suffix.lower() not in WEIGHT_FILES:
         raise SourceError(
-            f"The file {path} is not a .safetensors file.",
+            f"The file {path} is not a .safetensors or .gguf file.",
             expected=f"{FORMS}.",
             remedy="Give a .safetensors file, or the folder that has model_index.json in it.",
         )

@@ -2,7 +2,7 @@
 
 Transformers' T5 turns Inf into 64504 and goes on; CogView3-Plus, Flux and Qwen-Image clip to 65504.
 What comes out is finite and wrong. Such modules are known by their code alone: a `clamp`, `clip` or
-`nan_to_num` beside `finfo` or `65504`.
+`nan_to_num` beside `finfo`, or a number from 64500 on such as `65504` or `65000`.
 
 `nan_to_num` turns NaN into zeros as well, so nothing of it shows in what a module returns (ComfyUI's
 Flux and Z-Image do so). What it is called with is looked at (`watch_clamps`), wherever that is.
@@ -35,7 +35,8 @@ CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
-_END = re.compile(rf"\bfinfo\b|{FP16.largest:.0f}")
+_END = re.compile(r"\bfinfo\b|\b6(?:4[5-9]|5\d)\d\d(?:\.\d*)?\b|\b6\.5e\+?4\b")
+"""How code writes the end of fp16: `finfo`, 65504, 65000.0, 6.5e4; from `CLAMPED_FROM` on."""
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:
