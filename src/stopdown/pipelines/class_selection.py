@@ -15,7 +15,7 @@ from stopdown.pipelines.requests import Request, find_target, name_arguments
 from stopdown.pipelines.sources import Source
 
 _SISTERS = {"video": {"CogVideoXPipeline": "CogVideoXVideoToVideoPipeline"}}
-"""What a request holds to classes with another one of the same weights, beside those of Diffusers' tables."""
+"""What a request holds, to pairs of classes that have the same weights and are in no table of Diffusers."""
 
 
 @dataclass(frozen=True)
