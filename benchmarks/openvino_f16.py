@@ -5,13 +5,17 @@ overflow inside, are exported to OpenVINO IR and compiled for f16. Errors are re
 Torch is also run with sums that are rounded to fp16 after each of their terms, as OpenVINO does on Arm.
 
 OpenVINO has fp16 on Arm processors and on x86 ones with AVX512-FP16. Where this one has none, a variable
-names a Python with openvino and numpy that runs on one; QEMU emulates an Arm processor with fp16:
+names a Python with openvino and numpy that runs on one. The result is stored beside those of other kinds of
+processor. QEMU emulates an Arm processor with fp16:
 
     STOPDOWN_FP16_PYTHON="env PYTHONPATH=SITE qemu-aarch64-static -L ROOT -cpu neoverse-n1 PYTHON" \\
         python benchmarks/openvino_f16.py
 
 SITE has the wheels of openvino and numpy for aarch64 unpacked, ROOT is a Debian of arm64, and PYTHON its
-`ROOT/usr/bin/python3`.
+`ROOT/usr/bin/python3`. Bochs emulates an x86 one with AVX512-FP16; bochs_python.py says what MACHINE is:
+
+    STOPDOWN_FP16_PYTHON="python benchmarks/bochs_python.py -cpu sapphire_rapids MACHINE" \\
+        python benchmarks/openvino_f16.py
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -150,32 +154,64 @@ def measure(names: list[str], reader: list[str]) -> dict[str, Any]:
     return {"reader": record, "rows": rows}
 
 
-def write_table(result: dict[str, Any], path: Path) -> None:
-    """The rows as Markdown."""
+def describe_emulator(reader: list[str]) -> str | None:
+    """The program that emulates the processor of a reader, and the processor."""
+    names = [re.match(r"qemu-[\w-]+|bochs", Path(x).name) for x in reader]
+    name = next((x[0] for x in names if x), None)
+    return name and f"{name}, {reader[reader.index('-cpu') + 1]}"
+
+
+def write_table(record: dict[str, Any], path: Path) -> None:
+    """The rows as Markdown, processor after processor."""
     lines = [
         "# OpenVINO in f16\n",
-        "Tiny models whose values overflow in fp16, exported to OpenVINO IR and run on a processor that "
-        f"has fp16: OpenVINO {result['reader']['openvino'].split('-')[0]} on {result['reader']['machine']} "
-        f"({result['emulated'] or 'not emulated'}). Errors are relative to fp32 of torch.\n",
+        "Tiny models whose values overflow in fp16, exported to OpenVINO IR and run on processors that "
+        "have fp16. Errors are relative to fp32 of torch.\n",
         "*Torch, sums in fp16* is torch's fp16 with sums that are rounded to fp16 after every term; "
-        "*torch* sums in fp32. *Nodes* counts those that compute, by precision.\n",
-        "| model | f16 without exponents | f16 with them | torch, sums in fp16 | torch | nodes |",
-        "| --- | --: | --: | --: | --: | --- |",
+        "*torch* sums in fp32. *Nodes* counts those that compute, by precision.",
     ]
-    for name, row in result["rows"].items():
+    for processor, result in record["processors"].items():
+        version = result["reader"]["openvino"].split("-")[0]
+        lines += [
+            f"\n## {processor}\n",
+            f"OpenVINO {version} ({result['emulated'] or 'not emulated'}).\n",
+            *list_errors(result["rows"]),
+            "\nOne product of fp16 matrices in f16, by the number of terms in its sums:\n",
+            *list_products(result["reader"]["probe"]["products"]),
+        ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def list_errors(rows: dict[str, Any]) -> Iterator[str]:
+    yield "| model | f16 without exponents | f16 with them | torch, sums in fp16 | torch | nodes |"
+    yield "| --- | --: | --: | --: | --: | --- |"
+    for name, row in rows.items():
         nodes = ", ".join(f"{count} {x}" for x, count in row["executed"]["nodes"].items())
         keys = ("without f16", "with f16", "torch_same_sums", "torch")
         cells = ["NaN" if row[key] is None else f"{row[key]:.2g}" for key in keys]
-        lines.append(f"| {' | '.join((name, *cells, nodes))} |")
-    lines += [
-        "\nOne product of fp16 matrices in f16, by the number of terms in its sums:\n",
-        "| terms | error | rounded once | as numpy, rounded after every term |",
-        "| --: | --: | --: | --: |",
-    ]
-    for terms, row in result["reader"]["probe"]["products"].items():
+        yield f"| {' | '.join((name, *cells, nodes))} |"
+
+
+def list_products(products: dict[str, Any]) -> Iterator[str]:
+    yield "| terms | error | rounded once | as numpy, rounded after every term |"
+    yield "| --: | --: | --: | --: |"
+    for terms, row in products.items():
         share = f"{100 * row['as_rounded_after_each']:.0f} %"
-        lines.append(f"| {terms} | {row['rel_err']:.2g} | {row['rounded_once']:.2g} | {share} |")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        yield f"| {terms} | {row['rel_err']:.2g} | {row['rounded_once']:.2g} | {share} |"
+
+
+def store(result: dict[str, Any]) -> None:
+    """Beside what other kinds of processor gave with this machine and these versions."""
+    path, machine = RESULTS / "openvino_f16.json", describe_machine()
+    known = json.loads(path.read_text()) if path.exists() else {}
+    others = known["processors"] if known.get("machine") == machine else {}
+    record = {
+        "machine": machine,
+        "command": f"{VARIABLE}=PYTHON python benchmarks/openvino_f16.py",
+        "processors": dict(sorted({**others, result["reader"]["machine"]: result}.items())),
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_table(record, path.with_suffix(".md"))
 
 
 def main() -> None:
@@ -189,16 +225,7 @@ def main() -> None:
     if options.row:
         print(json.dumps(result))
         return
-    emulator = next((Path(x).name for x in reader if "qemu" in x), None)
-    processor = reader[reader.index("-cpu") + 1] if "-cpu" in reader else platform.processor()
-    record = {
-        "machine": describe_machine(),
-        "command": f"{VARIABLE}=PYTHON python benchmarks/openvino_f16.py",
-        "emulated": emulator and f"{emulator}, {processor}",
-        **result,
-    }
-    (RESULTS / "openvino_f16.json").write_text(json.dumps(record, indent=2) + "\n")
-    write_table(record, RESULTS / "openvino_f16.md")
+    store({"emulated": describe_emulator(reader), **result})
 
 
 if __name__ == "__main__":

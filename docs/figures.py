@@ -75,23 +75,37 @@ def _gib(count: float) -> str:
 # Exported graphs
 
 
+def _openvino(processor: str) -> Any:
+    return _read("openvino_f16")["processors"][processor]
+
+
 @_figure
 def openvino_f16() -> str:
     names = {"t5": "T5", "clip": "CLIP", "cogvideox": "CogVideoX blocks", "vae": "VAE decoder"}
-    keys = ("without f16", "with f16", "torch_same_sums", "torch")
-    rows = [
-        (name, *("NaN" if row[key] is None else _percent(float(f"{row[key]:.2g}")) for key in keys))
-        for row, name in ((_read("openvino_f16")["rows"][key], name) for key, name in names.items())
-    ]
-    headings = ("", "without exponents", "with exponents", "PyTorch, same sums", "PyTorch")
-    return _make_table(headings, rows)
+    arm, x86 = _openvino("aarch64")["rows"], _openvino("x86_64")["rows"]
+    rows = []
+    for key, name in names.items():
+        cells = [x[key][graph] for x in (arm, x86) for graph in ("without f16", "with f16")]
+        cells += [arm[key][x] for x in ("torch_same_sums", "torch")]
+        rows.append((name, *("NaN" if x is None else _percent(float(f"{x:.2g}")) for x in cells)))
+    headings = ("Arm, without exponents", "with", "x86, without exponents", "with")
+    torch = ("PyTorch, sums in fp16", "sums in fp32")
+    return _make_table(("", *headings, *torch), rows)
+
+
+def _long_sum(processor: str) -> str:
+    row = _openvino(processor)["reader"]["probe"]["products"]["4096"]
+    return _percent(float(f"{row['rel_err']:.2g}"))
 
 
 @_figure
 def openvino_long_sum() -> str:
-    return _percent(
-        float(f"{_read('openvino_f16')['reader']['probe']['products']['4096']['rel_err']:.2g}")
-    )
+    return _long_sum("aarch64")
+
+
+@_figure
+def openvino_long_sum_x86() -> str:
+    return _long_sum("x86_64")
 
 
 # Rescaling

@@ -32,15 +32,17 @@ def compile_graph(graph: Any, precision: str) -> Any:
     return CORE.compile_model(graph, "CPU", options)
 
 
-def count_precisions(compiled: Any) -> dict[str, int]:
-    """Nodes that compute, by the precision that they are executed in."""
+def count_nodes(compiled: Any) -> dict[str, dict[str, int]]:
+    """Nodes that compute: by the precision that they are executed in, and by kernel."""
     passive = {"Const", "Input", "Output", "Reshape", "Reorder", "Convert"}
-    found: Counter[str] = Counter()
+    nodes: Counter[str] = Counter()
+    kernels: Counter[str] = Counter()
     for node in compiled.get_runtime_model().get_ordered_ops():
         known = node.get_rt_info()
         if known["layerType"].astype(str) not in passive:
-            found[known["runtimePrecision"].astype(str)] += 1
-    return dict(found)
+            nodes[known["runtimePrecision"].astype(str)] += 1
+            kernels[known["primitiveType"].astype(str)] += 1
+    return {"nodes": dict(nodes), "kernels": dict(kernels)}
 
 
 def run_small(make: Any, arrays: Sequence[np.ndarray], precision: str) -> np.ndarray:
@@ -101,7 +103,7 @@ def main(folder: Path) -> None:
             np.save(folder / f"{path.stem}.{precision}.npy", compiled(given)[0])
             graphs.setdefault(path.stem, {})[precision] = {
                 "compiled_for": compiled.get_property("INFERENCE_PRECISION_HINT").to_string(),
-                "nodes": count_precisions(compiled),
+                **count_nodes(compiled),
             }
     record = {
         "openvino": openvino.__version__,

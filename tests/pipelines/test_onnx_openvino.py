@@ -177,7 +177,10 @@ def test_onnxruntime_in_fp16_is_right_with_the_exponents_alone(tmp_path: Path, n
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_openvino_executes_f16_as_well_as_torch(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """On a processor that has fp16: NaN before, then at most twice torch's error with the same sums."""
+    """On a processor that has fp16: NaN before, then at most twice torch's error with the same sums.
+
+    Sums are rounded to fp16 after each term, or they are in fp32 and rounded once.
+    """
     need("openvino")
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
     from openvino_f16 import MISSING, find_reader
@@ -193,7 +196,9 @@ def test_openvino_executes_f16_as_well_as_torch(monkeypatch: pytest.MonkeyPatch,
     assert probe["same_as_numpy"] == {"add": True, "multiply": True}
     assert row["executed"]["compiled_for"] == "f16"
     assert row["executed"]["nodes"]["f16"] > sum(row["executed"]["nodes"].values()) / 2
-    after_each = all(x["as_rounded_after_each"] == 1 for x in probe["products"].values())
+    products = probe["products"].values()
+    after_each = all(x["as_rounded_after_each"] == 1 for x in products)
+    assert after_each or all(x["rel_err"] <= 1.001 * x["rounded_once"] for x in products)
     assert row["without f16"] is None
     assert row["with f16"] <= 2 * row["torch_same_sums" if after_each else "torch"]
 
