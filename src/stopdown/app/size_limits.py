@@ -78,7 +78,7 @@ def refuse_too_large(
         smaller = shrink_request(dataclasses.replace(request, steps=1), size)
         return _predict(source, way, smaller, is_cpu=device.type == "cpu")
 
-    least = _count(asked) * RETURNED_BYTES
+    least = asked.pixels * RETURNED_BYTES
     if least <= limit and memory is None:
         least = _find_peak(predict(asked))
     if least <= limit:
@@ -148,10 +148,6 @@ def _find_size(source: Source, way: Way, request: Request) -> Size:
     return Size(frames, int(height or 0), int(width or 0))
 
 
-def _count(size: Size) -> int:
-    return size.frames * size.height * size.width
-
-
 def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
     """Smaller sizes that the model can make and that may fit, each of half the pixels of the last."""
     from stopdown.memory.smaller_requests import Size
@@ -171,5 +167,5 @@ def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
     return [
         size
         for size in dict.fromkeys(sizes)
-        if min(size.height, size.width) >= step and _count(size) * DECODED_BYTES <= limit
+        if min(size.height, size.width) >= step and size.pixels * DECODED_BYTES <= limit
     ]

@@ -30,6 +30,11 @@ class Size:
     height: int
     width: int
 
+    @property
+    def pixels(self) -> int:
+        """Of all frames together."""
+        return self.frames * self.height * self.width
+
     def __str__(self) -> str:
         size = f"{self.height}x{self.width}"
         return size if self.frames == 1 else f"{self.frames} frames of {size}"

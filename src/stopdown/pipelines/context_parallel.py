@@ -1,10 +1,9 @@
 """One call of a transformer over several devices: Diffusers' context parallelism, put on and off.
 
 Diffusers splits a transformer's tokens over the ranks of a process group, exchanges tokens for heads
-around each attention (Ulysses) or passes keys and values around (ring), and gathers the result: from
-outside the call is the same on every rank. Here it is put on with the plan that a class lacks, for
-lengths and numbers of heads that the ranks do not divide, and on a CPU, where Diffusers finds no
-accelerator to count.
+around each attention (Ulysses), and gathers the result: from outside the call is the same on every rank.
+Here it is put on with the plan that a class lacks, for lengths and numbers of heads that the ranks do not
+divide, and on a CPU, where Diffusers finds no accelerator to count.
 
 **Catches** transformers without a plan, and more ranks than heads can be shared by.
 **Does not catch** attention backends that cannot be spread: Diffusers refuses them by name.
@@ -27,17 +26,10 @@ from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.step_caches import bypass_hooks, iterate_hooks
 
 
-def put_context_parallel(
-    transformer: torch.nn.Module, patches: Patches, *, ring_degree: int = 1, mesh: Any = None
-) -> Any:
+def put_context_parallel(transformer: torch.nn.Module, patches: Patches) -> Any:
     """Spread each call of a transformer over the ranks, until `patches` is undone.
 
     Put it on before a guard, and take it off after that.
-
-    Args:
-        ring_degree: ranks of each ring; the others share heads. Diffusers' attention backends for CUDA
-            have rings, its native one and so a CPU does not.
-        mesh: a device mesh with the dimensions `ring` and `ulysses`; None for one of all ranks.
 
     Returns:
         Diffusers' configuration that is in force.
@@ -47,12 +39,10 @@ def put_context_parallel(
     """
     from diffusers import ContextParallelConfig
 
-    ranks = torch.distributed.get_world_size() if mesh is None else mesh.size()
+    ranks = torch.distributed.get_world_size()
     plan = find_plan(transformer)
-    _check_ranks(transformer, ranks, ring_degree)
-    config = ContextParallelConfig(
-        ring_degree=ring_degree, ulysses_degree=ranks // ring_degree, mesh=mesh
-    )
+    _check_ranks(transformer, ranks)
+    config = ContextParallelConfig(ulysses_degree=ranks)
     _fit_lengths(transformer, config, plan, patches)
     _keep_modules(transformer, plan, patches)
     _put_processors(transformer, patches)
@@ -86,22 +76,20 @@ def find_plan(transformer: torch.nn.Module) -> dict[str, Any]:
     return plan
 
 
-def _check_ranks(transformer: torch.nn.Module, ranks: int, ring_degree: int) -> None:
+def _check_ranks(transformer: torch.nn.Module, ranks: int) -> None:
     """Refuse what Diffusers would refuse in the middle of a call: heads that the ranks cannot share."""
-    sharing = ranks // max(1, ring_degree)
-    if ranks < 2 or ring_degree < 1 or ranks % ring_degree:
+    if ranks < 2:
         raise OptionError(
-            f"{ranks} ranks in rings of {ring_degree} are no way to spread a call.",
-            remedy="Start two ranks or more, and rings whose size divides their number.",
+            f"A call cannot be spread over {ranks} rank.", remedy="Start two ranks or more."
         )
     heads = _count_heads(transformer)
-    share = -(-heads // sharing)
-    if heads and share * sharing - heads >= share > 0 and heads % sharing:
+    share = -(-heads // ranks)
+    if heads and share * ranks - heads >= share > 0 and heads % ranks:
         fitting = [n for n in range(2, heads + 1) if -(-heads // n) * n - heads < -(-heads // n)]
         raise OptionError(
-            f"{heads} attention heads cannot be shared by {sharing} ranks: each would have {share}, and "
+            f"{heads} attention heads cannot be shared by {ranks} ranks: each would have {share}, and "
             "at least one rank none.",
-            remedy=f"Start {max((n for n in fitting if n < sharing), default=2)} ranks.",
+            remedy=f"Start {max((n for n in fitting if n < ranks), default=2)} ranks.",
         )
 
 
@@ -155,7 +143,7 @@ def _resolve_on_cpu(transformer: torch.nn.Module, config: Any) -> Any:
     from diffusers import ParallelConfig
 
     whole = ParallelConfig(context_parallel_config=config)
-    mesh = config.mesh or torch.distributed.init_device_mesh(
+    mesh = torch.distributed.init_device_mesh(
         "cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names
     )
     ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -169,14 +157,12 @@ def _fit_lengths(
 ) -> None:
     """Split lengths and heads that the ranks do not divide, from the first such call on.
 
-    Diffusers has a way for these (`ulysses_anything`, `ring_anything`) that asks all ranks for their
+    Diffusers has a way for these (`ulysses_anything`) that asks all ranks for their
     sizes before each exchange; where all is divisible it is not taken. Diffusers' hooks come later and
     lie around these layers: so inputs are looked at by a hook of the module, outputs beneath.
     """
-    if config.ring_degree > 1 and config.ulysses_degree > 1:
-        return  # Diffusers has no such way for both at once, and says so
     if _count_heads(transformer) % config.ulysses_degree:
-        _split_anything(config)
+        config.ulysses_anything = True
     for path, splits in plan.items():
         for child in _find_modules(transformer, path) if isinstance(splits, dict) else ():
             hook = functools.partial(_look_at_inputs, config, splits)
@@ -207,16 +193,11 @@ def _look_at_outputs(
 
 def _look(config: Any, given: Any, split: Any) -> None:
     """Whether one tensor, or each of several, can be split into equal parts."""
-    ranks = config.ring_degree * config.ulysses_degree
     pairs = zip(given or (), split, strict=False) if isinstance(split, (list, tuple)) else None
     for tensor, one in [(given, split)] if pairs is None else pairs:
         is_split = isinstance(tensor, torch.Tensor) and tensor.dim() == one.expected_dims
-        if is_split and tensor.shape[one.split_dim] % ranks:
-            _split_anything(config)
-
-
-def _split_anything(config: Any) -> None:
-    setattr(config, "ring_anything" if config.ring_degree > 1 else "ulysses_anything", True)
+        if is_split and tensor.shape[one.split_dim] % config.ulysses_degree:
+            config.ulysses_anything = True
 
 
 def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
@@ -228,7 +209,7 @@ def _gather_padded(transformer: torch.nn.Module, patches: Patches) -> None:
 
 
 def _gather(hook: Any, gather_equal: Any, module: torch.nn.Module, output: Any) -> Any:
-    if not (hook.parallel_config.ulysses_anything or hook.parallel_config.ring_anything):
+    if not hook.parallel_config.ulysses_anything:
         return gather_equal(module, output)
     group, dim = hook.parallel_config._flattened_mesh.get_group(), hook.metadata[0].gather_dim
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]

@@ -63,7 +63,7 @@ class Fitted:
             device=self.device,
             limit_bytes=self.limit_bytes,
             size=str(self.size),
-            pixels=_count_pixels(self.size),
+            pixels=self.size.pixels,
             failed=tuple(dict.fromkeys(one.before for one in self.offloader.steps_down)),
             worked=self.offloader.taken.strategy.name,
         )
@@ -131,9 +131,7 @@ def fit_run(
             request, fit, reduced, size = found
             announce(reduced.reason)
     plan = loaded.loaded_plan.plan if loaded.loaded_plan is not None else None
-    failed = (
-        find_failed(plan, str(device), limit_bytes, _count_pixels(size)) if size is not None else ()
-    )
+    failed = find_failed(plan, str(device), limit_bytes, size.pixels) if size is not None else ()
     if failed:
         announce(
             "Not used, because the plan has recorded that they ran out of memory: "
@@ -226,7 +224,3 @@ def _predict(pipe: Any, formats: Collection[str], request: Request, device: Devi
         speed=speeds.measure_speed(device, formats),
         device=device.torch_name,
     )
-
-
-def _count_pixels(size: Size) -> int:
-    return size.frames * size.height * size.width
