@@ -920,12 +920,12 @@ def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path
     write_plan(plan, tmp_path / "plan.json")
     script = (
         "import os, signal, sys\n"
-        "from stopdown.checkpoints import convert as converting\n"
-        "write = converting.write_weights\n"
+        "from stopdown.checkpoints import component_folders, convert as converting\n"
+        "write = component_folders.write_weights\n"
         "def die(*given):\n"
         "    write(*given)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "converting.write_weights = die\n"
+        "component_folders.write_weights = die\n"
         "converting.convert(*sys.argv[1:4], leave=['unet', 'vae'])\n"
     )
     command = [sys.executable, "-c", script, folder, tmp_path / "out", tmp_path / "plan.json"]
