@@ -55,7 +55,9 @@ def measure_sigma(weight: torch.Tensor) -> float:
         return float(torch.linalg.matrix_norm(weight.double(), 2)) * MARGIN
     tall = weight if weight.shape[0] >= weight.shape[1] else weight.T
     count = math.ceil(tall.shape[1] / MOST_COLUMNS)
-    return math.sqrt(sum(_bound_gram(part) for part in tall.chunk(count, dim=1))) * MARGIN
+    scale = choose_scale(find_largest(weight))  # squares stay in range
+    tops = [_bound_gram(part, scale) for part in tall.chunk(count, dim=1)]
+    return math.sqrt(sum(tops)) / scale * MARGIN
 
 
 def estimate_sigma(weight: torch.Tensor, steps: int = 8) -> float:
@@ -71,14 +73,13 @@ def estimate_sigma(weight: torch.Tensor, steps: int = 8) -> float:
     return math.sqrt(float(vector.norm()))
 
 
-def _bound_gram(weight: torch.Tensor) -> float:
-    """The largest eigenvalue of `W^T W`, half of which is computed, with the errors of its sums.
+def _bound_gram(weight: torch.Tensor, scale: float) -> float:
+    """The largest eigenvalue of `W^T W` times `scale**2`, with the errors of its sums; half is computed.
 
     A sum of n products in fp32 is off by at most `n u / (1 - n u)` of the sum of magnitudes (u is
     2**-24), so the error of all parts has no larger 2-norm than that times the squares of `W`; and what is
     below the least normal number is lost.
     """
-    scale = choose_scale(find_largest(weight))  # squares stay in range
     columns, pieces = weight.shape[1], weight.split(GRAM_ROWS)
     gram = torch.zeros(columns, columns)
     for piece in pieces:
@@ -89,7 +90,7 @@ def _bound_gram(weight: torch.Tensor) -> float:
     gram = (gram.triu() + gram.triu(1).T).double()
     terms = GRAM_ROWS + len(pieces)
     error = 1.01 * terms * 2.0**-24 * float(gram.trace()) + weight.numel() * 2.0**-125
-    return (bound_top(gram) + error) / scale / scale
+    return bound_top(gram) + error
 
 
 def bound_top(gram: torch.Tensor) -> float:
