@@ -84,45 +84,42 @@ def summarise_magnitudes(tensor: torch.Tensor) -> tuple[float, float, float, int
         return 0.0, 0.0, 0.0, 0
     flat = tensor.detach().reshape(-1)
     flat = flat if flat.device.type in ("cpu", "cuda") else flat.cpu()  # others may lack float64
-    pieces = _summarise_cached(flat) if flat.device.type == "cpu" else _summarise_piece(flat)[None]
-    largest, squares, least, bad = pieces.unbind(1)
-    mean = squares.sum() / tensor.numel()
-    figures = torch.stack([largest.amax(), mean.sqrt(), least.amin(), bad.sum()])
-    amax, rms, smallest, count = figures.tolist()
-    return amax, rms, smallest if math.isfinite(smallest) else 0.0, int(count)
+    is_cached = flat.device.type == "cpu"
+    pieces = _summarise_cached(flat) if is_cached else [_summarise_piece(flat)]
+    largest, squares, least, bad = zip(*pieces, strict=True)
+    smallest = min(least)
+    mean = math.fsum(squares) / tensor.numel()
+    return max(largest), mean**0.5, smallest if smallest < math.inf else 0.0, int(sum(bad))
 
 
-def _summarise_piece(values: torch.Tensor) -> torch.Tensor:
+def _summarise_piece(values: torch.Tensor) -> list[float]:
     """Largest magnitude, sum of squares, smallest positive magnitude, and how many are not finite."""
     magnitudes = values.abs().double()
     finite = torch.isfinite(magnitudes)
     magnitudes = torch.where(finite, magnitudes, 0.0)
     least = torch.where(magnitudes > 0, magnitudes, math.inf).amin()
     bad = (~finite).sum().double()
-    return torch.stack([magnitudes.amax(), magnitudes.dot(magnitudes), least, bad])
+    found = torch.stack([magnitudes.amax(), magnitudes.dot(magnitudes), least, bad])
+    figures: list[float] = found.tolist()
+    return figures
 
 
-def _summarise_cached(values: torch.Tensor) -> torch.Tensor:
-    """`_summarise_piece` of each piece, `[pieces, 4]`, in fp32 where that has numbers for it."""
+def _summarise_cached(values: torch.Tensor) -> list[list[float]]:
+    """`_summarise_piece` of each piece, in fp32 where that has numbers for it."""
     is_half = values.dtype in HALVES
-    pieces, found = values.split(CACHED_VALUES), list[tuple[torch.Tensor, ...]]()
+    pieces, found = values.split(CACHED_VALUES), list[list[float]]()
     for piece in pieces:
         wide = piece if piece.element_size() >= 4 else piece.float()
-        squares = wide.dot(wide)
+        squares = float(wide.dot(wide))
         if is_half:  # without a sign their bits are in order; zero less one is the largest
             bits = piece.view(torch.int16) & 0x7FFF
-            found.append((bits.amax(), squares, bits.sub_(1).bitwise_and_(0x7FFF).amin()))
+            ends = torch.stack([bits.amax(), bits.sub_(1).bitwise_and_(0x7FFF).amin() + 1])
+            high, low = ends.view(values.dtype).tolist()
         else:
-            magnitudes = wide.abs()
-            found.append((magnitudes.amax(), squares, magnitudes.amin()))
-    high, squares, low = (torch.stack(x) for x in zip(*found, strict=True))
-    if is_half:
-        high, low = high.view(values.dtype), (low + 1).view(values.dtype)
-    made = torch.stack([high, squares, low, torch.zeros_like(squares)], 1).double()
-    is_plain = (low > 0) & (high < math.inf) & (squares > LEAST_SQUARES) & (squares < math.inf)
-    for index in torch.nonzero(~is_plain).flatten().tolist():
-        made[index] = _summarise_piece(pieces[index])
-    return made
+            low, high = map(float, torch.aminmax(wide.abs()))
+        is_plain = low > 0 and high < math.inf and LEAST_SQUARES < squares < math.inf
+        found.append([high, squares, low, 0.0] if is_plain else _summarise_piece(piece))
+    return found
 
 
 def multiply_matrices(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
