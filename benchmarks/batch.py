@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.app.batch_command import BatchOptions, batch
-from stopdown.app.display import Silent
+from stopdown.app.display import Display
 from stopdown.batch import dispatch
 from stopdown.batch.jobs import prepare
 from stopdown.batch.prompt_maker import PromptMaker, make_request
@@ -76,7 +76,7 @@ def time_batch(items: list[Item], root: Path, **words: Any) -> tuple[float, floa
     begun = time.perf_counter()
     try:
         options = BatchOptions("shapes", str(prompts), str(out), precision="fp32", **words)
-        record = batch(options, Silent())
+        record = batch(options, Display())
     finally:
         dispatch.Dispatch.run = give_out  # type: ignore[method-assign]
     assert (record.made, record.failed) == (len(items), 0)
