@@ -26,7 +26,7 @@ import inspect
 import io
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -234,6 +234,14 @@ def name_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return named
 
 
+def mark_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that nothing else holds as a parameter: what `Parameter` makes of a copy of a fake one."""
+    if not isinstance(tensor, FakeTensor):
+        return torch.nn.Parameter(tensor, requires_grad=False)
+    tensor._is_param = True
+    return tensor
+
+
 def find_mode(module: torch.nn.Module) -> FakeTensorMode:
     """The mode that a module's fake parameters belong to; a new one where none is fake."""
     for tensor in name_parameters(module).values():
@@ -249,10 +257,17 @@ def renew_fakes(
 
     Neither they nor the mode that they hold must be left to it (torch 2.13.0, 2026-11-21). A mode
     knows storages by their addresses and gives each back when it dies; a copy of it gives the same
-    ones back again, and what runs much later meets freed memory.
+    ones back again, and what runs much later meets freed memory. Empty tables (of hooks, a dozen a
+    module) would take it a third of its time.
     """
-    held = pytree.tree_leaves([vars(part) for part in module.modules()])
-    memo: dict[int, Any] = {}
+    tables = [vars(part) for part in module.modules()]
+    held = pytree.tree_leaves(tables)
+    memo: dict[int, Any] = {
+        id(x): type(x)()
+        for table in tables
+        for x in table.values()
+        if type(x) in (OrderedDict, dict) and not x
+    }
     for tensor in (x for x in held if isinstance(x, FakeTensor)):
         memo[id(tensor.fake_mode)] = mode
         if id(tensor) not in known:
@@ -583,7 +598,7 @@ def _make_shadow(
         wanted = torch.float32 if name in attempt.wide else wanted
         made = _make_like(tensor, wanted, mode, attempt.real)
         if isinstance(tensor, torch.nn.Parameter):
-            made = torch.nn.Parameter(made, requires_grad=False)
+            made = mark_as_parameter(made)
         memo[id(tensor)] = made
     try:
         shadow = copy.deepcopy(module, memo)

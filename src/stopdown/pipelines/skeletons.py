@@ -26,7 +26,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stopdown.graph.capture import find_mode, name_parameters, renew_fakes
+from stopdown.graph.capture import (
+    find_mode,
+    mark_as_parameter,
+    name_parameters,
+    renew_fakes,
+)
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Rank, bared, copy_layers
@@ -228,7 +233,7 @@ def _copy_module(
         if dtype is not None:
             wanted = _choose_loaded(type(module), dtype, name, tensor, name in weights)
         made = memo.make_fake(tensor, wanted)
-        memo.copies[id(tensor)] = _as_parameter(made) if _is_parameter(tensor) else made
+        memo.copies[id(tensor)] = mark_as_parameter(made) if _is_parameter(tensor) else made
     with contextlib.ExitStack() as stack:
         for part in module.modules():
             stack.enter_context(bared(part))
@@ -243,10 +248,6 @@ def _copy_module(
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
-
-
-def _as_parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def _strip_offload(module: torch.nn.Module) -> None:
@@ -274,6 +275,6 @@ def _apply(
                 for name, tensor in list(table.items()):
                     if tensor is not None:
                         made = convert(tensor)
-                        made = _as_parameter(made) if _is_parameter(tensor) else made
+                        made = mark_as_parameter(made) if _is_parameter(tensor) else made
                         patches.set_item(table, name, made)
     return module
