@@ -48,6 +48,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ranks.get(item.path, len(LONGEST)))
 
 
+SERVERS = (
+    ("attacks/",),
+    ("pipelines/test_ranks", "pipelines/test_guard_ranks", "pipelines/test_context_"),
+)
+"""Files whose tests fork from one server, which takes seconds to import everything: on one worker."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker gets a file at a time, as with `loadfile`, or all files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((x[0] for x in SERVERS if file.removeprefix("tests/").startswith(x)), file)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays, and is not looked through at each collection: that took a seventh of all."""
     gc.collect()

@@ -52,6 +52,7 @@ def main() -> None:
 
 
 def _import_all() -> None:
+    gc.disable()  # all of it stays
     import torch
 
     import stopdown
@@ -63,6 +64,7 @@ def _import_all() -> None:
     for name in _HEAVY:
         importlib.import_module(name)
     gc.freeze()  # a collection in a child would copy every page
+    gc.enable()
 
 
 def _redirect(number: int, path: str, flags: int) -> None:
