@@ -19,6 +19,7 @@ import torch
 from stopdown.errors import SourceError, StopdownError, take_first_line, take_one_line
 from stopdown.patches import Patches
 from stopdown.pipelines.headers import StoredTensor
+from stopdown.pipelines.source_problems import make_error
 
 MOST_PARTS = 200_000
 """Modules and parameters that a component is built of; the largest published have some thousand."""
@@ -37,18 +38,12 @@ def find_class(library: str, class_name: str) -> Any:
     except (ImportError, AttributeError, RuntimeError) as error:
         package = library.partition(".")[0]
         version = importlib.import_module(package).__version__
-        raise SourceError(
-            f"model_index.json names the class {class_name!r} of {library}, which {package} {version} "
-            f"does not have here: {take_first_line(error)}.",
-            expected="Components are classes of the installed Diffusers and Transformers.",
-            remedy=f"A newer version may know it: pip install -U {package}",
+        said = {"class_name": class_name, "library": library, "package": package}
+        raise make_error(
+            "no-class", **said, version=version, error=take_first_line(error)
         ) from error
     if not isinstance(found, type) or not hasattr(found, "from_pretrained"):
-        raise SourceError(
-            f"model_index.json names {library}.{class_name}, which is no class of components.",
-            expected="A component is a model, scheduler, tokenizer or processor.",
-            remedy="Download or save the model again.",
-        )
+        raise make_error("no-component-class", library=library, class_name=class_name)
     return found
 
 
@@ -75,11 +70,7 @@ def limited_building(stored: Iterable[StoredTensor] = ()) -> Iterator[None]:
         values += part.numel() if isinstance(part, torch.Tensor) else 0
         if count > MOST_PARTS or values > most:
             found = f"more than {MOST_PARTS} parts" if count > MOST_PARTS else f"{values} values"
-            raise SourceError(
-                f"A configuration describes {found}, found in {type(module).__name__}.",
-                expected="A component has as many as its weights.",
-                remedy="Download or save the model again, weights and config.json from one version.",
-            )
+            raise make_error("too-many", found=found, module=type(module).__name__)
 
     hooks = torch.nn.modules.module
     with Patches() as patches:
@@ -103,27 +94,17 @@ def describing_failures(path: Path, class_name: str, *, has_weights: bool = True
     except StopdownError:
         raise
     except ImportError as error:
-        raise SourceError(
-            f"{class_name} in {path} needs a library that is not here: {_shorten(error)}.",
-            expected="Its config.json asks for it, as quantised weights do.",
-            remedy="Install that library, or give a model whose weights are not quantised.",
-        ) from error
+        said = {"class_name": class_name, "path": path, "error": _shorten(error)}
+        raise make_error("no-library", **said) from error
     except Exception as error:  # no list is long enough for wrong configurations
         if has_weights:
             raise describe_misfit(path, class_name, _shorten(error)) from error
-        raise SourceError(
-            f"{class_name} could not be built from {path}: {_shorten(error)}.",
-            expected="The JSON files there describe it.",
-            remedy="Download or save the model again.",
-        ) from error
+        said = {"class_name": class_name, "path": path, "error": _shorten(error)}
+        raise make_error("not-built", **said) from error
 
 
 def describe_misfit(path: Path, class_name: str, reason: str) -> SourceError:
-    return SourceError(
-        f"The weights in {path} do not fit their model: {reason}.",
-        expected=f"Their configuration describes a {class_name}.",
-        remedy="Download or save the model again, weights and config.json from one version.",
-    )
+    return make_error("misfit", path=path, class_name=class_name, reason=reason)
 
 
 def _shorten(error: Exception) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 from stopdown.errors import SourceError, StopdownError
 from stopdown.number_formats import find_format
 from stopdown.pipelines.headers import RESCALED_ENTRY, choose_weights
+from stopdown.pipelines.source_problems import make_error
 
 Progress = Callable[[str, str, int, int], None]
 """Called with the stage (`download`, `load`, `measure`…), what is done in it, how much of it and of how
@@ -134,13 +135,8 @@ def _check_files(paths: list[Path], repo: str) -> None:
         if path.is_file() and _compute_hash(blob) not in (None, blob.name):
             path.unlink()
             blob.unlink(missing_ok=True)
-            raise SourceError(
-                f"The file {path.name} that came from {_read_endpoint()} is not the one that it "
-                f"announced for {repo}: its hash is not {blob.name}.",
-                expected="The Hub names each file by the SHA-256, or the git hash, of its content.",
-                remedy="It was deleted. Run the command again; if it happens twice, ask the model's "
-                "author or whoever runs that server.",
-            )
+            said = {"path": path.name, "hub": _read_endpoint(), "repo": repo, "blob": blob.name}
+            raise make_error("other-hash", **said)
 
 
 def _compute_hash(blob: Path) -> str | None:
@@ -272,20 +268,12 @@ def _check_name(header: str, text: str | None) -> None:
     """Refuse what the client would use as the name of a file and is none."""
     name = (text or "").removeprefix("W/").strip('"')
     if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
-        raise SourceError(
-            f"The Hub at {_read_endpoint()} answered with the {header} {text[:100]!r}.",
-            expected="Its client names files of the cache by it, so it must be a plain name.",
-            remedy="Check HF_ENDPOINT: this is not how the Hub answers.",
-        )
+        raise make_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
 
 
 def _describe_silence() -> SourceError:
-    return SourceError(
-        f"The Hub at {_read_endpoint()} does not answer.",
-        expected=f"{MOST_UNANSWERED} requests had no answer within {_read_patience():g} s each.",
-        remedy="Check the connection and HF_ENDPOINT, and run the command again. "
-        "HF_HUB_OFFLINE=1 uses what is in the cache.",
-    )
+    patience = f"{_read_patience():g}"
+    return make_error("silence", hub=_read_endpoint(), most=MOST_UNANSWERED, patience=patience)
 
 
 Headers = Sequence[tuple[str, Any]]
@@ -399,33 +387,15 @@ def describe_failure(error: Exception, repo: str, revision: str | None) -> Sourc
     """The error that tells a user why the Hub did not give a model."""
     from huggingface_hub import errors
 
-    page = f"{_read_endpoint()}/{repo}"
+    said = {"repo": repo, "hub": _read_endpoint(), "revision": revision}
     if isinstance(error, errors.GatedRepoError):
-        return SourceError(
-            f"The model {repo} is gated: the Hub does not give it to you yet.",
-            expected="Its author asks for an agreement first.",
-            remedy=f"Agree at {page}, then set HF_TOKEN to your token, or type: hf auth login",
-        )
+        return make_error("gated", **said)
     if isinstance(error, errors.RevisionNotFoundError):
-        return SourceError(
-            f"The model {repo} has no revision {revision!r}.",
-            expected="A revision is a branch, a tag or a commit.",
-            remedy=f"See {page}/tree/main for those it has.",
-        )
+        return make_error("no-revision", **said)
     if isinstance(error, errors.RepositoryNotFoundError):
-        return SourceError(
-            f"The Hub at {_read_endpoint()} has no model {repo}, or it is private. No folder here "
-            "has this name either.",
-            expected="SOURCE is a Hub id (owner/name), a Diffusers folder, a .safetensors file or "
-            "a bundled model.",
-            remedy="Check the spelling; for a private model set HF_TOKEN, or type: hf auth login",
-        )
+        return make_error("no-repository", **said)
     if _is_missing_entry(error):
-        return SourceError(
-            f"The model {repo} has no model_index.json.",
-            expected="A Diffusers pipeline on the Hub has one, with a folder for each component.",
-            remedy="Look for a repository of the same model whose name ends with -diffusers.",
-        )
+        return make_error("no-index", **said)
     return _describe_broken_connection(error, repo)
 
 
@@ -440,26 +410,13 @@ def _describe_broken_connection(error: Exception, repo: str) -> SourceError:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return SourceError(
-            f"The model {repo} is not completely on this computer, and the Hub client is offline.",
-            expected="HF_HUB_OFFLINE is set, so only what was downloaded before can be used.",
-            remedy="Unset HF_HUB_OFFLINE and run the command again.",
-        )
-    cause = _find_root_cause(error)
+        return make_error("offline", repo=repo)
+    cause, hub = _find_root_cause(error), _read_endpoint()
     status = getattr(getattr(cause, "response", None), "status_code", None)
     if status in (401, 403):
-        return SourceError(
-            f"The Hub at {_read_endpoint()} refused the model {repo} (HTTP {status}).",
-            expected="The token must be valid and allow reading this model.",
-            remedy="Set HF_TOKEN to a token that may read it, or type: hf auth login",
-        )
+        return make_error("refused-by-hub", repo=repo, hub=hub, status=status)
     reason = " ".join(str(cause).split()) or type(cause).__name__
-    return SourceError(
-        f"The model {repo} could not be downloaded from {_read_endpoint()}: {reason[:300].rstrip('.')}.",
-        expected="The cache does not hold the whole model either.",
-        remedy="Check the connection, or set HF_ENDPOINT to a mirror, and run the command again: files "
-        "that arrived whole are kept.",
-    )
+    return make_error("no-download", repo=repo, hub=hub, reason=reason[:300].rstrip("."))
 
 
 def _find_root_cause(error: BaseException) -> BaseException:

@@ -43,6 +43,7 @@ from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loras_and_schedulers import put_extras
 from stopdown.pipelines.mapped_components import map_component
+from stopdown.pipelines.source_problems import make_error
 from stopdown.pipelines.sources import (
     Source,
     list_weight_files,
@@ -108,13 +109,8 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
 
 def _refuse_parts(source: Source) -> SourceError:
     held = " and ".join(part.name for part in source.parts)
-    return SourceError(
-        f"The file {source.path} holds the {held} of a {source.pipeline_class or 'pipeline'} and no "
-        "more.",
-        expected="A run needs all of its components.",
-        remedy=f"Give the model's Diffusers folder or Hub id. The file by itself can be planned and "
-        f"converted: stopdown plan {source.name} --certify",
-    )
+    kind = source.pipeline_class or "pipeline"
+    return make_error("parts", path=source.path, held=held, kind=kind, name=source.name)
 
 
 def move_program(program: Any, device: Device) -> Any:
@@ -291,11 +287,7 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
     class_name = source.pipeline_class or described.pipeline_class
     pipeline_class = getattr(diffusers, class_name)
     if not hasattr(pipeline_class, "from_single_file"):
-        raise SourceError(
-            f"Diffusers cannot make a {class_name} from a single file.",
-            expected="It can for Stable Diffusion, SDXL, SD3, Flux and some others.",
-            remedy="Give the model's Diffusers folder or Hub id instead.",
-        )
+        raise make_error("no-single-file", class_name=class_name)
     size = source.path.stat().st_size
     _report(progress, source.path.name, 0, size)
     with describing_failures(source.path, class_name), limited_building(), Patches() as patches:
@@ -349,12 +341,8 @@ def _find_configuration(source: Source, progress: Progress | None) -> Source:
         folders = dict.fromkeys(described.components, False)
         hub.download_snapshot(index, str(where), folders, with_weights=False, progress=progress)
     except SourceError as error:
-        raise SourceError(
-            f"The configuration of {source.path} could not be read from {where}.",
-            expected=f"A single file holds weights only. {error.what}",
-            remedy="Connect to the Hub, or give a Diffusers folder of the same kind of model as "
-            "configuration (its weights are not read).",
-        ) from error
+        said = {"path": source.path, "where": where, "error": error.what}
+        raise make_error("no-description", **said) from error
     return described
 
 
@@ -385,12 +373,5 @@ def _identify_checkpoint(source: Source) -> str:
     if not found or (
         is_fallback and not any(name.startswith("model.diffusion_model.") for name in tensors)
     ):
-        raise SourceError(
-            f"Diffusers does not know what model {source.path} is; its first tensor is "
-            f"{next(iter(tensors), 'missing')!r}.",
-            expected="It knows whole checkpoints, and files with a transformer, UNet or autoencoder, by "
-            "their names.",
-            remedy="Give a Diffusers folder of the same kind of model as config, with its weights or "
-            "without.",
-        )
+        raise make_error("unidentified", path=source.path, first=next(iter(tensors), "missing"))
     return found

@@ -25,8 +25,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import msgspec
-
 from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
 from stopdown.pipelines import hub
@@ -50,13 +48,15 @@ from stopdown.pipelines.headers import (
     read_shard_index,
 )
 from stopdown.pipelines.hub import Progress
-from stopdown.toml_files import read_rows
+from stopdown.pipelines.source_problems import (
+    MISSING,
+    PICKLED,
+    Problem,
+    make_error,
+    make_problem,
+)
 
 BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
-FORMS = (
-    "SOURCE is a Hub id (owner/name), a Diffusers folder, a single .safetensors or .gguf file, or a "
-    "bundled model"
-)
 OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
 """Components that a pipeline may be published without, although its index names them."""
 
@@ -116,31 +116,6 @@ class Source:
         return Path(self.config) if self.kind == "file" and self.config else self.path
 
 
-class Problem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that is wrong with a source: a row of `knowledge/rules/source_problems.toml`, filled in."""
-
-    name: str
-    rank: int
-    what: str
-    expected: str
-    remedy: str
-
-
-PICKLED, MISSING = 2, 3
-"""Ranks of problems."""
-
-
-@functools.cache
-def _read_problems() -> dict[str, Problem]:
-    return {row.name: row for row in read_rows("source_problems", "problem", Problem)}
-
-
-def _make_problem(name: str, /, **values: Any) -> Problem:
-    row = _read_problems()[name]
-    texts = (text.format(**values) for text in (row.what, row.expected, row.remedy))
-    return Problem(name, row.rank, *texts)
-
-
 _NAME = re.compile(r"[A-Za-z]\w{,99}", re.ASCII)
 """Components and classes are Python's names; a system's names of files end at 255 bytes."""
 
@@ -171,11 +146,7 @@ def resolve_source(
         OptionError: a revision or a config was given that says nothing about this source.
     """
     if not isinstance(source, (str, Path)):
-        raise SourceError(
-            f"A source was given as a {type(source).__name__}.",
-            expected="It is a Hub id (owner/name), a folder, a .safetensors file or a bundled model.",
-            remedy='Write for example "shapes".',
-        )
+        raise make_error("no-name", kind=type(source).__name__)
     refuse_ignored(source, revision, config)
     found = _resolve(source, revision, variant or "", progress, with_weights)
     if found.kind == "file":
@@ -184,11 +155,7 @@ def resolve_source(
         return found
     found = replace(found, variant=variant)
     if any(list_weight_files(found).values()) and not _has_variant(found):
-        raise SourceError(
-            f"The model {text_of(source)} has no weights of the variant {variant}.",
-            expected=f"A file of it is named like model.{variant}.safetensors.",
-            remedy="Leave variant out, or look at the names of its files.",
-        )
+        raise make_error("no-variant", name=text_of(source), variant=variant)
     return found
 
 
@@ -237,11 +204,7 @@ def _resolve(
         return _read_folder(text, BUNDLED_FOLDER / text, "bundled")
     path = _find_path(source)
     if os.path.exists(path) and make_printable(str(path.absolute())) != str(path.absolute()):
-        raise SourceError(
-            f"The path {text!r} holds bytes or characters that are no text.",
-            expected="Weights are opened by the safetensors library, which takes paths in UTF-8.",
-            remedy="Give the folder a plain name, or a link to it that has one.",
-        )
+        raise make_error("no-text", path=text)
     if os.path.isdir(path):  # unlike Path's, this is False for a name that is too long
         return _read_folder(text, path, "folder")
     if os.path.exists(path):
@@ -312,18 +275,12 @@ def _looks_like_path(text: str) -> bool:
 def _describe_unknown(text: str) -> SourceError:
     text = text_of(text)
     if _looks_like_path(text) or "/" in text or "\\" in text:
-        return SourceError(
-            f"There is no file or folder {text}.",
-            expected=f"{FORMS}.",
-            remedy="Check the spelling and the folder that you are in.",
-        )
+        return make_error("no-path", path=text)
     bundled = list_bundled()
     near = difflib.get_close_matches(text, bundled, n=1)
-    return SourceError(
-        f"The model {text!r} is unknown.",
-        expected=f"{FORMS} ({', '.join(bundled) or 'none is installed'}).",
-        remedy=f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder.",
-    )
+    remedy = f"Did you mean {near[0]}?" if near else "Write for example owner/name, or ./folder."
+    known = ", ".join(bundled) or "none is installed"
+    return make_error("unknown", name=text, known=known, remedy=remedy)
 
 
 def _resolve_hub(
@@ -350,11 +307,7 @@ def _read_file(name: str, path: Path) -> Source:
     if path.suffix.lower() in hub.PICKLES:
         raise hub.refuse_pickles("SOURCE", [str(path)])
     if path.suffix.lower() not in WEIGHT_FILES:
-        raise SourceError(
-            f"The file {path} is not a .safetensors or .gguf file.",
-            expected=f"{FORMS}.",
-            remedy="Give a .safetensors file, or the folder that has model_index.json in it.",
-        )
+        raise make_error("no-weight-file", path=path)
     return Source(name, path, "file")
 
 
@@ -365,11 +318,7 @@ def _read_folder(name: str, path: Path, kind: Literal["bundled", "folder", "hub"
     content = read_description(index)
     for key in filter(lambda key: _is_component(key, content[key]), content):
         if not _NAME.fullmatch(key):
-            raise SourceError(
-                f"{index} names the component {key!r}.",
-                expected="A component is a folder beside it, and an argument of the pipeline class.",
-                remedy="Download or save the model again.",
-            )
+            raise make_error("component-name", index=index, key=key)
     components = {
         key: (str(value[0]), str(value[1]))
         for key, value in content.items()
@@ -398,11 +347,7 @@ def _describe_plain_folder(path: Path) -> SourceError:
         remedy = f"For a single file write {path / files[0]}."
     else:
         remedy = "Save a pipeline there with pipe.save_pretrained(folder), or give another folder."
-    return SourceError(
-        f"The folder {path} has no model_index.json.",
-        expected="A Diffusers folder has one, with a folder for each component.",
-        remedy=remedy,
-    )
+    return make_error("plain-folder", path=path, remedy=remedy)
 
 
 def verify_source(source: Source) -> None:
@@ -436,8 +381,7 @@ def refuse(name: str, problems: list[Problem]) -> None:
         return
     problems = sorted(problems, key=lambda problem: problem.rank)
     if len(problems) == 1:
-        only = problems[0]
-        raise SourceError(only.what, expected=only.expected, remedy=only.remedy)
+        raise problems[0].as_error()
     listed = [f"({number}) {problem.what}" for number, problem in enumerate(problems, start=1)]
     expected = dict.fromkeys(problem.expected for problem in problems)
     remedies = dict.fromkeys(problem.remedy for problem in problems)
@@ -453,27 +397,27 @@ def _find_refusals(source: Source) -> Iterator[Problem]:
     index = source.path / "model_index.json"
     content = read_description(index)
     if isinstance(content.get("_class_name"), list) or content.get("trust_remote_code"):
-        yield _make_problem("code", what=f"{index} asks for a pipeline class of its own")
+        yield make_problem("code", what=f"{index} asks for a pipeline class of its own")
     elif source.pipeline_class not in list_pipeline_classes():
         known = list_pipeline_classes()
         near = difflib.get_close_matches(source.pipeline_class, known, n=1, cutoff=0.0)
         nearest, class_name = near[0] if near else "none", source.pipeline_class
-        yield _make_problem("unknown-class", index=index, class_name=class_name, nearest=nearest)
+        yield make_problem("unknown-class", index=index, class_name=class_name, nearest=nearest)
     for name, (library, class_name) in source.components.items():
         said = {"index": index, "name": name, "library": library, "class_name": class_name}
         beside = (folder / f"{library}.py" for folder in (source.path / name, source.path))
         if not _NAME.fullmatch(class_name):
-            yield _make_problem("class-name", **said)
+            yield make_problem("class-name", **said)
         elif class_name.endswith("Pipeline"):
-            yield _make_problem("pipeline-inside", **said)
+            yield make_problem("pipeline-inside", **said)
         elif library in ("diffusers", "transformers") or library in _list_pipeline_modules():
             if class_name.startswith(("Flax", "Onnx")):
-                yield _make_problem("foreign-library", **said)
+                yield make_problem("foreign-library", **said)
         elif len(library) < 100 and any(path.exists() for path in beside):
             what = f"{index} asks for the component {name} from {library}.py"
-            yield _make_problem("code", what=what)
+            yield make_problem("code", what=what)
         else:
-            yield _make_problem("foreign-library", **said)
+            yield make_problem("foreign-library", **said)
 
 
 def list_pipeline_classes() -> tuple[str, ...]:
@@ -516,7 +460,7 @@ def _find_damages(source: Source) -> Iterator[Problem]:
             if has_weights(class_name):
                 yield from _check_weights(folder, source)
         elif name not in OPTIONAL_COMPONENTS:
-            yield _make_problem("no-folder", name=name, path=source.path, class_name=class_name)
+            yield make_problem("no-folder", name=name, path=source.path, class_name=class_name)
 
 
 def find_missing(source: Source) -> list[Problem]:
@@ -532,12 +476,12 @@ def _check_configurations(
     yield from _check_side_files(folder)
     for path in sorted(folder.glob("*.json")):
         if path.name == "adapter_config.json":
-            yield _make_problem("adapter", path=path)
+            yield make_problem("adapter", path=path)
         elif not path.name.endswith(".index.json"):
             yield from _check_configuration(path)
     wanted = _name_configuration(class_name)
     if wanted and not may_lack and not any(_is_there(folder / name) for name in wanted):
-        yield _make_problem(
+        yield make_problem(
             "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
         )
 
@@ -549,7 +493,7 @@ def _check_side_files(folder: Path) -> Iterator[Problem]:
         if not is_plain and not path.is_dir() and path.suffix not in (".json", ".safetensors"):
             what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
             if path.suffix in hub.SIDE_FILES or not path.is_file():
-                yield _make_problem("side-file", path=path, what=what, most=MOST_BYTES)
+                yield make_problem("side-file", path=path, what=what, most=MOST_BYTES)
 
 
 def _is_there(path: Path) -> bool:
@@ -561,16 +505,16 @@ def _check_configuration(path: Path) -> Iterator[Problem]:
     try:
         content = read_table(path)
     except UnreadableError as error:
-        yield _make_problem("configuration", path=path, error=error)
+        yield make_problem("configuration", path=path, error=error)
         return
     if "config" not in path.name:
         return  # vocabularies name tokens, not choices
     for where in find_code(content):
-        yield _make_problem("code", what=f"{path} asks for classes of its own ({where})")
+        yield make_problem("code", what=f"{path} asks for classes of its own ({where})")
     for where in find_kernels(content):
-        yield _make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
+        yield make_problem("kernel", path=path, where=where, known=", ".join(BUILT_IN))
     for what, most in find_excess(content):
-        yield _make_problem("excess", path=path, what=what, most=most)
+        yield make_problem("excess", path=path, what=what, most=most)
 
 
 def _name_configuration(class_name: str) -> tuple[str, ...]:
@@ -600,7 +544,7 @@ def _check_weights(folder: Path, source: Source) -> Iterator[Problem]:
 def _describe_no_weights(folder: Path, source: Source) -> Problem:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in hub.PICKLES)
     if not pickles:
-        return _make_problem("no-weights", folder=folder)
+        return make_problem("no-weights", folder=folder)
     refused = hub.refuse_pickles(str(source.path), [f"{folder.name}/{name}" for name in pickles])
     return Problem("pickles", PICKLED, refused.what, refused.expected, refused.remedy)
 
@@ -625,14 +569,14 @@ def describe_damage(path: Path, error: Exception, owner: str = "the file") -> Pr
     """What is said of a weight file that is not whole, whose `owner` it describes."""
     kind = "GGUF" if path.suffix.lower() == ".gguf" else "safetensors"
     said = {"path": path, "error": error, "kind": kind, "owner": owner}
-    return _make_problem("weights", **said, real_path=os.path.realpath(path))
+    return make_problem("weights", **said, real_path=os.path.realpath(path))
 
 
 def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
     try:
         shards = read_shard_index(index)
     except DamagedFileError as error:
-        yield _make_problem("index", index=index, error=error)
+        yield make_problem("index", index=index, error=error)
         return
     if any("-of-" not in name for name in files):
         return  # the weights are in one file, which comes first
@@ -640,7 +584,7 @@ def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
     if missing:
         rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         listed = f"{', '.join(missing[:5])}{rest}"
-        yield _make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)
+        yield make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)
 
 
 def list_weight_files(source: Source) -> dict[str, list[Path]]:
