@@ -76,6 +76,7 @@ def _redirect(number: int, path: str, flags: int) -> None:
 def _run_child(order: dict[str, Any]) -> NoReturn:
     """Call the command as a process of its own would, and leave with its exit code."""
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
     os.environ.clear()
     os.environ.update(order["environment"])
     for name in ("stdout", "stderr"):

@@ -44,7 +44,6 @@ def _replace_work() -> None:
     """Results that are there already, for what would be computed."""
     from comparisons import make_comparison
     from stopdown.app import generate_command as commands
-    from stopdown.app import run_command
     from stopdown.comparison import matrix
     from stopdown.dtype_rules import check
     from stopdown.dtype_rules import mend as fixes
@@ -52,6 +51,7 @@ def _replace_work() -> None:
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
     from stopdown.runtime.runs import Made
+    from stopdown.runtime.scripts import ScriptGuard
 
     def run(*_: Any) -> Any:
         import numpy as np
@@ -62,12 +62,13 @@ def _replace_work() -> None:
     commands._run = run
     calibrated.make_plan = certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
-    keep_repairs = run_command._keep_repairs
+    put_on = ScriptGuard.put_on
 
-    def keep(options: Any, path: Any, before: Any, after: Any, remark: Any) -> None:
-        keep_repairs(options, path, before, make_plan("repaired"), remark)
+    def put_on_repaired(self: ScriptGuard, patches: Any) -> None:
+        put_on(self, patches)
+        self.plan = make_plan("repaired")
 
-    run_command._keep_repairs = keep
+    ScriptGuard.put_on = put_on_repaired  # type: ignore[method-assign]
     finding = Finding("range", "vae", "large", "mend it")
     seen = SimpleNamespace(name="v100", title="V100")
     checked = SimpleNamespace(findings=(finding,), seen=None, profile=seen, precisions={})
