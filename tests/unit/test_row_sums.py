@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stopdown.bounds import product_rules, singular_values
-from stopdown.bounds.intervals import Interval
+from stopdown.bounds.affine_rows import _add, _multiply
+from stopdown.bounds.intervals import Interval, bound_interval
 from stopdown.bounds.row_sums import (
     LOOSE_WEIGHT_FLOOR,
     WEIGHT_FLOOR,
@@ -133,3 +136,25 @@ def test_a_table_in_fp32_has_room_for_its_basis() -> None:
         row = AffineRow(1.0, torch.ones(64).double(), table, torch.zeros(64).double())
         coefficients, rows, left = row.basis
         assert bool(((table.double() - coefficients @ rows).abs() <= left).all())
+
+
+@pytest.mark.parametrize(("operation", "exact"), [(_add, torch.add), (_multiply, torch.mul)])
+def test_tables_in_fp32_have_room_for_what_they_round(operation: Any, exact: Any) -> None:
+    """A sum and a product of two tables are no further from the exact ones than `rest` says."""
+    graph, drawn = torch.fx.Graph(), torch.Generator().manual_seed(0)
+    nodes = [graph.placeholder(name) for name in ("first", "second")]
+    for node in nodes:
+        node.meta["val"] = torch.empty(1, 64)
+    first, second = (torch.randn(100, 64, generator=drawn) * size for size in (3.0, 1e-3))
+    held = Interval(second[:, None], torch.zeros(1, 64).double(), batched=True)
+    op = SimpleNamespace(
+        given=dict(zip(("self", "other"), nodes, strict=True)),
+        shape=(1, 64),
+        bound=lambda _: bound_interval(held, (1, 64)),
+    )
+    zeros = torch.zeros(64).double()
+    row = AffineRow(1.0, zeros + 1, first, zeros)
+    (made,) = operation(op, {nodes[0]: (row,)}, lambda node: held)
+    off = (made.table.double() - exact(first.double(), second.double())).abs()
+    assert float(off.max()) > 0
+    assert bool((off <= made.rest).all())
