@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import stopdown
+from stopdown.graph.operations import read_calls
 
 SOURCE = Path(stopdown.__file__).parent
 NO_OPERATIONS = {"cpu", "cuda", "mps"}
@@ -83,11 +84,19 @@ def test_each_name_of_an_operation_exists_in_torch() -> None:
 
 
 def test_the_tables_are_found() -> None:
-    """The views that a check knows are among what is looked at, and a wrong name would be found."""
-    path = SOURCE / "dtype_rules" / "tracer.py"
+    """What a check observes is among what is looked at, and a wrong name would be found."""
+    path = SOURCE / "dtype_rules" / "observations.py"
     found = {word for _, words in find_tables(path) for word in words}
-    assert found >= {"view", "unsqueeze", "arange"}
+    assert found >= {"masked_fill", "where", "arange"}
     assert not is_torch("upsample_nearest_exact2d")
+
+
+def test_what_stands_beside_the_table_exists_in_torch() -> None:
+    """The functions and methods by which Python code calls operations."""
+    calls = read_calls()
+    named = {*calls.views, *calls.asks, *calls.makes, *calls.called, *calls.called.values()}
+    assert len(named) > 40
+    assert [x for x in sorted(named) if not is_torch(x)] == []
 
 
 @pytest.mark.parametrize("package", ["bounds", "graph", "runtime", "scaling"])
