@@ -115,8 +115,8 @@ def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
     assert all(len(row) == 2 for row in heat.bits)
 
 
-@pytest.mark.parametrize(("widest", "tiles"), [("fp32", True), ("fp16", False)])
-def test_a_limit_cuts_calls_alike(save_tiny: Any, tmp_path: Path, widest: str, tiles: bool) -> None:
+@pytest.mark.parametrize(("other", "tiles"), [("fp32", True), ("fp16", False)])
+def test_a_limit_cuts_calls_alike(save_tiny: Any, tmp_path: Path, other: str, tiles: bool) -> None:
     """Where only fp32 needs tiles, which change the picture, bf16 gets them too."""
     request = Request(prompt="a", frames=9, height=32, width=32, steps=1)
     subject = describe_subject(
@@ -124,7 +124,7 @@ def test_a_limit_cuts_calls_alike(save_tiny: Any, tmp_path: Path, widest: str, t
         request,
         device="cpu",
         limit=Limit("6MiB"),
-        widest=widest,
+        names=("bf16", other),
     )
     opened = subject.open("bf16", tmp_path)
     assert opened.offloader.taken.strategy.tiling == tiles

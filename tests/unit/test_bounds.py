@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import stopdown
 from bound_ascent import Bounded, bound_example, bound_one, climb, draw_inputs, run_in_fp16
 from rescaling_models import EXAMPLES
 from stopdown.bounds import intervals, product_rules, singular_values
@@ -627,3 +628,23 @@ def test_rounding_is_given_room() -> None:
     assert float(wider.peak[0]) > 1 + 2.0**-10
     assert 0 < float(wider.peak[1]) < 1e-5
     assert float(wider.norm) > float(bound.norm)
+
+
+class Known(nn.Module):
+    """A table of timesteps that is joined to nothing, and a mask that is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.time = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.linear.weight.data *= 1e6
+
+    def forward(self, x: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+        waves = timestep[:, None].float() * torch.exp(-torch.arange(8, dtype=torch.float32))
+        table = torch.cat([waves[:, :0], waves.sin()], -1).to(x.dtype)
+        return self.linear(x) * torch.ones(8, dtype=torch.bool).reshape(1, 8) + self.time(table)
+
+
+def test_known_values_may_be_empty_or_boolean() -> None:
+    """They are bounded as any other."""
+    call = (torch.randn(2, 8), torch.tensor([5, 9]))
+    assert stopdown.rescale_(Known(), call, ranges="bound").scaling.bounded

@@ -10,7 +10,7 @@ import torch
 
 from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import testing
-from stopdown.errors import NonFiniteError
+from stopdown.errors import NonFiniteError, OptionError
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.step_counter import StepCounter
@@ -266,10 +266,22 @@ class Limiting(torch.nn.Module):
     """Clamps where the range of fp16 has nothing to do with it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.clamp(-60.0, 6400)
+        return x.clamp(0, 1) * 65535 + x.clamp(-60.0, 6400)
 
 
 def test_a_clamp_near_the_end_of_fp16_is_known_by_its_number() -> None:
     """65504 is one way to write it of several."""
     module = torch.nn.Sequential(Clamping(), Limiting(), ClampingByPower())
     assert find_clamping(module) == ("0", "2")
+
+
+def test_a_device_that_cannot_be_asked_hides_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the message advises depends on the device; what it found does not."""
+
+    def refuse(*_: object) -> None:
+        raise OptionError("There is no device xpu:0 here.")
+
+    monkeypatch.setattr("stopdown.runtime.fault_handler.choose_device", refuse)
+    pipe = make_pipeline("cogvideox", overflow="transformer", dtype=torch.float16)
+    error = run_checked(pipe, "cogvideox")
+    assert "transformer=fp32" in error.remedy

@@ -26,7 +26,7 @@ from stopdown.errors import CaptureError, OptionError, StopdownError
 from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_calls, speed
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
-from stopdown.memory.forecast import Fit, choose, predict_all, sort_by_time
+from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.run_memory import RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
@@ -794,3 +794,19 @@ def test_only_worthwhile_strategies_are_shown() -> None:
     assert [row.strategy for row in list_worthwhile((fp8, *rows), "")] == ["fp8", "a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "a")] == ["a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "b")] == ["a", "b", "c"]
+
+
+def make_fit(**peaks: int) -> Fit:
+    """A run with its peak in tiles and without, as far as it has both."""
+    made = [Prediction(Strategy(tiling=x == "tiled"), peak, "", 0, 0) for x, peak in peaks.items()]
+    return Fit(tuple(made))
+
+
+def test_runs_that_are_compared_share_their_tiles() -> None:
+    """As soon as one has to decode in tiles all do; one that fits neither way does not count."""
+    easy, hard = make_fit(whole=50, tiled=20), make_fit(whole=500, tiled=60)
+    assert choose_tiling([easy, easy], 100) is False
+    assert choose_tiling([easy, hard], 100) is True
+    assert choose_tiling([hard, easy], 100) is True
+    assert choose_tiling([easy, make_fit(whole=500, tiled=400)], 100) is False
+    assert choose_tiling([hard], 10) is None

@@ -170,8 +170,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     source = _find_source(options, display)
     from stopdown.comparison.precision_lists import parse_precisions
 
-    is_wide = not {"fp32", "autocast"}.isdisjoint(parse_precisions(options.precisions))
-    widest = "fp32" if is_wide else "fp16"
+    names = parse_precisions(options.precisions)
+    widest = "fp16" if {"fp32", "autocast"}.isdisjoint(names) else "fp32"
     if options.memory is None:
         refuse_unmeasurable(source, request, options.device, display, precision=widest)
     from stopdown.comparison.matrix import compare as run_matrix
@@ -187,7 +187,7 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
                 device=options.device,
                 progress=display.progress,
                 limit=None if options.memory is None else Limit(options.memory),
-                widest=widest,
+                names=names,
             )
             made = run_matrix(
                 subject,

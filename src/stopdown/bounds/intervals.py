@@ -69,7 +69,7 @@ class Interval:
     def largest(self) -> torch.Tensor:
         """Largest magnitude over the timesteps, element by element, roundings aside."""
         if not self.batched:
-            return self.center.abs()
+            return self.center.abs() if self.center.dtype != torch.bool else self.center.double()
         center, shape = drop_repeated(self.center), self.center.shape[1:]
         peak = torch.zeros(center.shape[1:], dtype=center.dtype)
         for part in center.split(max(1, CACHED_VALUES // max(peak.numel(), 1))):
@@ -81,7 +81,9 @@ class Interval:
         """The largest norm of each row over the timesteps, `[..., 1]`, and the typical size of values."""
         shape = self.center.shape[1:] if self.batched else self.center.shape
         center = self.center if self.center.is_floating_point() else self.center.double()
-        if not shape or not center.numel():
+        if not center.numel():
+            return torch.zeros((*shape[:-1], 1) if shape else ()).double(), 0.0
+        if not shape:
             return self.largest.double(), float(center.double().square().mean().sqrt())
         terms = math.gcd(shape[-1], MOST_TERMS)
         parts = drop_repeated(center).unflatten(-1, (-1, terms))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,10 @@ import torch
 
 from stopdown.device_memory import free_memory
 from stopdown.environment import Device, choose_device, probe_formats
-from stopdown.errors import OptionError
+from stopdown.errors import OptionError, StopdownError
+from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.memory.offloader import Offloader
-from stopdown.memory.strategies import Variant as CallVariant
-from stopdown.number_formats import FORMATS
+from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.call_interception import intercept_components, put_cast
@@ -39,6 +38,7 @@ from stopdown.pipelines.components import (
     refuse_run,
 )
 from stopdown.pipelines.hub import Progress
+from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
@@ -48,7 +48,7 @@ from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts
 from stopdown.plans.precision_and_memory import build_way, list_ways
 from stopdown.records import Decision, Plan
-from stopdown.runtime.memory_limits import Limit, find_variant, fit_run
+from stopdown.runtime.memory_limits import Limit, fit_run, predict_pipe
 
 Run = Callable[[], Any]
 """Runs a program once: pictures, arrays or tensors."""
@@ -83,6 +83,7 @@ class Opened:
         weights_bytes: of its parameters and buffers.
         uses_autocast, clamps: how it is to be run.
         offloader: keeps it within a limit of memory; None without one.
+        fit_s: seconds that it took to find what does.
         patches: what was put on a program that is itself in this precision, or on a pipeline to keep
             it within a limit.
     """
@@ -96,6 +97,7 @@ class Opened:
     uses_autocast: bool = False
     clamps: bool = False
     offloader: Offloader | None = None
+    fit_s: float = 0.0
 
     @contextlib.contextmanager
     def arithmetic(self) -> Iterator[None]:
@@ -150,8 +152,8 @@ class Subject:
             self._make_room()
             begun = time.perf_counter()
             found = self._load(name, folder)
-            found.load_s = time.perf_counter() - begun
-            found.weights_bytes = _count_bytes(found.pipe)
+            found.load_s = time.perf_counter() - begun - found.fit_s
+            found.weights_bytes = found.weights_bytes or _count_bytes(found.pipe)
         self._opened[name] = found
         return found
 
@@ -195,7 +197,7 @@ def describe_subject(
     progress: Progress | None = None,
     runs: Sequence[Run] = (),
     limit: Limit | None = None,
-    widest: str = "fp32",
+    names: Sequence[str] = (),
 ) -> Subject:
     """What is to be compared, before anything is loaded.
 
@@ -205,13 +207,14 @@ def describe_subject(
         request: of the runs.
         runs: what runs a program that is no pipeline, one function a row.
         limit: what each run of a checkpoint is to stay within.
-        widest: the precision of those compared that takes the most memory: as its calls have to be made
-            smaller within the limit, so are those of all, because that may change the picture.
+        names: the precisions that are compared: if one has to decode in tiles within the limit, all do,
+            because tiles change the picture.
 
     Raises:
         InputError: it is no pipeline and nothing runs it, or the other way round.
         SourceError: the model is missing, damaged or refused.
         OptionError: the pipeline does not take the request.
+        StopdownError: none of the precisions stays within the limit.
     """
     if not isinstance(given, (str, Path, Source)):
         if check_run(given, runs or None, None, "compare"):
@@ -224,7 +227,9 @@ def describe_subject(
     verify_source(source)
     chosen = select_pipeline(source, request)
     source = chosen.source
-    opener = _Opener(source, target, request, limit, widest)
+    opener = _Opener(source, target, request, limit)
+    if limit is not None:
+        opener.tiling = _choose_tiling(opener, limit.count_bytes(target), names)
     return Subject(
         source.name,
         fingerprint(source),
@@ -242,7 +247,7 @@ def describe_subject(
         opener.open_planned,
         scheduler=source.scheduler,
         keeps_one=limit is not None,
-        memory=limit.memory if limit is not None else "",
+        memory=str(limit.count_bytes(target)) if limit is not None else "",
     )
 
 
@@ -254,7 +259,7 @@ class _Opener:
     device: Device
     request: Request
     limit: Limit | None
-    widest: str
+    tiling: bool | None = None
 
     def open(self, precision: str) -> Opened:
         load = choose_loader(self.source, precision, self.device, request=self.request)
@@ -266,29 +271,54 @@ class _Opener:
         return dataclasses.replace(self._fit(loaded), plan=plan)
 
     def _fit(self, loaded: Loaded) -> Opened:
-        opened = Opened(loaded.pipe, loaded.decisions)
-        fitted = fit_run(
-            loaded,
-            self.request,
-            self.device,
-            self.limit,
-            read_configs(self.source.described),
-            announce=lambda text: None,
-            variant=self._variant,
-        )
+        begun, size = time.perf_counter(), _count_bytes(loaded.pipe)
+        opened = Opened(loaded.pipe, loaded.decisions, weights_bytes=size)
+        try:
+            fitted = fit_run(
+                loaded,
+                self.request,
+                self.device,
+                self.limit,
+                read_configs(self.source.described),
+                announce=lambda text: None,
+                tiling=self.tiling,
+            )
+        except StopdownError as error:
+            raise StopdownError(error.what, expected=error.expected, remedy=_MORE) from error
         if fitted.offloader is not None:
             opened.offloader = fitted.offloader.__enter__()
             opened.patches.defer(opened.offloader.__exit__)
+        opened.fit_s = time.perf_counter() - begun
         return opened
 
-    @functools.cached_property
-    def _variant(self) -> CallVariant | None:
-        if self.limit is None:
-            return None
-        way = list_ways(gather_facts(self.source), probe_formats(self.device), self.widest)[0]
-        pipe = build_way(self.source, way)
-        formats = set(way.precisions.values())
-        return find_variant(pipe, formats, self.request, self.device, self.limit)
+
+_MORE = "Allow more memory, or compare a smaller `height` and `width`, or fewer `frames`."
+
+
+def _choose_tiling(opener: _Opener, limit_bytes: int, names: Sequence[str]) -> bool:
+    """Whether all precisions decode in tiles, from runs without weights.
+
+    Raises:
+        StopdownError: none of them stays within the limit.
+    """
+    facts, supports = gather_facts(opener.source), probe_formats(opener.device)
+    fits: list[Fit] = []
+    for name in names:
+        asked = {"autocast": "fp32", "clamp": "fp16", "plan": "fp16"}.get(name, name)
+        plan = read_plan(name) if name.endswith(".json") else None
+        with quiet_libraries(), contextlib.suppress(OptionError):  # said when it is loaded
+            way = list_ways(facts, supports, asked, plan)[0]
+            pipe, formats = build_way(opener.source, way), set(way.precisions.values())
+            fits.append(predict_pipe(pipe, formats, opener.request, opener.device))
+    tiling = choose_tiling(fits, limit_bytes)
+    if tiling is None and fits:
+        least = min(find_smallest(fit).peak_bytes for fit in fits)
+        raise StopdownError(
+            f"No precision of {', '.join(names)} stays within {format_bytes(limit_bytes)}: at least "
+            f"{format_bytes(least)} are predicted.",
+            remedy=_MORE,
+        )
+    return bool(tiling)
 
 
 def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:

@@ -8,7 +8,7 @@ order of what they usually cost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,10 +184,18 @@ def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
     return found if found_s <= WORTH * least_s else first
 
 
-def keep_variant(fit: Fit, variant: Variant) -> Fit:
-    """The predictions whose calls are made smaller in one way; where the weights are may differ."""
-    kept = tuple(one for one in fit.predictions if one.strategy.variant == variant)
+def keep_tiling(fit: Fit, tiling: bool) -> Fit:
+    """The predictions that decode in tiles, or those that do not: of what is native, tiles alone show."""
+    kept = tuple(one for one in fit.predictions if one.strategy.tiling == tiling)
     return dataclasses.replace(fit, predictions=kept)
+
+
+def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
+    """Whether runs that are compared decode in tiles, which all do if one has to; None where none fits."""
+    fitting = [fit for fit in fits if choose(fit, limit_bytes) is not None]
+    if not fitting:
+        return None
+    return any(choose(keep_tiling(fit, False), limit_bytes) is None for fit in fitting)
 
 
 def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:

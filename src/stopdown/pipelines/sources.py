@@ -138,7 +138,7 @@ def resolve_source(
         revision: branch, tag or commit of a Hub id.
         config: for a single file, a Diffusers folder or Hub id with its configurations.
         variant: of the weights: `fp16`.
-        progress: called with the bytes received.
+        progress: told of stage (`download`), what, bytes done and in all (0 when unknown).
         with_weights: False leaves the weights of a Hub id where they are.
 
     Raises:

@@ -35,8 +35,8 @@ CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
 
 _CLAMP = re.compile(r"\b(clamp|clip|nan_to_num)_?\(")
-_END = re.compile(r"\bfinfo\b|\b6(?:4[5-9]|5\d)\d\d(?:\.\d*)?\b|\b6\.5e\+?4\b")
-"""How code writes the end of fp16: `finfo`, 65504, 65000.0, 6.5e4; from `CLAMPED_FROM` on."""
+_END = re.compile(r"\bfinfo\b|\b(?:64[5-9]\d\d|65[0-4]\d\d|6550[0-4])(?:\.\d*)?\b|\b6\.5e\+?4\b")
+"""How code writes the end of fp16: `finfo`, 65504, 65000.0, 6.5e4; from 64500 to 65504."""
 
 
 def find_clamping(component: torch.nn.Module) -> tuple[str, ...]:

@@ -294,8 +294,11 @@ class FaultHandler:
         )
 
     def _has_bf16(self, fault: Fault) -> bool:
-        device = choose_device(str(fault.guarded.find_device(self.pipe)))
-        support = probe_formats(device)["bf16"]
+        try:
+            device = choose_device(str(fault.guarded.find_device(self.pipe)))
+            support = probe_formats(device)["bf16"]
+        except Exception:  # a device that cannot be asked: what is found of the fault matters more
+            return False
         return support.native and support.works
 
 

@@ -13,10 +13,9 @@ from stopdown.device_profiles import describe_device
 from stopdown.doctor import has_fused_attention
 from stopdown.environment import Device
 from stopdown.memory import speed as speeds
-from stopdown.memory.forecast import Fit, choose, keep_variant
+from stopdown.memory.forecast import Fit, choose, keep_tiling
 from stopdown.memory.offloader import Offloader, make_offloader, predict_run
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
-from stopdown.memory.strategies import Variant
 from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.pipelines.allowed_sizes import find_grid
 from stopdown.pipelines.requests import Request, build_arguments, find_frames, find_steps
@@ -98,12 +97,12 @@ def fit_run(
     configs: Mapping[str, dict[str, Any]],
     announce: Callable[[str], None],
     *,
-    variant: Variant | None = None,
+    tiling: bool | None = None,
 ) -> Fitted:
     """What keeps a run within a limit, and what it makes.
 
     Args:
-        variant: of the calls; another one is taken only where nothing with this one fits.
+        tiling: whether the autoencoder works in tiles; None leaves that open.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
@@ -112,9 +111,8 @@ def fit_run(
         return Fitted(request)
     limit_bytes = limit.count_bytes(device)
     fit = _predict_loaded(loaded, request, device)
-    if variant is not None:
-        alike = keep_variant(fit, variant)
-        fit = alike if choose(alike, limit_bytes, limit.allow) is not None else fit
+    if tiling is not None:
+        fit = keep_tiling(fit, tiling)
     size = find_size(loaded.pipe, request, fit)
     reduced = None
     is_too_large = choose(fit, limit_bytes, limit.allow) is None
@@ -195,26 +193,18 @@ def find_smaller(
     return shrink_request(request, made), fit, Reduction(str(size), str(made), reason), made
 
 
-def find_variant(
-    pipe: Any, formats: Collection[str], request: Request, device: Device, limit: Limit
-) -> Variant | None:
-    """How the calls of a run are made smaller to stay within a limit; None where nothing fits.
+def _predict_loaded(loaded: Loaded, request: Request, device: Device) -> Fit:
+    formats = {decision.precision for decision in loaded.decisions}
+    return predict_pipe(loaded.pipe, formats, request, device)
+
+
+def predict_pipe(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
+    """What every strategy of a run takes.
 
     Args:
         pipe: may be without weights.
         formats: that it computes in.
     """
-    fit = _predict(pipe, formats, request, device)
-    chosen = choose(fit, limit.count_bytes(device), limit.allow)
-    return None if chosen is None else chosen.strategy.variant
-
-
-def _predict_loaded(loaded: Loaded, request: Request, device: Device) -> Fit:
-    formats = {decision.precision for decision in loaded.decisions}
-    return _predict(loaded.pipe, formats, request, device)
-
-
-def _predict(pipe: Any, formats: Collection[str], request: Request, device: Device) -> Fit:
     arguments = build_arguments(pipe, request)
     return predict_run(
         pipe,
