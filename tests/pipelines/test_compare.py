@@ -22,7 +22,6 @@ from stopdown.errors import OptionError
 from stopdown.number_formats import FP16
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request, build_arguments, read_frames
-from stopdown.runtime.memory_limits import Limit
 
 PROMPTS = ["a red circle", "a blue square"]
 SMALL = Request(frames=5, height=32, width=32)
@@ -113,22 +112,6 @@ def test_headroom_shows_what_the_plan_did(made: Comparison) -> None:
     assert least["fp16"] == -1000
     heat = next(h for h in made.variants[0].heats if h.component == "transformer")
     assert all(len(row) == 2 for row in heat.bits)
-
-
-@pytest.mark.parametrize(("other", "tiles"), [("fp32", True), ("fp16", False)])
-def test_a_limit_cuts_calls_alike(save_tiny: Any, tmp_path: Path, other: str, tiles: bool) -> None:
-    """Where only fp32 needs tiles, which change the picture, bf16 gets them too."""
-    request = Request(prompt="a", frames=9, height=32, width=32, steps=1)
-    subject = describe_subject(
-        save_tiny("cogvideox", "fp32"),
-        request,
-        device="cpu",
-        limit=Limit("6MiB"),
-        names=("bf16", other),
-    )
-    opened = subject.open("bf16", tmp_path)
-    assert opened.offloader.taken.strategy.tiling == tiles
-    subject.close()
 
 
 def test_the_noise_is_the_same_in_every_precision(pipe: Any) -> None:
