@@ -142,7 +142,7 @@ DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "lock": (
         switch_off_lock,
-        ("pipelines/test_threads.py::test_two_pipelines_in_two_threads[('vae', 'transformer')]",),
+        ("pipelines/test_threads.py::test_faults_of_two_threads_are_worked_on_in_turn",),
     ),
     "restore": (
         switch_off_restore,

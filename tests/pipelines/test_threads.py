@@ -15,6 +15,8 @@ from torch import nn
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
+from stopdown.runtime.fault_handler import FaultHandler
+from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guard import guard
 
 
@@ -50,6 +52,35 @@ def test_two_pipelines_in_two_threads(overflows: tuple[str | None, str | None]) 
         np.testing.assert_array_equal(pixels, expected)
         assert repairs == expected_repairs
         assert bool(repairs) == (overflow is not None)
+
+
+def fail() -> None:
+    """A call that overflows under a guard of its own."""
+    layer = nn.Linear(4, 4).half().eval().requires_grad_(False)
+    layer.weight.fill_(60000)
+    with guard(layer, on_fault="raise"), pytest.raises(NonFiniteError):
+        layer(torch.ones(1, 4, dtype=torch.float16))
+
+
+def test_faults_of_two_threads_are_worked_on_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search for the cause patches what threads share: the second one waits until the first is done."""
+    work, entered, go_on = FaultHandler._work_on, [Event(), Event()], Event()
+
+    def wait(self: FaultHandler, fault: Fault) -> Any:
+        next(x for x in entered if not x.is_set()).set()
+        assert go_on.wait(120)
+        return work(self, fault)
+
+    monkeypatch.setattr(FaultHandler, "_work_on", wait)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(fail) for _ in entered]
+        try:
+            assert entered[0].wait(120)
+            assert not entered[1].wait(0.5)
+        finally:
+            go_on.set()
+        for job in jobs:
+            job.result(timeout=120)
 
 
 class Waiting(nn.Module):
