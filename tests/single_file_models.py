@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -418,36 +418,34 @@ _SVD_VAE = {
 STEP = torch.tensor([500.0])
 _ROPE = (16, 56, 56)
 
+FLUX = FileModel(
+    build_flux,
+    {
+        "hidden_states": (1, 16, 64),
+        "timestep": STEP / 1000,
+        "encoder_hidden_states": (1, 8, 32),
+        "pooled_projections": (1, 32),
+        "guidance": torch.tensor([3.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(8, 3),
+    },
+    {
+        "x": (1, 16, 8, 8),
+        "timestep": STEP / 1000,
+        "context": (1, 8, 32),
+        "y": (1, 32),
+        "guidance": torch.tensor([3.5]),
+    },
+)
+
 MODELS = {
     "wan": FileModel(
         build_wan,
         {"hidden_states": (1, 16, 3, 8, 8), "timestep": STEP, "encoder_hidden_states": (1, 16, 4096)},
         {"x": (1, 16, 3, 8, 8), "timestep": STEP, "context": (1, 16, 4096)},
     ),
-    "flux": FileModel(
-        build_flux,
-        {
-            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
-            "pooled_projections": (1, 32), "guidance": torch.tensor([3.5]),
-            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
-        },
-        {
-            "x": (1, 16, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32), "y": (1, 32),
-            "guidance": torch.tensor([3.5]),
-        },
-    ),
-    "flux-attention": FileModel(
-        build_flux_attention,
-        {
-            "hidden_states": (1, 16, 64), "timestep": STEP / 1000, "encoder_hidden_states": (1, 8, 32),
-            "pooled_projections": (1, 32), "guidance": torch.tensor([3.5]),
-            "img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(8, 3),
-        },
-        {
-            "x": (1, 16, 8, 8), "timestep": STEP / 1000, "context": (1, 8, 32), "y": (1, 32),
-            "guidance": torch.tensor([3.5]),
-        },
-    ),
+    "flux": FLUX,
+    "flux-attention": replace(FLUX, build=build_flux_attention),
     "chroma": FileModel(
         build_chroma,
         {

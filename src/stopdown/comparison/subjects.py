@@ -64,6 +64,10 @@ MEANINGS = {
 }
 
 
+_LOADED_AS = {"autocast": "fp32", "clamp": "fp16"}
+"""What is loaded for a precision that is a way to run another one."""
+
+
 def explain_meaning(name: str) -> str:
     """What a precision of a comparison is, in one sentence."""
     if name.endswith(".json"):
@@ -122,7 +126,7 @@ class Subject:
         classes: class names of its components.
         scheduler: class in the place of the model's own; "" for that.
         keeps_one: it is in one precision at a time: in memory and not copied, or within a limit.
-        memory: the limit that its runs stay within; "" for none.
+        memory: the limit that its runs stay within, in bytes; "" for none.
     """
 
     name: str
@@ -166,7 +170,7 @@ class Subject:
     def _load(self, name: str, folder: Path) -> Opened:
         if name == "plan" or name.endswith(".json"):
             return self._open_planned(self._find_plan(name, folder), name)
-        opened = self._open({"autocast": "fp32", "clamp": "fp16"}.get(name, name))
+        opened = self._open(_LOADED_AS.get(name, name))
         opened.uses_autocast, opened.clamps = name == "autocast", name == "clamp"
         return opened
 
@@ -303,9 +307,9 @@ def _choose_tiling(opener: _Opener, limit_bytes: int, names: Sequence[str]) -> b
     """
     facts, supports = gather_facts(opener.source), probe_formats(opener.device)
     fits: list[Fit] = []
-    for name in names:
-        asked = {"autocast": "fp32", "clamp": "fp16", "plan": "fp16"}.get(name, name)
-        plan = read_plan(name) if name.endswith(".json") else None
+    kinds = {**_LOADED_AS, "plan": "fp16"}
+    for asked in dict.fromkeys(kinds.get(name, name) for name in names):
+        plan = read_plan(asked) if asked.endswith(".json") else None
         with quiet_libraries(), contextlib.suppress(OptionError):  # said when it is loaded
             way = list_ways(facts, supports, asked, plan)[0]
             pipe, formats = build_way(opener.source, way), set(way.precisions.values())
