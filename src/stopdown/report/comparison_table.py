@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stopdown.comparison.records import SPOILT, Comparison, Variant
+from stopdown.comparison.records import Comparison, Variant
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.report import figures, formats
 from stopdown.report.pages import SIGNS, WORDS
@@ -18,8 +18,6 @@ def list_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
     cells = pick_cells(comparison.rows, variant.name)
     psnr = figures.summarise_measure(cells, "psnr_db")
-    known = [cell.headroom_bits for cell in cells if not cell.error]
-    least = SPOILT if None in known else min((x for x in known if x is not None), default=None)
     return (
         variant.name,
         f"{SIGNS[variant.verdict]} {WORDS[variant.verdict]}",
@@ -27,7 +25,7 @@ def _describe(variant: Variant, comparison: Comparison) -> tuple[str, ...]:
         formats.format_number(figures.summarise_measure(cells, "ssim")[1], 4),
         formats.format_number(figures.summarise_measure(cells, "flip")[1], 3),
         formats.format_ratio(variant.time_ratios.get("all")),
-        formats.format_bits(least if known else None),
+        formats.format_bits(figures.find_tightest(cells)[0]),
     )
 
 

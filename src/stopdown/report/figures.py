@@ -1,6 +1,6 @@
-"""Numbers as people read them, and the figures of a page: lines over steps, maps of headroom.
+"""The figures of a page as numbers: lines over steps, maps of headroom.
 
-Figures are SVG text with the page's own colours; nothing is drawn by a library at the reader's.
+The page's templates draw them as SVG with its own colours; nothing is drawn by a library at the reader's.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
-from stopdown.comparison.records import SPOILT, Cell, Comparison, Heat, count_bits
+from stopdown.comparison.records import SPOILT, Cell, Comparison, count_bits
+from stopdown.comparison.verdicts import pick_cells
 from stopdown.records import BlockMaximum
 from stopdown.report.formats import format_bits
 
 
-def find_median(values: Sequence[float | None]) -> float | None:
+def find_median(values: Iterable[float | None]) -> float | None:
     """The median of what is known."""
     known = [x for x in values if x is not None]
     return statistics.median(known) if known else None
@@ -33,20 +35,20 @@ class Line:
     Attributes:
         name: of the precision.
         colour: its number.
+        values: median over prompts after each step; None where it was not finite.
         path: of an SVG, "" without a point.
-        end: where the label stands, in the picture's units.
-        label_y: where the label stands, moved so that labels do not lie on each other.
-        lost: where the line ends because a value was not finite; None when it does not.
-        values: median over prompts after each step.
+        end: where the line ends, in the picture's units.
+        lost: where its first value was not finite; None when all were.
+        label_y: where the label stands, so that labels do not lie on each other.
     """
 
     name: str
     colour: int
+    values: tuple[float | None, ...]
     path: str
     end: tuple[float, float]
-    label_y: float
     lost: tuple[float, float] | None
-    values: tuple[float | None, ...]
+    label_y: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -54,118 +56,78 @@ class Chart:
     """A picture with a logarithmic axis of errors over steps.
 
     Attributes:
+        low, high: powers of ten at the ends of the axis.
+        count: steps.
         lines: one for each precision.
-        ticks: heights with their labels.
-        steps: places with their labels.
-        width, height: in the picture's units.
-        left, right, top, bottom: of the axes.
+        width, height, left, right, top, bottom: of the picture and its axes, in its units.
     """
 
+    low: int
+    high: int
+    count: int
     lines: tuple[Line, ...] = ()
-    ticks: tuple[tuple[float, str], ...] = ()
-    steps: tuple[tuple[float, str], ...] = ()
-    width: int = 720
-    height: int = 310
-    left: int = 62
-    right: int = 610
-    top: int = 18
-    bottom: int = 270
+    width: ClassVar[int] = 720
+    height: ClassVar[int] = 310
+    left: ClassVar[int] = 62
+    right: ClassVar[int] = 610
+    top: ClassVar[int] = 18
+    bottom: ClassVar[int] = 270
+
+    def place_x(self, step: int) -> float:
+        """Where a step stands; the only one in the middle."""
+        share = step / (self.count - 1) if self.count > 1 else 0.5
+        return round(self.left + share * (self.right - self.left), 1)
+
+    def place_y(self, error: float) -> float:
+        """Where an error stands; what is below the axis stands at its end."""
+        share = (math.log10(error) - self.low) / (self.high - self.low) if error else 0.0
+        return round(self.bottom - max(share, 0.0) * (self.bottom - self.top), 1)
 
 
 def draw_growth(comparison: Comparison) -> Chart | None:
     """Error of the latents over the steps, the median over prompts; None without any."""
-    series = {}
-    for variant in comparison.variants:
-        if (values := _collect_growth(comparison, variant.name)) and variant.name != (
-            comparison.reference
-        ):
-            series[variant.name] = values
+    names = [variant.name for variant in comparison.variants]
+    series = {name: _collect_growth(comparison, name) for name in names}
+    series = {k: values for k, values in series.items() if values and k != comparison.reference}
     known = [x for values in series.values() for x in values if x]
     if not known:
         return None
-    low = math.floor(math.log10(min(known)))
-    high = max(math.ceil(math.log10(max(known))), low + 1)
-    count = max(len(values) for values in series.values())
-    chart = Chart()
-    names = [variant.name for variant in comparison.variants]
-    lines = [
-        _draw_line(chart, name, names.index(name), values, (low, high), count)
-        for name, values in series.items()
-    ]
-    ticks = tuple(
-        (_place_y(chart, 10.0**power, (low, high)), _name_power(power))
-        for power in range(low, high + 1)
-    )
-    every = max(1, count // 10)
-    steps = tuple(
-        (_place_x(chart, index, count), str(index + 1)) for index in range(0, count, every)
-    )
-    return Chart(_spread_labels(lines), ticks, steps)
+    low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
+    chart = Chart(low, max(high, low + 1), max(map(len, series.values())))
+    lines = [_draw_line(chart, name, names.index(name), series[name]) for name in series]
+    return dataclasses.replace(chart, lines=_spread_labels(lines))
 
 
 def _collect_growth(comparison: Comparison, name: str) -> tuple[float | None, ...]:
-    runs = [
-        cell.latents_rel_err
-        for row in comparison.rows
-        for cell in row.cells
-        if cell.precision == name and cell.latents_rel_err
-    ]
-    if not runs:
-        return ()
-    count = max(len(run) for run in runs)
-    columns = [[run[i] if i < len(run) else None for run in runs] for i in range(count)]
+    runs = [cell.latents_rel_err for cell in pick_cells(comparison.rows, name)]
+    steps = range(max(map(len, runs), default=0))
     # one prompt that is lost does not hide the others; all lost is a gap
-    return tuple(find_median(column) for column in columns)
+    return tuple(find_median(run[at] for run in runs if at < len(run)) for at in steps)
 
 
-def _place_x(chart: Chart, index: int, count: int) -> float:
-    span = chart.right - chart.left
-    return round(chart.left + (span / 2 if count == 1 else span * index / (count - 1)), 1)
-
-
-def _place_y(chart: Chart, value: float, decades: tuple[int, int]) -> float:
-    share = (math.log10(value) - decades[0]) / (decades[1] - decades[0])
-    return round(chart.bottom - share * (chart.bottom - chart.top), 1)
-
-
-def _draw_line(
-    chart: Chart,
-    name: str,
-    colour: int,
-    values: Sequence[float | None],
-    decades: tuple[int, int],
-    count: int,
-) -> Line:
-    parts: list[str] = []
-    is_down = False
-    end, lost = (float(chart.left), float(chart.top)), None
-    for index, value in enumerate(values):
-        x = _place_x(chart, index, count)
+def _draw_line(chart: Chart, name: str, colour: int, values: tuple[float | None, ...]) -> Line:
+    path, end, lost = "", None, None
+    for step, value in enumerate(values):
+        x = chart.place_x(step)
         if value is None:
             lost = lost or (x, float(chart.top))
-            is_down = False
             continue
-        y = _place_y(chart, max(value, 10.0 ** decades[0]), decades)
-        parts.append(f"{'L' if is_down else 'M'}{x} {y}")
-        is_down, end = True, (x, y)
-    if count == 1 and parts:
-        parts.append(f"h0.1 M{end[0]} {end[1]}")
-    place = lost if lost and not parts else end
-    return Line(name, colour, " ".join(parts), place, place[1], lost, tuple(values))
+        is_down = step > 0 and values[step - 1] is not None
+        end = (x, chart.place_y(value))
+        path += f" {'L' if is_down else 'M'}{x} {end[1]}"
+    if end and chart.count == 1:
+        path += f" h0.1 M{end[0]} {end[1]}"
+    place = end or lost or (float(chart.left), float(chart.top))
+    return Line(name, colour, values, path.strip(), place, lost)
 
 
 def _spread_labels(lines: Sequence[Line]) -> tuple[Line, ...]:
     """Labels at least 14 units apart, in the order of their lines."""
-    moved, last = [], -1e9
+    moved, last = [], -math.inf
     for line in sorted(lines, key=lambda line: line.end[1]):
-        y = max(line.end[1], last + 14)
-        moved.append(dataclasses.replace(line, label_y=y))
-        last = y
+        last = max(line.end[1], last + 14)
+        moved.append(dataclasses.replace(line, label_y=last))
     return tuple(moved)
-
-
-def _name_power(power: int) -> str:
-    return f"{10.0**power:g}" if -4 <= power <= 3 else f"1e{power}"
 
 
 # ---------------------------------------------------------------------------------------------
@@ -182,116 +144,73 @@ BINS: tuple[tuple[str, str, float], ...] = (
 """Class, label, and the bits up to which it goes."""
 
 
-def choose_bin(bits: float | None) -> str:
-    """The class of a number of bits; "" for none."""
-    if bits is None:
-        return ""
+def choose_bin(bits: float) -> str:
+    """The class of a number of bits."""
     if bits <= SPOILT:
         return "nf"
     return next(name for name, _, limit in BINS[1:] if bits < limit or limit == math.inf)
 
 
-@dataclass(frozen=True)
-class Panel:
-    """The map of one component in one precision.
-
-    Attributes:
-        precision: its name.
-        squares: x, y, class and text of each square.
-        width, height: in the picture's units.
-        tightest: the least headroom in words.
-    """
-
-    precision: str
-    squares: tuple[tuple[int, int, str, str], ...]
-    width: int
-    height: int
-    tightest: str
+Bits = Mapping[str, Sequence[float | None]]
+"""Module path to the headroom of each step; None where it was not called."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """One component under every precision, side by side.
+    """Headroom of one component by block and step, under every precision side by side.
 
     Attributes:
         component: its name.
-        module_paths: labels of the rows.
-        steps: columns.
-        panels: one for each precision.
-        size: of a square.
+        heats: by precision.
     """
 
     component: str
-    module_paths: tuple[str, ...]
-    steps: int
-    panels: tuple[Panel, ...]
-    size: int
+    heats: Mapping[str, Bits]
+
+    @property
+    def module_paths(self) -> list[str]:
+        """The rows."""
+        return list(dict.fromkeys(path for heat in self.heats.values() for path in heat))
+
+    @property
+    def steps(self) -> int:
+        """The columns."""
+        return max((len(row) for heat in self.heats.values() for row in heat.values()), default=1)
+
+    @property
+    def size(self) -> int:
+        """Width of a square in the picture's units."""
+        return 26 if self.steps == 1 else max(4, min(14, 240 // self.steps))
 
 
-def draw_maps(comparison: Comparison) -> tuple[HeatMap, ...]:
+def describe_least(heat: Bits) -> str:
+    """The least headroom of a map in words; "" without any."""
+    known = [(x, path) for path, row in heat.items() for x in row if x is not None]
+    least = min(known, key=lambda found: found[0], default=None)
+    return "" if least is None else f"{format_bits(least[0])} at {least[1]}"
+
+
+def draw_maps(comparison: Comparison) -> list[HeatMap]:
     """Headroom by block and step for each component and precision."""
-    components = dict.fromkeys(h.component for v in comparison.variants for h in v.heats)
-    return tuple(_draw_map(name, _collect_heats(comparison, name)) for name in components)
+    found: dict[str, dict[str, Bits]] = {}
+    for variant in comparison.variants:
+        for heat in variant.heats:
+            rows = dict(zip(heat.module_paths, heat.bits, strict=True))
+            found.setdefault(heat.component, {})[variant.name] = rows
+    return [HeatMap(component, heats) for component, heats in found.items()]
 
 
-def draw_run_maps(maxima: Sequence[BlockMaximum]) -> tuple[HeatMap, ...]:
+def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
     """Headroom of one run by block and step, in the formats that the blocks returned."""
-    found: dict[str, dict[str, dict[int, float | None]]] = {}
-    formats: dict[str, dict[str, None]] = {}
-    for entry in maxima:
-        module_paths = found.setdefault(entry.component, {})
-        module_paths.setdefault(entry.path, {})[entry.step or 0] = _round_bits(entry.amax)
-        formats.setdefault(entry.component, {})[entry.precision] = None
     maps = []
-    for component, module_paths in found.items():
-        steps = sorted({step for bits in module_paths.values() for step in bits})
-        rows = tuple(tuple(bits.get(step) for step in steps) for bits in module_paths.values())
-        heat = Heat(component, tuple(module_paths), rows)
-        maps.append(_draw_map(component, {" + ".join(formats[component]): heat}))
-    return tuple(maps)
-
-
-def _round_bits(amax: float | None) -> float | None:
-    bits = count_bits(amax)
-    return None if bits is None else round(bits, 2)
-
-
-def _collect_heats(comparison: Comparison, component: str) -> dict[str, Heat]:
-    return {
-        variant.name: heat
-        for variant in comparison.variants
-        for heat in variant.heats
-        if heat.component == component
-    }
-
-
-def _draw_map(component: str, heats: Mapping[str, Heat]) -> HeatMap:
-    module_paths = tuple(
-        dict.fromkeys(module_path for heat in heats.values() for module_path in heat.module_paths)
-    )
-    steps = max((len(row) for heat in heats.values() for row in heat.bits), default=1)
-    size = 26 if steps == 1 else max(4, min(14, 240 // steps))
-    panels = tuple(
-        _draw_panel(name, heat, module_paths, size, steps) for name, heat in heats.items()
-    )
-    return HeatMap(component, module_paths, steps, panels, size)
-
-
-def _draw_panel(
-    name: str, heat: Heat, module_paths: Sequence[str], width: int, steps: int
-) -> Panel:
-    rows = dict(zip(heat.module_paths, heat.bits, strict=True))
-    squares = []
-    least: tuple[float, str] | None = None
-    for y, module_path in enumerate(module_paths):
-        for x, bits in enumerate(rows.get(module_path, ())):
-            if bits is None:
-                continue
-            if least is None or bits < least[0]:
-                least = (bits, module_path)
-            squares.append((x * width, y * 14, choose_bin(bits), format_bits(bits)))
-    said = "" if least is None else f"{format_bits(least[0])} at {least[1]}"
-    return Panel(name, tuple(squares), steps * width, len(module_paths) * 14, said)
+    for component in dict.fromkeys(entry.component for entry in maxima):
+        own = [entry for entry in maxima if entry.component == component]
+        formats = " + ".join(dict.fromkeys(entry.precision for entry in own))
+        steps = sorted({entry.step or 0 for entry in own})
+        bits = {(entry.path, entry.step or 0): count_bits(entry.amax) for entry in own}
+        rows = {path: [bits.get((path, step)) for step in steps] for path, _ in bits}
+        maps.append(HeatMap(component, {formats: rows}))
+    return maps
 
 
 # ---------------------------------------------------------------------------------------------
@@ -302,7 +221,14 @@ def summarise_measure(cells: Sequence[Cell], name: str) -> tuple[float | None, f
     """Median and worst of a measure over prompts; the worst is the least for PSNR and SSIM."""
     values = [getattr(cell.measures, name) for cell in cells if cell.measures is not None]
     known = [x for x in values if x is not None]
-    if not known:
-        return None, None
-    worst = min(known) if name in ("psnr_db", "ssim") else max(known)
-    return statistics.median(known), worst
+    worst = min if name in ("psnr_db", "ssim") else max
+    return find_median(known), worst(known, default=None)
+
+
+def find_tightest(cells: Sequence[Cell]) -> tuple[float | None, str]:
+    """The least headroom over prompts and where it is; `SPOILT` where a value was not finite."""
+    ran = [cell for cell in cells if not cell.error]
+    known = [(cell.headroom_bits, cell.tightest) for cell in ran if cell.headroom_bits is not None]
+    if len(known) < len(ran):
+        return SPOILT, ""
+    return min(known, key=lambda found: found[0], default=(None, ""))

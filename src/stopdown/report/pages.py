@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stopdown.batch.records import BatchRecord
-from stopdown.comparison.records import SPOILT, Cell, Comparison, Variant
+from stopdown.comparison.records import Cell, Comparison, Variant
 from stopdown.comparison.thresholds import PARTING
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.errors import InputError
@@ -103,7 +103,16 @@ def render_comparison(comparison: Comparison) -> str:
         chart=figures.draw_growth(comparison),
         maps=figures.draw_maps(comparison),
         bins=figures.BINS,
-        pictures=_list_pictures(comparison),
+        pictures=[
+            {
+                "prompt": row.prompt,
+                "seed": row.seed,
+                "line": row.line,
+                "reference": row.reference,
+                "cells": [_describe_cell(cell) for cell in row.cells],
+            }
+            for row in comparison.rows
+        ],
         partings=_list_partings(comparison),
         parting_limit=PARTING,
         plans=[v for v in comparison.variants if v.plan is not None],
@@ -151,14 +160,15 @@ def _read_template(name: str) -> Any:
         lstrip_blocks=True,
     )
     environment.globals |= {"words": WORDS, "signs": SIGNS, "len": len, "round": round}
-    for find in (
-        format_bytes,
-        formats.format_ratio,
-        formats.format_seconds,
-        formats.format_number,
-        formats.format_bits,
-    ):
-        environment.filters[find.__name__.removeprefix("format_")] = find
+    environment.filters |= {
+        "bytes": format_bytes,
+        "ratio": formats.format_ratio,
+        "seconds": formats.format_seconds,
+        "number": formats.format_number,
+        "bits": formats.format_bits,
+        "bin": figures.choose_bin,
+        "least": figures.describe_least,
+    }
     return environment.get_template(name)
 
 
@@ -169,19 +179,12 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
         name: figures.summarise_measure(cells, name)
         for name in ("psnr_db", "ssim", "flip", "flicker", "rmse")
     }
-    known = [cell.headroom_bits for cell in cells]
-    is_lost = any(bits is None for bits, cell in zip(known, cells, strict=True) if not cell.error)
-    found = [bits for bits in known if bits is not None]
-    tightest = min(
-        (cell for cell in cells if cell.headroom_bits is not None),
-        key=lambda cell: cell.headroom_bits or 0.0,
-        default=None,
-    )
+    headroom, tightest = figures.find_tightest(cells)
     return {
         "variant": variant,
         "measures": measured,
-        "headroom": SPOILT if is_lost else min(found, default=None),
-        "tightest": tightest.tightest if tightest and not is_lost else "",
+        "headroom": headroom,
+        "tightest": tightest,
         "counts": {
             name: sum(getattr(cell, name) for cell in cells)
             for name in ("non_finite", "saturated", "clamped")
@@ -189,21 +192,8 @@ def _summarise(variant: Variant, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _list_pictures(comparison: Comparison) -> list[dict[str, Any]]:
-    """What the page's player shows: for each prompt the sheets of its cells."""
-    return [
-        {
-            "prompt": row.prompt,
-            "seed": row.seed,
-            "line": row.line,
-            "reference": row.reference,
-            "cells": [_describe_cell(cell) for cell in row.cells],
-        }
-        for row in comparison.rows
-    ]
-
-
 def _describe_cell(cell: Cell) -> dict[str, Any]:
+    """What the page's player shows of a cell."""
     measures = cell.measures
     said = "" if measures is None else f"{formats.format_number(measures.psnr_db, 1)} dB"
     if measures is not None and measures.identical:
