@@ -7,6 +7,7 @@ import functools
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +71,13 @@ def run_cell(
     begun = time.perf_counter()
     options = GuardOptions(
         on_fault="warn",
-        decisions=opened.decisions,
+        decisions=opened.loaded.decisions,
         observer=observer,
         announce=lambda text: None,
         frames=False,
         names_culprit=names_culprit,
     )
-    guarding = Guard(opened.pipe, options).put_on()
+    guarding = Guard(opened.loaded.pipe, options).put_on()
     try:
         outcome = _run(opened, name, request, device, guarding, run)
         cell = dataclasses.replace(outcome.cell, faults=guarding.repairs)
@@ -98,10 +99,10 @@ def _run(
     begun = time.perf_counter()
     with (
         guarding,
-        Probe(opened.pipe, clamps=opened.clamps) as probe,
+        Probe(opened.loaded.pipe, clamps=name == "clamp") as probe,
         quiet_libraries(),
         torch.no_grad(),
-        opened.arithmetic(),
+        torch.autocast(device.type, torch.float16) if name == "autocast" else nullcontext(),
         peak_memory(device) as memory,
         warnings.catch_warnings(),
     ):
@@ -129,8 +130,8 @@ def _run(
 def _prepare(opened: Opened, request: Request, run: Run | None) -> Run:
     """What runs it: its call with the request's arguments, or a function with the request's seed."""
     if run is None:
-        opened.pipe.set_progress_bar_config(disable=True)
-        return functools.partial(opened.pipe, **build_arguments(opened.pipe, request))
+        opened.loaded.pipe.set_progress_bar_config(disable=True)
+        return functools.partial(opened.loaded.pipe, **build_arguments(opened.loaded.pipe, request))
 
     def start() -> Any:
         with torch.random.fork_rng():

@@ -162,7 +162,7 @@ class _Matrix:
                 variant,
                 load_s=variant.load_s or opened.load_s,
                 weights_bytes=opened.weights_bytes,
-                decisions=opened.decisions,
+                decisions=opened.loaded.decisions,
                 plan=opened.plan,
             )
         )

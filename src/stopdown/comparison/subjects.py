@@ -10,7 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -80,38 +80,18 @@ class Opened:
     """A pipeline in one precision.
 
     Attributes:
-        pipe: on its device.
-        decisions: precision of each component.
+        loaded: the pipeline on its device, with what is taken off when it is closed.
         plan: what it was rescaled by.
         load_s: seconds that it took.
         weights_bytes: of its parameters and buffers.
-        uses_autocast, clamps: how it is to be run.
         offloader: keeps it within a limit of memory; None without one.
-        fit_s: seconds that it took to find what does.
-        patches: what was put on a program that is itself in this precision, or on a pipeline to keep
-            it within a limit.
     """
 
-    pipe: Any
-    decisions: tuple[Decision, ...]
-    plan: Plan | None = None
-    patches: Patches = field(default_factory=Patches)
-    load_s: float = 0.0
-    weights_bytes: int = 0
-    uses_autocast: bool = False
-    clamps: bool = False
+    loaded: Loaded
+    plan: Plan | None
+    load_s: float
+    weights_bytes: int
     offloader: Offloader | None = None
-    fit_s: float = 0.0
-
-    @contextlib.contextmanager
-    def arithmetic(self) -> Iterator[None]:
-        """What a run of it stands in: `torch.autocast`, or nothing."""
-        if not self.uses_autocast:
-            yield
-            return
-        device = next(next(iter(find_components(self.pipe).values())).parameters()).device
-        with torch.autocast(device.type, dtype=torch.float16):
-            yield
 
 
 @dataclass
@@ -134,9 +114,10 @@ class Subject:
     pipeline: str
     device: Device
     classes: tuple[str, ...]
-    _open: Callable[[str], Opened]
-    _plan: Callable[[], Plan]
-    _open_planned: Callable[[Plan, str], Opened]
+    _load: Callable[[str, Plan | None], Loaded]
+    """By a precision; or by a plan, and what it is called."""
+    _make_plan: Callable[[], Plan]
+    _fit: Callable[[Loaded], Offloader | None] = lambda loaded: None
     _opened: dict[str, Opened] = field(default_factory=dict)
     scheduler: str = ""
     keeps_one: bool = False
@@ -155,31 +136,25 @@ class Subject:
         if found is None:
             self._make_room()
             begun = time.perf_counter()
-            found = self._load(name, folder)
-            found.load_s = time.perf_counter() - begun - found.fit_s
-            found.weights_bytes = found.weights_bytes or _count_bytes(found.pipe)
+            plan = self._find_plan(name, folder)
+            loaded = self._load(_LOADED_AS.get(name, name), plan)
+            load_s, size = time.perf_counter() - begun, _count_bytes(loaded.pipe)
+            found = Opened(loaded, plan, load_s, size, self._fit(loaded))
         self._opened[name] = found
         return found
 
     def close(self) -> None:
         """Let every pipeline go."""
         while self._opened:
-            self._opened.popitem()[1].patches.undo()
+            self._opened.popitem()[1].loaded.patches.undo()
         free_memory()
 
-    def _load(self, name: str, folder: Path) -> Opened:
-        if name == "plan" or name.endswith(".json"):
-            return self._open_planned(self._find_plan(name, folder), name)
-        opened = self._open(_LOADED_AS.get(name, name))
-        opened.uses_autocast, opened.clamps = name == "autocast", name == "clamp"
-        return opened
-
-    def _find_plan(self, name: str, folder: Path) -> Plan:
+    def _find_plan(self, name: str, folder: Path) -> Plan | None:
         if name != "plan":
-            return read_plan(name)
+            return read_plan(name) if name.endswith(".json") else None
         path = folder / "plan.json"
         if not path.exists():
-            write_plan(self._plan(), path)
+            write_plan(self._make_plan(), path)
         return read_plan(path)
 
     def _make_room(self) -> None:
@@ -189,7 +164,7 @@ class Subject:
             has_room = sum(sizes) + 2 * max(sizes) < 0.6 * self.device.memory_bytes
             if has_room and not self.keeps_one:
                 return
-            self._opened.pop(next(iter(self._opened))).patches.undo()
+            self._opened.pop(next(iter(self._opened))).loaded.patches.undo()
             free_memory()
 
 
@@ -229,91 +204,70 @@ def describe_subject(
     target = choose_device(device)
     source = given if isinstance(given, Source) else resolve_source(given)
     verify_source(source)
-    chosen = select_pipeline(source, request)
-    source = chosen.source
-    opener = _Opener(source, target, request, limit)
+    source = select_pipeline(source, request).source
+    move, tiling = limit is None, None
     if limit is not None:
-        opener.tiling = _choose_tiling(opener, limit.count_bytes(target), names)
+        tiling = _choose_tiling(source, target, request, limit.count_bytes(target), names)
+
+    def load(precision: str, plan: Plan | None) -> Loaded:
+        if plan is not None:
+            return load_planned(source, plan, Path(precision).name, target, move=move)
+        return choose_loader(source, precision, target, request=request)(move=move)
+
     return Subject(
         source.name,
         fingerprint(source),
         source.pipeline_class,
         target,
         tuple(class_name for _, class_name in source.components.values()),
-        opener.open,
-        partial(
-            make_plan,
-            source,
-            device=target.torch_name,
-            request=request,
-            progress=progress,
-        ),
-        opener.open_planned,
+        load,
+        partial(make_plan, source, device=target.torch_name, request=request, progress=progress),
+        partial(_fit, source, target, request, limit, tiling),
         scheduler=source.scheduler,
         keeps_one=limit is not None,
         memory=str(limit.count_bytes(target)) if limit is not None else "",
     )
 
 
-@dataclass
-class _Opener:
-    """Opens a checkpoint, within a limit of memory where there is one."""
-
-    source: Source
-    device: Device
-    request: Request
-    limit: Limit | None
-    tiling: bool | None = None
-
-    def open(self, precision: str) -> Opened:
-        load = choose_loader(self.source, precision, self.device, request=self.request)
-        return self._fit(load(move=self.limit is None))
-
-    def open_planned(self, plan: Plan, name: str) -> Opened:
-        named, move = Path(name).name, self.limit is None
-        loaded = load_planned(self.source, plan, named, self.device, move=move)
-        return dataclasses.replace(self._fit(loaded), plan=plan)
-
-    def _fit(self, loaded: Loaded) -> Opened:
-        begun, size = time.perf_counter(), _count_bytes(loaded.pipe)
-        opened = Opened(loaded.pipe, loaded.decisions, weights_bytes=size)
-        try:
-            fitted = fit_run(
-                loaded,
-                self.request,
-                self.device,
-                self.limit,
-                read_configs(self.source.described),
-                announce=lambda text: None,
-                tiling=self.tiling,
-            )
-        except StopdownError as error:
-            raise StopdownError(error.what, expected=error.expected, remedy=_MORE) from error
-        if fitted.offloader is not None:
-            opened.offloader = fitted.offloader.__enter__()
-            opened.patches.defer(opened.offloader.__exit__)
-        opened.fit_s = time.perf_counter() - begun
-        return opened
-
-
 _MORE = "Allow more memory, or compare a smaller `height` and `width`, or fewer `frames`."
 
 
-def _choose_tiling(opener: _Opener, limit_bytes: int, names: Sequence[str]) -> bool:
+def _fit(
+    source: Source,
+    device: Device,
+    request: Request,
+    limit: Limit | None,
+    tiling: bool | None,
+    loaded: Loaded,
+) -> Offloader | None:
+    """What keeps the runs of a checkpoint within a limit, once it is on."""
+    configs = read_configs(source.described)
+    try:
+        fitted = fit_run(loaded, request, device, limit, configs, lambda _: None, tiling=tiling)
+    except StopdownError as error:
+        raise StopdownError(error.what, expected=error.expected, remedy=_MORE) from error
+    if fitted.offloader is not None:
+        loaded.patches.defer(fitted.offloader.__enter__().__exit__)
+    return fitted.offloader
+
+
+def _choose_tiling(
+    source: Source, device: Device, request: Request, limit_bytes: int, names: Sequence[str]
+) -> bool:
     """Whether all precisions decode in tiles, from runs without weights.
 
     Raises:
         StopdownError: none of them stays within the limit.
     """
-    facts, supports = gather_facts(opener.source), probe_formats(opener.device)
+    facts, supports = gather_facts(source), probe_formats(device)
     fits: list[Fit] = []
     kinds = {**_LOADED_AS, "plan": "fp16"}
     for asked in dict.fromkeys(kinds.get(name, name) for name in names):
         plan = read_plan(asked) if asked.endswith(".json") else None
         with quiet_libraries(), contextlib.suppress(OptionError):  # said when it is loaded
             way = list_ways(facts, supports, asked, plan)[0]
-            pipe, formats = build_way(opener.source, way), set(way.precisions.values())
-            fits.append(predict_pipe(pipe, formats, opener.request, opener.device))
+            pipe, formats = build_way(source, way), set(way.precisions.values())
+            fits.append(predict_pipe(pipe, formats, request, device))
     tiling = choose_tiling(fits, limit_bytes)
     if tiling is None and fits:
         least = min(find_smallest(fit).peak_bytes for fit in fits)
@@ -327,35 +281,69 @@ def _choose_tiling(opener: _Opener, limit_bytes: int, names: Sequence[str]) -> b
 
 def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:
     name_arguments(type(pipe), request)
-    classes = tuple(type(module).__name__ for module in find_components(pipe).values())
-    return Subject(
-        type(pipe).__name__,
-        "",
-        type(pipe).__name__,
-        choose_device(str(pipe.device)),
-        classes,
-        partial(_copy_pipe, pipe),
-        partial(make_plan, pipe, request=request, progress=progress),
-        partial(_copy_planned, pipe),
-    )
+    make = partial(make_plan, pipe, request=request, progress=progress)
+    return _describe(pipe, str(pipe.device), partial(_copy_pipe, pipe), make)
 
 
-def _copy_pipe(pipe: Any, precision: str) -> Opened:
-    """A copy of a pipeline with every component in one precision.
+def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
+    """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
+    make = partial(make_plan, program, run=lambda: [run() for run in runs])
+    put = partial(_put_program, program)
+    return dataclasses.replace(_describe(program, find_device(program), put, make), keeps_one=True)
+
+
+def _describe(
+    program: Any,
+    device: str,
+    load: Callable[[str, Plan | None], Loaded],
+    make: Callable[[], Plan],
+) -> Subject:
+    kind = type(program).__name__
+    classes = tuple(type(module).__name__ for module in find_components(program).values())
+    return Subject(kind, "", kind, choose_device(device), classes, load, make)
+
+
+def _copy_pipe(pipe: Any, precision: str, plan: Plan | None) -> Loaded:
+    """A copy of a pipeline with every component in one precision, or by a plan.
 
     Raises:
         OptionError: the precision is not the same for all components.
     """
-    dtype = _find_dtype(precision, "Save it with save_pretrained and compare the folder.")
+    dtype = _find_dtype(precision, plan, "Save it with save_pretrained and compare the folder.")
     copied = copy.deepcopy(pipe)
     for module in find_components(copied).values():
         cast_component_(module, dtype)
-    reason = "copied from a pipeline in memory"
-    calls = tuple(Decision(callee.name, precision, reason) for callee in find_callees(copied))
-    return Opened(copied, calls)
+    if plan is not None:
+        apply_plan(copied, plan)
+    calls = [callee.name for callee in find_callees(copied)]
+    return Loaded(
+        copied, _decide(calls, precision, plan, "copied from a pipeline in memory"), Patches()
+    )
 
 
-def _find_dtype(precision: str, remedy: str) -> torch.dtype:
+def _put_program(program: Any, precision: str, plan: Plan | None) -> Loaded:
+    """A program with its modules in one precision and the arguments of their calls with them, or by a
+    plan; it is the caller's: a cast that fails half-way leaves nothing of it.
+    """
+    dtype = _find_dtype(precision, plan, "Compare it in one precision for all of its modules.")
+    parts, patches = find_components(program), Patches()
+    try:
+        for module in parts.values():
+            put_precision(module, dtype, patches)
+        if plan is not None:
+            patches.defer(apply_plan(program, plan).undo)
+        else:
+            intercept_components(program, lambda callee, on: put_cast(callee, dtype, on), patches)
+    except BaseException:
+        patches.undo()
+        raise
+    decisions = _decide(parts, precision, plan, "cast where it is in memory")
+    return Loaded(program, decisions, patches)
+
+
+def _find_dtype(precision: str, plan: Plan | None, remedy: str) -> torch.dtype:
+    if plan is not None:
+        return torch.float32
     if precision not in FORMATS:
         raise OptionError(
             f"What is in memory cannot be compared in {precision}.",
@@ -365,16 +353,12 @@ def _find_dtype(precision: str, remedy: str) -> torch.dtype:
     return FORMATS[precision].torch_dtype
 
 
-def _copy_planned(pipe: Any, plan: Plan, name: str) -> Opened:
-    copied = copy.deepcopy(pipe)
-    for module in find_components(copied).values():
-        cast_component_(module, torch.float32)
-    apply_plan(copied, plan)
-    return Opened(copied, _decide_by(plan, name), plan)
-
-
-def _decide_by(plan: Plan, name: str) -> tuple[Decision, ...]:
-    reason = f"rescaled by {Path(name).name}"
+def _decide(
+    names: Iterable[str], precision: str, plan: Plan | None, reason: str
+) -> tuple[Decision, ...]:
+    if plan is None:
+        return tuple(Decision(name, precision, reason) for name in names)
+    reason = f"rescaled by {Path(precision).name}"
     return tuple(Decision(entry.component, entry.precision, reason) for entry in plan.components)
 
 
@@ -387,63 +371,6 @@ def _refuse_options(request: Request) -> None:
             expected="Such a program is run by a function, which knows sizes and steps.",
             remedy="Set them in that function.",
         )
-
-
-def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
-    """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
-    kind = type(program).__name__
-    classes = tuple(type(module).__name__ for module in find_components(program).values())
-    return Subject(
-        kind,
-        "",
-        kind,
-        choose_device(find_device(program)),
-        classes,
-        partial(_put_program, program),
-        partial(make_plan, program, run=lambda: [run() for run in runs]),
-        partial(_put_planned, program),
-        keeps_one=True,
-    )
-
-
-def _put_program(program: Any, precision: str) -> Opened:
-    """A program with its modules in one precision, and the arguments of their calls with them."""
-    dtype = _find_dtype(precision, "Compare it in one precision for all of its modules.")
-    opened = Opened(program, _decide(program, precision))
-    with _undone_on_failure(opened.patches):
-        _cast_program(program, dtype, opened.patches)
-        intercept_components(
-            program, lambda callee, layers: put_cast(callee, dtype, layers), opened.patches
-        )
-    return opened
-
-
-def _put_planned(program: Any, plan: Plan, name: str) -> Opened:
-    opened = Opened(program, _decide_by(plan, name), plan)
-    with _undone_on_failure(opened.patches):
-        _cast_program(program, torch.float32, opened.patches)
-        opened.patches.defer(apply_plan(program, plan).undo)
-    return opened
-
-
-@contextlib.contextmanager
-def _undone_on_failure(patches: Patches) -> Iterator[None]:
-    """The program is the caller's: a cast that fails half-way leaves nothing of it."""
-    try:
-        yield
-    except BaseException:
-        patches.undo()
-        raise
-
-
-def _cast_program(program: Any, dtype: torch.dtype, patches: Patches) -> None:
-    for module in find_components(program).values():
-        put_precision(module, dtype, patches)
-
-
-def _decide(program: Any, precision: str) -> tuple[Decision, ...]:
-    reason = "cast where it is in memory"
-    return tuple(Decision(name, precision, reason) for name in find_components(program))
 
 
 def _count_bytes(pipe: Any) -> int:
