@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated, Any, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from stopdown.app import cli
-from stopdown.app.flags import CommandOptions
 from stopdown.app.registration import add_command
 
 
@@ -35,7 +35,7 @@ def run_paint(*words: str, code: int = 0) -> tuple[Any, list[PaintOptions]]:
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(lambda: None)
-    add_command(app, "paint", PaintOptions, main)
+    add_command(app, "paint", main)
     return CliRunner().invoke(app, ["paint", *words]), heard
 
 
@@ -80,9 +80,9 @@ def test_every_command_takes_the_fields_of_its_record() -> None:
     """No command has a parameter that its dataclass lacks; its own come first, those of all last."""
     found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     records = [
-        kind
-        for name, kind in vars(cli).items()
-        if name.endswith("Options") and kind is not CommandOptions
+        get_type_hints(module.main)["options"]
+        for name, module in vars(cli).items()
+        if name.endswith("_command") and isinstance(module, ModuleType)
     ]
     shown = [
         [parameter.name for parameter in command.params if parameter.name != "help"]

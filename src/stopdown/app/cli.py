@@ -35,19 +35,7 @@ from stopdown.app import (
     signals,
     streams,
 )
-from stopdown.app.batch_command import BatchOptions
-from stopdown.app.bench_command import BenchOptions
-from stopdown.app.check_command import CheckOptions
-from stopdown.app.compare_command import CompareOptions
-from stopdown.app.convert_command import ConvertOptions
-from stopdown.app.doctor_command import DoctorOptions
-from stopdown.app.explain_command import ExplainOptions
-from stopdown.app.export_command import ExportOptions
-from stopdown.app.generate_command import GenerateOptions
-from stopdown.app.plan_command import PlanOptions
 from stopdown.app.registration import add_command
-from stopdown.app.report_command import ReportOptions
-from stopdown.app.run_command import ScriptOptions
 
 app = typer.Typer(
     name="stopdown",
@@ -76,24 +64,20 @@ def _root(
     """Half precision, whole picture: image and video diffusion models without black frames."""
 
 
-add_command(app, "generate", GenerateOptions, generate_command.main)
-add_command(app, "batch", BatchOptions, batch_command.main)
-add_command(app, "plan", PlanOptions, plan_command.main)
-add_command(app, "convert", ConvertOptions, convert_command.main)
-add_command(app, "export", ExportOptions, export_command.main)
+add_command(app, "generate", generate_command.main)
+add_command(app, "batch", batch_command.main)
+add_command(app, "plan", plan_command.main)
+add_command(app, "convert", convert_command.main)
+add_command(app, "export", export_command.main)
 add_command(
-    app,
-    "run",
-    ScriptOptions,
-    run_command.main,
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    app, "run", run_command.main, ignore_unknown_options=True, allow_interspersed_args=False
 )
-add_command(app, "check", CheckOptions, check_command.main)
-add_command(app, "explain", ExplainOptions, explain_command.main)
-add_command(app, "doctor", DoctorOptions, doctor_command.main)
-add_command(app, "bench", BenchOptions, bench_command.main)
-add_command(app, "compare", CompareOptions, compare_command.main)
-add_command(app, "report", ReportOptions, report_command.main)
+add_command(app, "check", check_command.main)
+add_command(app, "explain", explain_command.main)
+add_command(app, "doctor", doctor_command.main)
+add_command(app, "bench", bench_command.main)
+add_command(app, "compare", compare_command.main)
+add_command(app, "report", report_command.main)
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

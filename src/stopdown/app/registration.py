@@ -14,7 +14,7 @@ import inspect
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -23,25 +23,17 @@ from stopdown.app.remedies import reword
 from stopdown.environment import token_in_use
 from stopdown.errors import StopdownError
 
-Options = TypeVar("Options")
 
-
-def add_command(
-    app: typer.Typer,
-    name: str,
-    record: type[Options],
-    main: Callable[[Options], int],
-    **settings: Any,
-) -> None:
+def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **settings: bool) -> None:
     """Add a command to the command line.
 
     Args:
         app: the command line.
         name: of the command.
-        record: dataclass of its options.
-        main: does the work, and gives the exit code.
-        settings: further arguments of `typer.Typer.command`.
+        main: takes the dataclass of its options, does the work, and gives the exit code.
+        settings: of click's context.
     """
+    record = next(iter(get_type_hints(main).values()))
     hints = get_type_hints(record, include_extras=True)
     entries = list_options(record)
 
@@ -61,7 +53,7 @@ def add_command(
     parameters = [_make_parameter(entry, hints[entry.name]) for entry in entries]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # read by Typer
     text = (inspect.getdoc(record) or "").replace("Examples:\n", "\b\nExamples:\n")
-    app.command(name, help=text, **settings)(call)
+    app.command(name, help=text, context_settings=settings)(call)
 
 
 def list_options(record: type) -> list[dataclasses.Field[Any]]:
