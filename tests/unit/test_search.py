@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from stopdown import rescale_
 from stopdown.errors import CaptureError, ScalingError
 from stopdown.scaling import find_scaling, measure_call, search
 from stopdown.scaling.search import Relaxation, Strategy, take_first
@@ -41,12 +42,12 @@ def test_where_none_does_the_cheapest_is_taken() -> None:
 
 
 class Placed(nn.Module):
-    """A projection whose sum with positions nothing can scale, up to 50,000."""
+    """A projection whose sum with positions nothing can scale, up to 50,000 for inputs up to 64."""
 
     def __init__(self) -> None:
         super().__init__()
         self.proj = nn.Linear(8, 8, bias=False)
-        nn.init.constant_(self.proj.weight, 50000 / 8)
+        nn.init.constant_(self.proj.weight, 50000 / 8 / 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.proj(x) + torch.arange(8).to(x.dtype)
@@ -59,15 +60,15 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.norm, self.out = Placed(), nn.LayerNorm(8), nn.Linear(8, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.norm(self.embed(x)))
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(self.embed(hidden_states)))
 
 
 @pytest.mark.parametrize(("width", "kept"), [(512, ("embed",)), (8, ())])
 def test_headroom_is_worth_a_little_work_in_fp32(width: int, kept: tuple[str, ...]) -> None:
     """A fiftieth of the work in fp32 buys a bit of headroom; half of it does not."""
     module = Model(width).eval().requires_grad_(False)
-    measured = measure_call(module, (torch.ones(2, 8),))
+    measured = measure_call(module, (torch.full((2, 8), 64.0),))
     found = find_scaling(module, [measured])
     assert found.fp32_modules == kept
     assert found.headroom_bits is not None
@@ -80,7 +81,17 @@ def test_without_that_relaxation_headroom_is_given_up(monkeypatch: pytest.Monkey
     assert len(left) == len(search.RELAXATIONS) - 1
     monkeypatch.setattr(search, "RELAXATIONS", left)
     module = Model(512).eval().requires_grad_(False)
-    found = find_scaling(module, [measure_call(module, (torch.ones(2, 8),))])
+    found = find_scaling(module, [measure_call(module, (torch.full((2, 8), 64.0),))])
     assert not found.fp32_modules
     assert found.headroom_bits is not None
     assert found.headroom_bits < 1
+
+
+@pytest.mark.parametrize("ranges", ["bound", "auto"])
+def test_a_bound_needs_no_headroom_where_no_work_is_in_fp32(ranges: str) -> None:
+    """Small inputs need nothing in fp32, so bounds take nothing either; `auto` keeps a bit of headroom."""
+    module = Model(512).eval().requires_grad_(False)
+    rescaling = rescale_(module, (torch.ones(2, 8),), ranges=ranges)
+    assert not rescaling.fp32_modules
+    assert rescaling.certified == (rescaling.headroom_bits < 1) == (ranges == "bound")
+    rescaling.undo()

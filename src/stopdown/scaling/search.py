@@ -169,12 +169,17 @@ def _describe(problem: Problem, solution: Solution | None) -> Scaling:
 
 
 def find_scaling(
-    module: torch.nn.Module, calls: Sequence[Measured], stream: ResidualStream | None = None
+    module: torch.nn.Module,
+    calls: Sequence[Measured],
+    stream: ResidualStream | None = None,
+    *,
+    fp32_modules: bool = True,
 ) -> Scaling:
     """The cheapest exponents that keep the measured calls in range.
 
     Args:
         stream: under which the calls were measured.
+        fp32_modules: let modules be kept in fp32.
 
     Raises:
         ScalingError: there are none.
@@ -199,7 +204,8 @@ def find_scaling(
             raise ScalingError(f"{scaling.fp32_flops:.0%} of the matmul work would be in fp32.")
         return scaling
 
-    found = take_first(Strategy(partial(find, x)) for x in RELAXATIONS)
+    relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
+    found = take_first(Strategy(partial(find, x)) for x in relaxations)
     return replace(found, stream=stream)
 
 
@@ -258,7 +264,11 @@ def find_folds(
 
 
 def scale_by_bounds(
-    module: torch.nn.Module, kinds: Sequence[Kind], ranges: str, find: Find = find_scaling
+    module: torch.nn.Module,
+    kinds: Sequence[Kind],
+    ranges: str,
+    find: Find = find_scaling,
+    find_in_fp16: Find | None = None,
 ) -> Scaling:
     """Exponents that rest on bounds: wherever there are some, or where they cost nothing.
 
@@ -266,6 +276,8 @@ def scale_by_bounds(
         kinds: what was captured and measured.
         ranges: `bound` or `auto`.
         find: finds exponents for calls.
+        find_in_fp16: the same without modules in fp32. Where what was measured needs none, none are
+            taken, and a bound holds with hardly any headroom, too.
 
     Raises:
         ScalingError: there are none.
@@ -274,6 +286,8 @@ def scale_by_bounds(
     """
     plain = [kind.measured for kind in kinds]
     best = find_visible(find, module, plain)
+    if not best.fp32_modules:
+        find = find_in_fp16 or find
     judge = partial(is_free if ranges == "auto" else is_visible, best=best, calls=plain)
     measured = Strategy(lambda: best, lambda found: False)
     bounded, found = _give_room(
@@ -544,7 +558,8 @@ class _CallSearch:
         if self.ranges == "measured":
             return find_scaling(self.module, [x.measured for x in kinds], stream)
         find = partial(find_scaling, stream=stream)
-        return scale_by_bounds(self.module, kinds, self.ranges, find)
+        in_fp16 = partial(find, fp32_modules=False)
+        return scale_by_bounds(self.module, kinds, self.ranges, find, in_fp16)
 
 
 def plan_stream(
