@@ -21,7 +21,8 @@ from stopdown.bounds import propagation as bounds_module
 from stopdown.bounds.affine_rows import AffineRow
 from stopdown.bounds.intervals import Interval, evaluate, make_interval
 from stopdown.bounds.row_sums import WEIGHT_FLOOR
-from stopdown.bounds.rule_names import find_rule
+from stopdown.bounds.rule_inputs import Operands
+from stopdown.bounds.rule_names import RULES
 from stopdown.bounds.values import (
     Bound,
     concatenate,
@@ -172,17 +173,13 @@ def test_a_wrong_rule_is_caught(operation: str, monkeypatch: pytest.MonkeyPatch)
     assert not search_single(operation)
     row = find_operation(operation)
     assert row is not None
-    right = find_rule(row.bound)
+    right = RULES[row.bound]
 
-    def wrong(op: object) -> Bound | None:
-        bound = right(op)  # type: ignore[arg-type]
-        if bound is None:
-            return None
+    def wrong(op: Operands) -> Bound:
+        bound = right(op)
         return Bound(bound.peak * 0.8, bound.norm * 0.8, bound.rows, bound.typical)
 
-    monkeypatch.setattr(
-        bounds_module, "find_rule", lambda cell: wrong if cell == row.bound else find_rule(cell)
-    )
+    monkeypatch.setitem(RULES, row.bound, wrong)
     assert any(f"({operation}," in line for line in search_single(operation))
 
 

@@ -147,14 +147,15 @@ def test_tables_in_fp32_have_room_for_what_they_round(operation: Any, exact: Any
         node.meta["val"] = torch.empty(1, 64)
     first, second = (torch.randn(100, 64, generator=drawn) * size for size in (3.0, 1e-3))
     held = Interval(second[:, None], torch.zeros(1, 64).double(), batched=True)
+    zeros = torch.zeros(64).double()
+    rows = {nodes[0]: (AffineRow(1.0, zeros + 1, first, zeros),)}
     op = SimpleNamespace(
         given=dict(zip(("self", "other"), nodes, strict=True)),
         shape=(1, 64),
-        bound=lambda _: bound_interval(held, (1, 64)),
+        find=lambda _: bound_interval(held, (1, 64)),
+        known=SimpleNamespace(affine_rows=lambda x: rows.get(x, ()), exact=lambda _: held),
     )
-    zeros = torch.zeros(64).double()
-    row = AffineRow(1.0, zeros + 1, first, zeros)
-    (made,) = operation(op, {nodes[0]: (row,)}, lambda node: held)
+    (made,) = operation(op)
     off = (made.table.double() - exact(first.double(), second.double())).abs()
     assert float(off.max()) > 0
     assert bool((off <= made.rest).all())

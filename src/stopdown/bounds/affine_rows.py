@@ -14,13 +14,13 @@ leave the last dimension as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.intervals import Interval, drop_repeated
+from stopdown.bounds.intervals import drop_repeated
 from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.row_sums import WEIGHT_ROUNDING, Products, multiply_rows
 from stopdown.bounds.rule_inputs import Operands
@@ -42,29 +42,22 @@ TABLE_ROUNDING = 2.0**-22
 _PASSING = ("identity", "cast", "reshape", "expansion", "slice")
 
 
-def follow(
-    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
-) -> AffineRows:
-    """The rows of a result, as far as they are known; its rounding is not yet in.
-
-    Args:
-        known: of the values before it.
-        exact: gives what is held for a value that depends on the timestep alone.
-    """
+def follow(op: Operands) -> AffineRows:
+    """The rows of a result, as far as they are known; its rounding is not yet in."""
     node = op.node
     if not op.shape:
         return ()
     if is_kind(node, "row_norm"):
         return _begin(op)
     if is_kind(node, "multiply"):
-        return _multiply(op, known, exact) or _begin_written(op)
+        return _multiply(op) or _begin_written(op)
     if is_kind(node, "divide"):
         return _begin_written(op)
     if is_kind(node, "add") and op.given.get("alpha", 1) == 1:
-        return _add(op, known, exact)
+        return _add(op)
     source = node.args[0] if node.args else None
     if is_kind(node, "join"):
-        return _join(op, known)
+        return _join(op)
     if not isinstance(source, Node):
         return ()
     before = shape_of(source)
@@ -72,7 +65,7 @@ def follow(
         before = shape_of(source.args[0])
     elif not is_kind(node, *_PASSING):
         return ()
-    return known.get(source, ()) if before[-1:] == op.shape[-1:] else ()
+    return op.known.affine_rows(source) if before[-1:] == op.shape[-1:] else ()
 
 
 def rounded(affine_rows: AffineRows, error: torch.Tensor) -> AffineRows:
@@ -101,10 +94,9 @@ def _begin(op: Operands) -> AffineRows:
 
 def _load(op: Operands, name: str, count: int) -> torch.Tensor | None:
     """A norm's weight or bias; zeros without one; None when it is no parameter."""
-    given = op.given.get(name)
-    if not isinstance(given, Node):
+    if not isinstance(op.given.get(name), Node):
         return torch.zeros(count).double()
-    found = op.known.load(given)
+    found = op.load(name)
     return None if found is None or found.numel() != count else found.double().reshape(-1)
 
 
@@ -124,15 +116,13 @@ def _begin_written(op: Operands) -> AffineRows:
     return (AffineRow(radius, zeros + 1, zeros.reshape(1, -1), zeros),)
 
 
-def _multiply(
-    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
-) -> AffineRows:
-    for rows, factor in _pairs(op, known):
-        bound = op.bound(factor)
+def _multiply(op: Operands) -> AffineRows:
+    for rows, factor in _pairs(op):
+        bound = op.find(factor)
         if bound is None:
             return ()
         size = _spread(by_channel(bound), op.shape[-1])
-        table = _read_table(factor, exact, op.shape[-1])
+        table = _read_table(op, factor)
         made = []
         for row in rows:
             largest = row.largest
@@ -146,15 +136,13 @@ def _multiply(
     return ()
 
 
-def _add(
-    op: Operands, known: Mapping[Node, AffineRows], exact: Callable[[Node], Interval | None]
-) -> AffineRows:
-    for rows, other in _pairs(op, known):
-        bound = op.bound(other)
+def _add(op: Operands) -> AffineRows:
+    for rows, other in _pairs(op):
+        bound = op.find(other)
         if bound is None:
             return ()
         size = _spread(by_channel(bound), op.shape[-1])
-        table = _read_table(other, exact, op.shape[-1])
+        table = _read_table(op, other)
         if table is None:
             return rounded(rows, size)
         return tuple(
@@ -168,13 +156,13 @@ def _add(
     return ()
 
 
-def _pairs(op: Operands, known: Mapping[Node, AffineRows]) -> list[tuple[AffineRows, object]]:
+def _pairs(op: Operands) -> list[tuple[AffineRows, object]]:
     """Operands whose rows are known, each with the other one."""
     first, other = op.given["self"], op.given["other"]
     if first is other:
         return []
     found = [
-        (known.get(a, ()), b)
+        (op.known.affine_rows(a), b)
         for a, b in ((first, other), (other, first))
         if isinstance(a, Node) and shape_of(a)[-1:] == op.shape[-1:]
     ]
@@ -185,11 +173,9 @@ def _spread(size: torch.Tensor, count: int) -> torch.Tensor:
     return size.expand(count) if size.numel() == 1 else size
 
 
-def _read_table(
-    value: object, exact: Callable[[Node], Interval | None], count: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _read_table(op: Operands, value: object) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`[T, d]` and the radius `[d]` of what depends on the timestep alone and is alike in all rows."""
-    held = exact(value) if isinstance(value, Node) else None
+    held, count = op.known.exact(value) if isinstance(value, Node) else None, op.shape[-1]
     if held is None or not held.center.is_floating_point():
         return None
     center = drop_repeated(held.center) if held.batched else held.center.unsqueeze(0)
@@ -202,11 +188,11 @@ def _read_table(
     return rows[:, 0].expand(-1, count), _spread(radius, count)
 
 
-def _join(op: Operands, known: Mapping[Node, AffineRows]) -> AffineRows:
+def _join(op: Operands) -> AffineRows:
     parts = [x for x in op.given["tensors"] if math.prod(shape_of(x))]
     if int(op.given.get("dim", 0)) % len(op.shape) == len(op.shape) - 1:
         return ()
-    found = [known.get(x, ()) for x in parts]
+    found = [op.known.affine_rows(x) for x in parts]
     joined = tuple(row for rows in found for row in rows)
     return joined if all(found) and len(joined) <= MOST_PARTS else ()
 

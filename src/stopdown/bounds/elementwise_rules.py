@@ -1,8 +1,8 @@
 """How large the result of each operation can be, given bounds of its inputs: one rule per operation.
 
 A rule gets a `Operands` and returns the bound of the exact result on the inputs that the operation
-really gets; rounding is added by `bounds`. None is "no bound". `docs/certificates.md` has a proof of
-two lines for each.
+really gets; rounding is added by `bounds`. Where there is none it raises `UnboundedError`.
+`docs/certificates.md` has a proof of two lines for each.
 
 **Catches** the operations that work element by element, by the names in `bounds.rule_names`.
 **Does not catch** an operation without a rule: what it gives has no bound, and neither has what
@@ -18,23 +18,14 @@ import torch
 from torch.fx import Node
 
 from stopdown.bounds.norm_rules import bound_written_norm
-from stopdown.bounds.rule_inputs import Operands, Rule
-from stopdown.bounds.values import (
-    Bound,
-    largest_over,
-    make_bound,
-    norm_over,
-    reshape,
-    uniform,
-)
+from stopdown.bounds.rule_inputs import Operands, UnboundedError
+from stopdown.bounds.values import Bound, largest_over, make_bound, norm_over, reshape, uniform
 from stopdown.graph.nodes import arguments, is_kind, is_range_clamp, shape_of, strip_casts
 
 
-def add(op: Operands) -> Bound | None:
+def add(op: Operands) -> Bound:
     """`|a + k b| <= |a| + |k| |b|`, for elements and for norms."""
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
-    if first is None or other is None:
-        return None
     factor = abs(float(op.given.get("alpha", 1) or 1))
     peak = first.peak + factor * other.peak
     typical = math.hypot(first.typical, factor * other.typical)
@@ -43,17 +34,11 @@ def add(op: Operands) -> Bound | None:
     return op.made(peak, typical, norm=norm, rows=dims)
 
 
-def multiply(op: Operands) -> Bound | None:
+def multiply(op: Operands) -> Bound:
     """Elements: the product of the bounds. Rows: the norm of one times the largest of the other."""
     if (normed := bound_written_norm(op)) is not None:
         return normed
     first, other = op.spread(op.given["self"]), op.spread(op.given["other"])
-    if first is None or other is None:
-        return None
-    return _product(op, first, other)
-
-
-def _product(op: Operands, first: Bound, other: Bound) -> Bound:
     dims = first.rows if len(first.rows) >= len(other.rows) else other.rows
     norm = torch.minimum(
         norm_over(first, op.shape, dims) * largest_over(other.peak, dims),
@@ -63,19 +48,16 @@ def _product(op: Operands, first: Bound, other: Bound) -> Bound:
     return op.made(first.peak * other.peak, typical, norm=norm, rows=dims)
 
 
-def divide(op: Operands) -> Bound | None:
+def divide(op: Operands) -> Bound:
     """By a number, or by what is clamped to be no smaller than one; by a norm; by a mask's sum."""
-    other = op.given["other"]
-    divisor = other
-    if isinstance(other, Node):
-        found = bound_written_norm(op) or _bound_masked_mean(op)
-        divisor = _find_least(other)
-        if found is not None or divisor is None:
+    divisor = op.given["other"]
+    if isinstance(divisor, Node):
+        if (found := bound_written_norm(op) or _bound_masked_mean(op)) is not None:
             return found
-    bound = op.spread(op.given["self"])
-    if bound is None or op.given.get("rounding_mode") is not None or not divisor:
-        return None
-    factor = 1 / abs(float(divisor))
+        divisor = _find_least(divisor)
+    if op.given.get("rounding_mode") is not None or not divisor:
+        raise UnboundedError
+    bound, factor = op.spread(op.given["self"]), 1 / abs(float(divisor))
     return replace(
         bound, peak=bound.peak * factor, norm=bound.norm * factor, typical=bound.typical * factor
     )
@@ -100,7 +82,7 @@ def _bound_masked_mean(op: Operands) -> Bound | None:
     if not is_product or not given.get("dim") or not alike:
         return None
     value = product.args[1 if product.args[0] is mask else 0]
-    bound = op.bound(value)
+    bound = op.find(value)
     if bound is None or not _is_mask(op, mask) or shape_of(value) != before:
         return None
     dims = [int(d) % rank for d in given["dim"]]
@@ -116,24 +98,18 @@ def _is_mask(op: Operands, node: Node) -> bool:
         node = node.args[0]  # type: ignore[assignment]
     held = node.meta.get("val")
     floating = not isinstance(held, torch.Tensor) or held.is_floating_point()
-    return not floating and op.bound(node) is not None
+    return not floating and op.find(node) is not None
 
 
-def shrink(limit: float = math.inf) -> Rule:
-    """`|f(x)| <= min(|x|, limit)`."""
-
-    def rule(op: Operands) -> Bound | None:
-        bound = op.bound(op.node.args[0])
-        if bound is None:
-            return None if math.isinf(limit) else uniform(limit, op.shape, 0.5 * limit)
-        return replace(bound, peak=bound.peak.clamp(max=limit)) if math.isfinite(limit) else bound
-
-    return rule
+def shrink(op: Operands) -> Bound:
+    """`|f(x)| <= min(|x|, 1)`."""
+    bound = op.find(op.node.args[0])
+    return saturate(op) if bound is None else replace(bound, peak=bound.peak.clamp(max=1.0))
 
 
-def saturate(limit: float) -> Rule:
-    """`|f(x)| <= limit` whatever the input."""
-    return lambda op: uniform(limit, op.shape, 0.5 * limit)
+def saturate(op: Operands) -> Bound:
+    """`|f(x)| <= 1` whatever the input."""
+    return uniform(1.0, op.shape, 0.5)
 
 
 def softmax(op: Operands) -> Bound:
@@ -143,64 +119,58 @@ def softmax(op: Operands) -> Bound:
     return op.made(one, 1 / max(op.shape[dim], 1), norm=one, rows=(dim,))
 
 
-def power(op: Operands) -> Bound | None:
-    exponent, bound = op.given["exponent"], op.bound(op.given["self"])
-    if bound is None or not isinstance(exponent, (int, float)) or exponent < 0:
-        return None
-    return op.made(bound.peak**exponent, bound.typical**exponent)
+def power(op: Operands) -> Bound:
+    exponent = op.given["exponent"]
+    if not isinstance(exponent, (int, float)) or exponent < 0:
+        raise UnboundedError
+    return op.made(op.source.peak**exponent, op.source.typical**exponent)
 
 
-def root(op: Operands) -> Bound | None:
-    bound = op.bound(op.node.args[0])
-    return None if bound is None else op.made(bound.peak.sqrt(), bound.typical**0.5)
+def root(op: Operands) -> Bound:
+    return op.made(op.source.peak.sqrt(), op.source.typical**0.5)
 
 
-def exponential(op: Operands) -> Bound | None:
-    bound = op.bound(op.node.args[0])
-    if bound is None or bound.largest > 700:
-        return None
-    return op.made(bound.peak.exp(), 1.0)
+def exponential(op: Operands) -> Bound:
+    if op.source.largest > 700:
+        raise UnboundedError
+    return op.made(op.source.peak.exp(), 1.0)
 
 
-def subtract_from(op: Operands) -> Bound | None:
-    bound, number = op.bound(op.given["self"]), op.given["other"]
-    if bound is None or not isinstance(number, (int, float)):
-        return None
-    return op.made(bound.peak + abs(number), math.hypot(bound.typical, number))
+def subtract_from(op: Operands) -> Bound:
+    number = op.given["other"]
+    if not isinstance(number, (int, float)):
+        raise UnboundedError
+    return op.made(op.source.peak + abs(number), math.hypot(op.source.typical, number))
 
 
-def clamp(op: Operands) -> Bound | None:
+def clamp(op: Operands) -> Bound:
     """Between two numbers nothing is larger than the larger one; at the end of fp16 it never bites."""
-    bound = op.bound(op.given["self"])
     if is_range_clamp(op.node):
-        return bound
+        return op.source
     numbers = [op.given.get(name) for name in ("min", "max")]
     if not all(x is None or isinstance(x, (int, float)) for x in numbers):
-        return None
+        raise UnboundedError
     sizes = [abs(float(x)) for x in numbers if x is not None]
-    if len(sizes) == 2 and bound is None:
+    if len(sizes) == 2 and op.find(op.given["self"]) is None:
         return uniform(max(sizes), op.shape, 0.5 * max(sizes))
-    if bound is None:
-        return None
     if len(sizes) == 2:
-        return op.made(bound.peak.clamp(max=max(sizes)), bound.typical)
-    return op.made(bound.peak.clamp(min=max(sizes, default=0.0)), bound.typical)
+        return op.made(op.source.peak.clamp(max=max(sizes)), op.source.typical)
+    return op.made(op.source.peak.clamp(min=max(sizes, default=0.0)), op.source.typical)
 
 
-def total(op: Operands) -> Bound | None:
+def total(op: Operands) -> Bound:
     """A sum over dimensions: of the peaks."""
     return _reduce(op, mean=False)
 
 
-def mean(op: Operands) -> Bound | None:
+def mean(op: Operands) -> Bound:
     """A mean is no larger than the largest of what it is taken of."""
     return _reduce(op, mean=True)
 
 
-def _reduce(op: Operands, *, mean: bool) -> Bound | None:
-    source = op.given["self"]
-    bound, before = op.bound(source), shape_of(source)
-    if bound is None or not before:
+def _reduce(op: Operands, *, mean: bool) -> Bound:
+    bound, before = op.source, op.before
+    if not before:
         return bound
     given = op.given.get("dim")
     dims = [int(d) % len(before) for d in ([given] if isinstance(given, int) else given or ())]
@@ -216,7 +186,7 @@ def _reduce(op: Operands, *, mean: bool) -> Bound | None:
     return reshape(made, tuple(kept), op.shape)
 
 
-def polar(op: Operands) -> Bound | None:
+def polar(op: Operands) -> Bound:
     return op.spread(op.given["abs"])
 
 
@@ -224,9 +194,8 @@ def zeros(op: Operands) -> Bound:
     return uniform(0.0, op.shape)
 
 
-def fill(op: Operands) -> Bound | None:
-    value = op.given.get("fill_value", op.given.get("value", 1.0))
-    return op.spread(value) if isinstance(value, (int, float, Node)) else None
+def fill(op: Operands) -> Bound:
+    return op.spread(op.given.get("fill_value", op.given.get("value", 1.0)))
 
 
 def ones(op: Operands) -> Bound:

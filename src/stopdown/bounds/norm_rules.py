@@ -59,7 +59,7 @@ def _magnitudes(op: Operands, name: str) -> torch.Tensor:
         return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
     found = op.known.load(given)
     if found is None:
-        bound = op.bound(given)
+        bound = op.find(given)
         return torch.full((1,), math.inf if bound is None else bound.largest).double()
     size = found.double().abs().reshape(-1)
     return size * (1 + WEIGHT_ROUNDING) + op.known.floor(given) * float(size.max())

@@ -22,20 +22,9 @@ from stopdown.bounds.row_sums import (
     multiply_rows,
     sum_rows,
 )
-from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.singular_values import (
-    DECOMPOSED,
-    MOST_WORK,
-    count_work,
-    measure_sigma,
-)
-from stopdown.bounds.values import (
-    Bound,
-    Shape,
-    largest_over,
-    norm_over,
-    uniform,
-)
+from stopdown.bounds.rule_inputs import Operands, UnboundedError
+from stopdown.bounds.singular_values import DECOMPOSED, MOST_WORK, count_work, measure_sigma
+from stopdown.bounds.values import Bound, Shape, largest_over, norm_over, uniform
 from stopdown.graph.nodes import arguments, is_kind, read_order, shape_of, strip_casts
 
 SUM_ROUNDING = 2.0**-23
@@ -43,26 +32,28 @@ SUM_ROUNDING = 2.0**-23
 
 
 def _bias(op: Operands) -> torch.Tensor:
-    bias = op.given.get("bias")
-    found = op.known.load(bias) if isinstance(bias, Node) else None
-    if found is None:
+    if (found := op.load("bias")) is None:
         return torch.zeros(1).double()
     size = found.double().abs()
     return size * (1 + WEIGHT_ROUNDING) + WEIGHT_FLOOR * float(size.max())
 
 
-def linear(op: Operands) -> Bound | None:
+def _load_weight(op: Operands) -> tuple[torch.Tensor, float]:
+    """The weight's values, and the room for what of them is subnormal in fp16."""
+    if (values := op.load("weight")) is None:
+        raise UnboundedError
+    return values, op.known.floor(op.given["weight"])
+
+
+def linear(op: Operands) -> Bound:
     """`|w.x| <= min(sum |w| peak, norm(w) norm(x))`, and a bias besides."""
-    source, weight = op.given["input"], op.given["weight"]
-    bound = op.bound(source)
-    values = op.known.load(weight) if isinstance(weight, Node) else None
-    if bound is None or values is None or values.dim() != 2:
-        return None
-    last = len(op.shape) - 1
+    bound, last = op.source, len(op.shape) - 1
+    values, floor = _load_weight(op)
+    if values.dim() != 2:
+        raise UnboundedError
     peak = largest_over(bound.peak, range(last)).reshape(-1)
-    floor = op.known.floor(weight)
     rows = sum_rows(values, peak, floor)
-    norm = norm_over(bound, shape_of(source), (last,))
+    norm = norm_over(bound, op.before, (last,))
     spread = (1,) * last + (-1,)
     absolute = rows.absolute.reshape(spread)
     by_norm = rows.euclidean.reshape(spread) * norm
@@ -70,7 +61,7 @@ def linear(op: Operands) -> Bound | None:
     size = parts = torch.minimum(absolute, by_norm)  # of each part of the sum as well
     if (composed := _compose_heads(op, values)) is not None:
         size = torch.minimum(size, composed.reshape(spread))
-    if found := op.known.affine_rows(source):
+    if found := op.known.affine_rows(op.given["input"]):
         image, image_parts = bound_image(values, found, floor)
         size = torch.minimum(size, image.reshape(spread))
         parts = torch.minimum(parts, image_parts.reshape(spread))
@@ -133,8 +124,8 @@ def _compose_heads(op: Operands, outer: torch.Tensor) -> torch.Tensor | None:
         return None
     attention, inner = found
     given = arguments(inner)
-    bound, values = op.bound(given["input"]), op.known.load(given["weight"])
-    value = op.bound(attention.args[2])
+    bound, values = op.find(given["input"]), op.known.load(given["weight"])
+    value = op.find(attention.args[2])
     if bound is None or values is None or value is None or values.numel() > 1 << 26:
         return None
     heads, width = shape_of(attention)[1], shape_of(attention)[-1]
@@ -235,19 +226,14 @@ def _same_heads(node: Node, attention: Node, viewed: Node, inner: Node) -> bool:
     )
 
 
-def convolve(op: Operands) -> Bound | None:
+def convolve(op: Operands) -> Bound:
     """As `linear`, over the channels and places that the kernel covers."""
-    source, weight = op.given["input"], op.given["weight"]
-    bound = op.bound(source)
-    values = op.known.load(weight) if isinstance(weight, Node) else None
-    if bound is None or values is None:
-        return None
-    before, groups = shape_of(source), int(op.given.get("groups", 1))
+    bound, before, groups = op.source, op.before, int(op.given.get("groups", 1))
+    values, floor = _load_weight(op)
     channel = len(before) - (values.dim() - 1)
     flat = values.reshape(values.shape[0], -1)
     places = math.prod(values.shape[2:])
     peak = largest_over(bound.peak, [d for d in range(len(before)) if d != channel]).reshape(-1)
-    floor = op.known.floor(weight)
     largest = find_largest(flat) if groups > 1 else None  # of one group, `sum_rows` finds it
     rows = [
         sum_rows(part, _spread_channels(peak, group, values.shape[1], places), floor, largest)
@@ -257,10 +243,12 @@ def convolve(op: Operands) -> Bound | None:
     euclidean = torch.cat([x.euclidean for x in rows])
     size = torch.minimum(absolute, euclidean * _norm_of_patch(bound, before, channel, places))
     size = size + flat.shape[1] * SUM_ROUNDING * absolute + _bias(op)
-    ones = [1] * len(op.shape)
-    ones[channel] = -1
     typical = bound.typical * float(euclidean.square().mean().sqrt())
-    return op.made(size.reshape(ones), typical)
+    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
+
+
+def _spread_dim(size: torch.Tensor, dim: int, rank: int) -> torch.Tensor:
+    return size.reshape([-1 if x == dim else 1 for x in range(rank)])
 
 
 def _spread_channels(peak: torch.Tensor, group: int, width: int, places: int) -> torch.Tensor:
@@ -278,35 +266,30 @@ def _norm_of_patch(bound: Bound, shape: Shape, channel: int, places: int) -> flo
     return min(whole, single)
 
 
-def transposed(op: Operands) -> Bound | None:
+def transposed(op: Operands) -> Bound:
     """As `convolve` by magnitudes alone: each result is a sum over some of the kernel's entries."""
-    source, weight = op.given["input"], op.given["weight"]
-    bound = op.bound(source)
-    values = op.known.load(weight) if isinstance(weight, Node) else None
-    if bound is None or values is None or int(op.given.get("groups", 1)) != 1:
-        return None
-    channel = len(shape_of(source)) - (values.dim() - 1)
+    bound, (values, floor) = op.source, _load_weight(op)
+    if int(op.given.get("groups", 1)) != 1:
+        raise UnboundedError
+    channel = len(op.before) - (values.dim() - 1)
     flat = values.transpose(0, 1).reshape(values.shape[1], -1)
-    rows = sum_rows(flat, torch.tensor([bound.largest]).double(), op.known.floor(weight))
+    rows = sum_rows(flat, torch.tensor([bound.largest]).double(), floor)
     size = rows.absolute * (1 + flat.shape[1] * SUM_ROUNDING) + _bias(op)
-    ones = [1] * len(op.shape)
-    ones[channel] = -1
-    return op.made(size.reshape(ones), bound.typical * float(rows.euclidean.mean()))
+    typical = bound.typical * float(rows.euclidean.mean())
+    return op.made(_spread_dim(size, channel, len(op.shape)), typical)
 
 
-def matmul(op: Operands) -> Bound | None:
+def matmul(op: Operands) -> Bound:
     """`|a_i . b_j| <= norm(a_i) norm(b_j)`; weights of a softmax make a mean of the rows of `b`."""
     first, other = op.given["self"], op.given.get("mat2", op.given.get("other"))
     a, b = op.bound(first), op.bound(other)
-    if b is None or (a is None) or min(len(shape_of(first)), len(shape_of(other))) < 2:
-        return None
-    rows, columns = len(shape_of(first)) - 1, len(shape_of(other)) - 2
-    count = shape_of(first)[-1]
+    shapes = shape_of(first), shape_of(other)
+    if min(map(len, shapes)) < 2:
+        raise UnboundedError
+    rows, columns, count = len(shapes[0]) - 1, len(shapes[1]) - 2, shapes[0][-1]
     if is_kind(strip_casts(first), "softmax") and _is_last(strip_casts(first)):
-        largest = uniform(float(b.peak.max()), op.shape, b.typical)
-        return op.made(largest.peak, b.typical / math.sqrt(max(count, 1)))
-    by_norm = norm_over(a, shape_of(first), (rows,)).amax() * norm_over(
-        b, shape_of(other), (columns,)).amax()  # fmt: skip
+        return uniform(b.largest, op.shape, b.typical / math.sqrt(max(count, 1)))
+    by_norm = norm_over(a, shapes[0], (rows,)).amax() * norm_over(b, shapes[1], (columns,)).amax()
     by_peak = count * a.peak.amax() * b.peak.amax()
     size = float(torch.minimum(by_norm, by_peak)) * (1 + count * SUM_ROUNDING)
     size += count * SUM_ROUNDING * float(by_peak)
@@ -318,37 +301,33 @@ def _is_last(node: Node) -> bool:
     return int(arguments(node)["dim"]) % rank == rank - 1
 
 
-def einsum(op: Operands) -> Bound | None:
+def einsum(op: Operands) -> Bound:
     """No result is larger than the product of the largest, times how many are summed."""
     operands = op.given["tensors"]
     bounds = [op.bound(x) for x in operands]
-    if any(b is None for b in bounds):
-        return None
     letters, _, kept = str(op.given["equation"]).replace(" ", "").partition("->")
     if "." in letters:
-        return None
+        raise UnboundedError
     sizes: dict[str, int] = {}
     for names, operand in zip(letters.split(","), operands, strict=True):
         sizes.update(zip(names, shape_of(operand), strict=True))
     summed = math.prod(size for name, size in sizes.items() if name not in kept)
-    size = math.prod(b.largest for b in bounds if b) * summed
-    typical = math.prod(b.typical for b in bounds if b) * math.sqrt(summed)
+    size = math.prod(b.largest for b in bounds) * summed
+    typical = math.prod(b.typical for b in bounds) * math.sqrt(summed)
     return uniform(size * (1 + summed * SUM_ROUNDING), op.shape, typical)
 
 
-def outer(op: Operands) -> Bound | None:
-    first, other = op.bound(op.given["self"]), op.bound(op.given["vec2"])
-    if first is None or other is None:
-        return None
+def outer(op: Operands) -> Bound:
+    first, other = op.source, op.bound(op.given["vec2"])
     return uniform(first.largest * other.largest, op.shape, first.typical * other.typical)
 
 
-def attention(op: Operands) -> Bound | None:
+def attention(op: Operands) -> Bound:
     """Weights that are not negative and sum to one: a mean of the values, token by token."""
     value = op.given["value"]
     bound, before = op.bound(value), shape_of(value)
-    if bound is None or op.given.get("dropout_p"):
-        return None
+    if op.given.get("dropout_p"):
+        raise UnboundedError
     last, heads = len(before) - 1, len(before) - 3
     cut = [d for d in range(last) if before[d] != op.shape[d] or d == last - 1 or d != heads]
     norm = norm_over(bound, before, (last,))
@@ -364,7 +343,7 @@ def bound_scores(op: Operands) -> float:
     It holds for every part of the sum, with the scale taken before or after it.
     """
     query, key = op.given["query"], op.given["key"]
-    a, b = op.bound(query), op.bound(key)
+    a, b = op.find(query), op.find(key)
     if a is None or b is None:
         return math.inf
     shapes = shape_of(query), shape_of(key)

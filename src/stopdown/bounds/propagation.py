@@ -34,8 +34,8 @@ from stopdown.bounds.intervals import (
 from stopdown.bounds.norm_rules import bound_written_norm
 from stopdown.bounds.product_rules import bound_scores
 from stopdown.bounds.row_sums import LOOSE_WEIGHT_FLOOR, WEIGHT_FLOOR
-from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.rule_names import find_rule
+from stopdown.bounds.rule_inputs import Operands, UnboundedError
+from stopdown.bounds.rule_names import RULES
 from stopdown.bounds.values import Bound, inflate, join, make_bound, uniform
 from stopdown.graph.blocks import Blocks
 from stopdown.graph.capture import Capture, module_path
@@ -232,7 +232,7 @@ class _Propagation:
     def affine_rows(self, node: Node) -> AffineRows:
         return self.rows.get(node, ())
 
-    def _exact(self, node: Node) -> Interval | None:
+    def exact(self, node: Node) -> Interval | None:
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
@@ -348,29 +348,27 @@ class _Propagation:
             return None  # bounded like any other value then
 
     def _apply_rule(self, node: Node) -> None:
-        in_place = writes_in_place(node)
-        found = find_operation(operation(node))
-        rule = None if found is None or not found.bound else find_rule(found.bound)
-        if is_kind(node, "copy"):
-            self._keep(node, self._as_seen(node.args[1], node))
-            return
-        if rule is None:
+        found, op = find_operation(operation(node)), Operands(node, self)
+        if found is None or not found.bound:
             self._miss(node, f"{operation(node)} has no rule")
             return
-        op = Operands(node, self)
-        bound = rule(op)
         if is_kind(node, "attention"):
             place = f"{self.capture.component}:{module_path(node)}"
             self.found.scores[place] = max(self.found.scores.get(place, 0.0), bound_scores(op))
-        if bound is not None and not has_trait(node, "unrounded"):
+        try:
+            bound = RULES[found.bound](op)
+        except UnboundedError:
+            self._miss(node, "")
+            return
+        if not has_trait(node, "unrounded"):
             bound = self._round(node, bound)
         self._keep(node, bound, op.parts)
-        if bound is not None and not in_place:
+        if not writes_in_place(node):
             self._follow(op, bound)
 
     def _follow(self, op: Operands, bound: Bound) -> None:
         """Keep what is known of the rows of a value behind a norm."""
-        rows = follow(op, self.rows, self._exact)
+        rows = follow(op)
         if rows and not has_trait(op.node, "unrounded"):
             dtype = op.node.meta["val"].dtype
             error = RELATIVE.get(dtype, 2.0**-40) * by_channel(bound)
@@ -378,9 +376,6 @@ class _Propagation:
             rows = rounded(rows, error + floor * bound.largest)
         if rows:
             self.rows[op.node] = rows
-
-    def _as_seen(self, value: Any, node: Node) -> Bound | None:
-        return Operands(node, self).spread(value)
 
     def _round(self, node: Node, bound: Bound) -> Bound:
         dtype = node.meta["val"].dtype
@@ -391,8 +386,8 @@ class _Propagation:
         floor = FLOOR if dtype == torch.float16 else 0.0
         return inflate(bound, RELATIVE.get(dtype, 2.0**-40), floor, shape_of(node))
 
-    def _keep(self, node: Node, bound: Bound | None, parts: torch.Tensor | None = None) -> None:
-        if bound is None or not math.isfinite(bound.largest):
+    def _keep(self, node: Node, bound: Bound, parts: torch.Tensor | None = None) -> None:
+        if not math.isfinite(bound.largest):
             self._miss(node, "")
             return
         self.held[node] = bound

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.values import AffineRow, Bound, Shape, broadcast, make_bound, uniform
+from stopdown.bounds.intervals import Interval
+from stopdown.bounds.values import AffineRows, Bound, Shape, broadcast, make_bound, uniform
 from stopdown.graph.nodes import arguments, shape_of
 from stopdown.number_formats import NEAR_FP16_END
+
+
+class UnboundedError(Exception):
+    """An argument has no bound, or the rule has none for such arguments."""
 
 
 class Known(Protocol):
@@ -26,7 +32,10 @@ class Known(Protocol):
     def floor(self, node: Node) -> float:
         """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude."""
 
-    def affine_rows(self, node: Node) -> Sequence[AffineRow]:
+    def exact(self, node: Node) -> Interval | None:
+        """A value that is known, or known but for its rounding; None for others."""
+
+    def affine_rows(self, node: Node) -> AffineRows:
         """What is known of the rows of a value behind a norm; empty for nothing."""
 
 
@@ -46,22 +55,44 @@ class Operands:
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)
         self.shape: Shape = shape_of(self.node)
+        self.before: Shape = shape_of(self.node.args[0]) if self.node.args else ()
 
-    def bound(self, value: Any) -> Bound | None:
-        """The bound of an argument: of a number its magnitude, of a tensor what is known."""
+    @functools.cached_property
+    def source(self) -> Bound:
+        """The bound of the first argument, whose shape is `before`."""
+        return self.bound(self.node.args[0])
+
+    def find(self, value: Any) -> Bound | None:
+        """The bound of an argument, if there is one: of a number its magnitude, else what is known."""
         if isinstance(value, (int, float)):
             size = 0.0 if abs(value) >= NEAR_FP16_END else abs(float(value))
             return uniform(size, ())
         return self.known.bound(value) if isinstance(value, Node) else None
 
-    def spread(self, value: Any) -> Bound | None:
+    def bound(self, value: Any) -> Bound:
+        """The bound of an argument.
+
+        Raises:
+            UnboundedError: there is none.
+        """
+        found = self.find(value)
+        if found is None:
+            raise UnboundedError
+        return found
+
+    def spread(self, value: Any) -> Bound:
         """As `bound`, broadcast to the result's shape."""
-        bound = self.bound(value)
-        return None if bound is None else broadcast(bound, shape_of(value), self.shape)
+        return broadcast(self.bound(value), shape_of(value), self.shape)
+
+    def load(self, name: str) -> torch.Tensor | None:
+        """The stored values of the parameter that an argument is; None when it is none."""
+        given = self.given.get(name)
+        return self.known.load(given) if isinstance(given, Node) else None
 
     def made(self, peak: torch.Tensor, typical: float, **more: Any) -> Bound:
         """A bound of the result."""
         return make_bound(peak, self.shape, typical=typical, **more)
 
 
-Rule = Callable[[Operands], Bound | None]
+Rule = Callable[[Operands], Bound]
+"""Raises `UnboundedError` where the result has no bound."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from stopdown.bounds import elementwise_rules, norm_rules, product_rules, view_rules
 from stopdown.bounds.rule_inputs import Rule
 
-RULES: dict[str, Rule | Callable[[float], Rule]] = {
+RULES: dict[str, Rule] = {
     "same": view_rules.keep,
+    "copied": view_rules.copied,
     "reshape": view_rules.view,
     "permute": view_rules.swap,
     "expand": view_rules.expand,
@@ -54,16 +52,3 @@ RULES: dict[str, Rule | Callable[[float], Rule]] = {
     "normalise": norm_rules.normalise,
     "normalise_groups": norm_rules.normalise_groups,
 }
-"""Those that the table gives a number to (`shrink 1`) make a rule of it."""
-
-_MAKERS = ("shrink", "saturate")
-
-
-@functools.cache
-def find_rule(cell: str) -> Rule:
-    """The rule that a row of the table of operations names: `linear`, `shrink 1`."""
-    name, _, number = cell.partition(" ")
-    found = RULES[name]
-    if name not in _MAKERS:
-        return found  # type: ignore[return-value]
-    return found(float(number)) if number else found()  # type: ignore[call-arg,arg-type,return-value]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from torch.fx import Node
 
-from stopdown.bounds.rule_inputs import Operands
+from stopdown.bounds.rule_inputs import Operands, UnboundedError
 from stopdown.bounds.values import (
     Bound,
     broadcast,
@@ -20,8 +21,8 @@ from stopdown.bounds.values import (
     take,
     uniform,
 )
+from stopdown.graph.blocks import list_joined, split_bounds
 from stopdown.graph.nodes import (
-    arguments,
     is_kind,
     is_split,
     operation,
@@ -32,223 +33,172 @@ from stopdown.graph.nodes import (
 )
 
 
-def keep(op: Operands) -> Bound | None:
+def keep(op: Operands) -> Bound:
     """The result is the first input, or no larger element by element and of the same shape."""
     return op.bound(op.node.all_input_nodes[0])
 
 
-def view(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound = op.bound(source)
-    return None if bound is None else reshape(bound, shape_of(source), op.shape)
+def copied(op: Operands) -> Bound:
+    """What is written over a value, as large as that is."""
+    return op.spread(op.node.args[1])
 
 
-def swap(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound = op.bound(source)
-    return bound if bound is None or not op.shape else permute(bound, read_order(op.node))
+def view(op: Operands) -> Bound:
+    return reshape(op.source, op.before, op.shape)
 
 
-def expand(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound = op.bound(source)
-    return None if bound is None else broadcast(bound, shape_of(source), op.shape)
+def swap(op: Operands) -> Bound:
+    return permute(op.source, read_order(op.node)) if op.shape else op.source
 
 
-def loosen(op: Operands) -> Bound | None:
+def expand(op: Operands) -> Bound:
+    return broadcast(op.source, op.before, op.shape)
+
+
+def loosen(op: Operands) -> Bound:
     """Every element of the result is one of the input, or an average of some, or 0."""
-    source = op.node.all_input_nodes[0]
-    bound = op.bound(source)
-    return None if bound is None else uniform(bound.largest, op.shape, bound.typical)
+    bound = keep(op)
+    return uniform(bound.largest, op.shape, bound.typical)
 
 
-def loosen_spatially(op: Operands) -> Bound | None:
+def loosen_spatially(op: Operands) -> Bound:
     """As `loosen`, channel by channel: pooling and upsampling of `[N, C, ...]`."""
-    source = op.node.args[0]
-    bound = op.bound(source)
     if op.given.get("divisor_override"):
-        return None
-    if bound is None or len(shape_of(source)) != len(op.shape):
+        raise UnboundedError
+    if len(op.before) != len(op.shape):
         return loosen(op)
-    before = shape_of(source)
-    changed = [d for d in range(len(op.shape)) if before[d] != op.shape[d]]
-    return op.made(largest_over(bound.peak, changed), bound.typical)
+    return op.made(largest_over(op.source.peak, _list_changed(op)), op.source.typical)
 
 
-def loosen_tokens(op: Operands) -> Bound | None:
+def _list_changed(op: Operands) -> list[int]:
+    """The dimensions whose size is another after the operation."""
+    pairs = zip(op.before, op.shape, strict=True)
+    return [dim for dim, (before, after) in enumerate(pairs) if before != after]
+
+
+def loosen_tokens(op: Operands) -> Bound:
     """As `loosen`, with the last dimension as it was where it was not touched."""
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
+    bound, last = op.source, len(op.before) - 1
     indices = op.given.get("indices") or ()
-    touched = len(indices) >= len(before) or not op.shape or before[-1:] != op.shape[-1:]
-    if bound is None or touched:
+    if len(indices) > last or not op.shape or op.before[-1:] != op.shape[-1:]:
         return loosen(op)
-    peak = largest_over(bound.peak, range(len(before) - 1)).reshape(
-        (1,) * (len(op.shape) - 1) + (bound.peak.shape[-1],)
-    )
-    if bound.rows != {len(before) - 1}:
+    ones = (1,) * (len(op.shape) - 1)
+    peak = largest_over(bound.peak, range(last)).reshape(*ones, -1)
+    if bound.rows != {last}:
         return op.made(peak, bound.typical)
-    norm = bound.norm.amax().reshape((1,) * len(op.shape))
-    return op.made(peak, bound.typical, norm=norm, rows=(len(op.shape) - 1,))
+    norm = bound.norm.amax().reshape(*ones, 1)
+    return op.made(peak, bound.typical, norm=norm, rows=(len(ones),))
 
 
-def repeat(op: Operands) -> Bound | None:
+def repeat(op: Operands) -> Bound:
     """`repeat` and its kin: what stands several times is no larger; where it does is not asked."""
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    if bound is None:
-        return None
-    added = len(op.shape) - len(before)
+    added = len(op.shape) - len(op.before)
     if added < 0:  # flattened first
         return loosen(op)
-    before = (1,) * added + before
-    bound = broadcast(bound, shape_of(source), before)
+    before = (1,) * added + op.before
+    bound = broadcast(op.source, op.before, before)
     changed = [d for d in range(len(before)) if before[d] != op.shape[d]]
     return op.made(largest_over(bound.peak, changed), bound.typical)
 
 
-def slice_(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    if bound is None:
-        return None
-    dim = int(op.given.get("dim", 0)) % len(before)
+def slice_(op: Operands) -> Bound:
     indices = slice_bounds(op.node)
     if indices is None:
         return loosen(op)
-    start, stop = indices
-    bound = _behind_cat(source, dim, start, stop, op) or bound
-    return take(bound, op.shape, dim, start, stop, op.given.get("step", 1))
+    dim = int(op.given.get("dim", 0)) % len(op.before)
+    return _take_part(op, op.node.args[0], dim, *indices, op.given.get("step", 1))
 
 
-def _behind_cat(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
-    """The bound of the one part of a concatenation that a slice takes; None when there is none."""
-    source = strip_casts(source)
+def _take_part(op: Operands, source: Any, dim: int, start: int, stop: int, step: int = 1) -> Bound:
+    """The bound of a slice: that of the one part of a concatenation that it takes, where there is one."""
+    bound = op.bound(source)
+    bound = _find_joined(strip_casts(source), dim, start, stop, op) or bound
+    return take(bound, op.shape, dim, start, stop, step)
+
+
+def _find_joined(source: Any, dim: int, start: int, stop: int, op: Operands) -> Bound | None:
     if not is_kind(source, "join") or any(operation(user).endswith("_") for user in source.users):
         return None
-    given = arguments(source)
-    if int(given.get("dim", 0)) % len(shape_of(source)) != dim:
-        return None
-    begin = 0
-    for part in given["tensors"]:
-        end = begin + shape_of(part)[dim]
+    joined, places = list_joined(source)
+    for part, (begin, end) in places if joined == dim else ():
         if begin <= start and stop <= end:
-            bound = op.bound(part)
-            if bound is None or bound.peak.shape[dim] > 1 or bound.norm.shape[dim] > 1:
-                return None
-            return bound
-        begin = end
+            bound = op.find(part)
+            is_split = bound is None or bound.peak.shape[dim] > 1 or bound.norm.shape[dim] > 1
+            return None if is_split else bound
     return None
 
 
-def select(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    dim, index = int(op.given["dim"]) % len(before), op.given["index"]
-    if bound is None or not isinstance(index, int):
-        return loosen(op) if bound is not None else None
+def select(op: Operands) -> Bound:
+    dim, index = int(op.given["dim"]) % len(op.before), op.given["index"]
+    if not isinstance(index, int):
+        return loosen(op)
+    return _take_one(op, op.node.args[0], dim, index % max(op.before[dim], 1))
+
+
+def _take_one(op: Operands, source: Any, dim: int, index: int) -> Bound:
+    before = shape_of(source)
     kept = (*before[:dim], 1, *before[dim + 1 :])
-    index %= max(before[dim], 1)
-    bound = take(bound, kept, dim, index, index + 1)
-    return reshape(bound, kept, op.shape)
+    return reshape(take(op.bound(source), kept, dim, index, index + 1), kept, op.shape)
 
 
-def part_of_split(op: Operands) -> Bound | None:
+def part_of_split(op: Operands) -> Bound:
     """One result of a chunk, split or unbind."""
-    parent = op.node.args[0]
+    parent, number = op.node.args[:2]
+    if not is_split(parent):
+        raise UnboundedError
     assert isinstance(parent, Node)
-    number: Any = op.node.args[1]
-    source = parent.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    if not is_split(parent) or bound is None:
-        return None
-    dim = int(arguments(parent).get("dim", 0)) % len(before)
+    assert isinstance(number, int)
+    dim, bounds = split_bounds(parent)
     if is_kind(parent, "unbind"):
-        kept = (*before[:dim], 1, *before[dim + 1 :])
-        return reshape(take(bound, kept, dim, number, number + 1), kept, op.shape)
-    sizes = [shape.shape[dim] for shape in parent.meta["val"]]
-    start = sum(sizes[:number])
-    bound = _behind_cat(source, dim, start, start + sizes[number], op) or bound
-    return take(bound, op.shape, dim, start, start + sizes[number])
+        return _take_one(op, parent.args[0], dim, number)
+    return _take_part(op, parent.args[0], dim, *bounds[number : number + 2])
 
 
-def cat(op: Operands) -> Bound | None:
+def cat(op: Operands) -> Bound:
     parts = list(op.given["tensors"])
-    bounds = [op.bound(x) for x in parts if math.prod(shape_of(x)) or len(parts) == 1]
-    if any(b is None for b in bounds):
-        return None
-    shapes = [shape_of(x) for x in parts if math.prod(shape_of(x)) or len(parts) == 1]
+    parts = [x for x in parts if math.prod(shape_of(x)) or len(parts) == 1]
     dim = int(op.given.get("dim", 0)) % len(op.shape)
-    return concatenate([b for b in bounds if b is not None], shapes, op.shape, dim)
+    return concatenate([op.bound(x) for x in parts], [shape_of(x) for x in parts], op.shape, dim)
 
 
-def stack(op: Operands) -> Bound | None:
+def stack(op: Operands) -> Bound:
     parts = list(op.given["tensors"])
-    bounds = [op.bound(x) for x in parts]
-    if any(b is None for b in bounds):
-        return None
     dim = int(op.given.get("dim", 0)) % len(op.shape)
     kept = (*op.shape[:dim], 1, *op.shape[dim + 1 :])
-    unsqueezed = [reshape(b, shape_of(x), kept) for b, x in zip(bounds, parts, strict=True) if b]
+    unsqueezed = [reshape(op.bound(x), shape_of(x), kept) for x in parts]
     return concatenate(unsqueezed, [kept] * len(parts), op.shape, dim)
 
 
-def choose(op: Operands) -> Bound | None:
+def choose(op: Operands) -> Bound:
     """`where` and `masked_fill`: either the one or the other; the sentinels of a mask aside."""
     names = ("self", "other", "value", "source")
-    parts = [op.given[n] for n in names if op.given.get(n) is not None]
-    bounds = [op.spread(x) for x in parts]
-    if any(b is None for b in bounds):
-        return None
-    result = bounds[0]
-    assert result is not None
-    for bound in bounds[1:]:
-        assert bound is not None
-        result = join(result, bound, op.shape, op.shape)
-    return result
+    bounds = [op.spread(op.given[n]) for n in names if op.given.get(n) is not None]
+    return functools.reduce(lambda one, other: join(one, other, op.shape, op.shape), bounds)
 
 
-def pad(op: Operands) -> Bound | None:
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    if bound is None:
-        return None
-    changed = [d for d in range(len(before)) if before[d] != op.shape[d]]
-    value = op.given.get("value") or 0.0
+def pad(op: Operands) -> Bound:
+    bound, changed, value = op.source, _list_changed(op), op.given.get("value") or 0.0
     peak = largest_over(bound.peak, changed).clamp(min=abs(float(value)))
-    zeros = op.given.get("mode", "constant") == "constant" and not value
-    if not zeros:
+    if op.given.get("mode", "constant") != "constant" or value:
         return op.made(peak, bound.typical)
     norm = largest_over(bound.norm, changed)
     return op.made(peak, bound.typical, norm=norm, rows=bound.rows)
 
 
-def embedding(op: Operands) -> Bound | None:
+def embedding(op: Operands) -> Bound:
     """Any row of the table."""
-    table = op.bound(op.given["weight"])
-    if table is None:
-        return None
-    peak, norm = table.peak.amax(0), table.norm.amax()
-    ones = (1,) * (len(op.shape) - 1)
-    return op.made(peak.reshape(*ones, -1), table.typical, norm=norm.reshape(*ones, 1),
-                     rows=(len(op.shape) - 1,))  # fmt: skip
+    table, ones = op.bound(op.given["weight"]), (1,) * (len(op.shape) - 1)
+    peak, norm = table.peak.amax(0).reshape(*ones, -1), table.norm.amax().reshape(*ones, 1)
+    return op.made(peak, table.typical, norm=norm, rows=(len(ones),))
 
 
-def to_complex(op: Operands) -> Bound | None:
+def to_complex(op: Operands) -> Bound:
     """The modulus of a pair is its norm."""
-    source = op.node.args[0]
-    bound, before = op.bound(source), shape_of(source)
-    if bound is None:
-        return None
-    peak = norm_over(bound, before, (len(before) - 1,)).squeeze(-1)
-    return op.made(peak, bound.typical * 2**0.5)
+    peak = norm_over(op.source, op.before, (len(op.before) - 1,)).squeeze(-1)
+    return op.made(peak, op.source.typical * 2**0.5)
 
 
-def to_real(op: Operands) -> Bound | None:
+def to_real(op: Operands) -> Bound:
     """Neither part is larger than the modulus, and the pair is as long as it."""
-    source = op.node.args[0]
-    bound = op.bound(source)
-    if bound is None:
-        return None
-    peak = bound.peak.unsqueeze(-1)
-    return op.made(peak, bound.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))
+    peak = op.source.peak.unsqueeze(-1)
+    return op.made(peak, op.source.typical / 2**0.5, norm=peak, rows=(len(op.shape) - 1,))
