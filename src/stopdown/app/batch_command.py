@@ -8,8 +8,8 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -47,13 +47,12 @@ from stopdown.batch.limits import TRIES
 from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord, ItemResult
 from stopdown.errors import InputError, OptionError
-from stopdown.outputs import held_folder
 from stopdown.records import to_json
 
 if TYPE_CHECKING:
     from stopdown.app.display import Display
-    from stopdown.batch.dispatch import Dispatch
-    from stopdown.batch.jobs import Prepared
+    from stopdown.batch.jobs import Prepared, Task
+    from stopdown.batch.plan_versions import PlanVersions
     from stopdown.batch.pools import Pool
     from stopdown.batch.ray_pool import Cluster
     from stopdown.batch.settings import Settings
@@ -188,14 +187,9 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     store = open_store(options.output)
     _refuse_other_folder(store)
     with ExitStack() as stack:
-        stack.enter_context(_removed_if_empty(store))
-        store.check()
-        stack.enter_context(_held(store))
-        store.sweep()
-        stack.callback(store.sweep)
+        stack.enter_context(store.held())
         cluster = stack.enter_context(_connect(options, display)) if options.ray else None
-        progress = _Progress(options, display, plain, begun)
-        return _run(options, settings, asked, store, cluster, progress)
+        return _run(options, settings, asked, store, cluster, display, plain, begun)
 
 
 def _run(
@@ -204,13 +198,16 @@ def _run(
     asked: list[tuple[Item, Request]],
     store: Store,
     cluster: Cluster | None,
-    progress: _Progress,
+    display: Display,
+    plain: Any,
+    begun: float,
 ) -> BatchRecord:
     """Sign the items, give out those that are not finished, and write what came of all."""
     from stopdown.batch.dispatch import Dispatch
     from stopdown.batch.jobs import prepare
     from stopdown.batch.plan_versions import PlanVersions, read_versions
     from stopdown.batch.worker import describe_result, find_finished
+    from stopdown.report.pages import render_batch
 
     names = store.list_names()
     chains = read_versions(store, names)
@@ -218,37 +215,27 @@ def _run(
     if cluster is not None and cluster.prepares:
         prepared = cluster.prepare(settings, *asked[0], known=bases)
     else:
-        prepared = prepare(settings, *asked[0], known=bases, progress=progress.display.progress)
-        _refuse_too_large(options, prepared, asked, progress.display)
+        prepared = prepare(settings, *asked[0], known=bases, progress=display.progress)
+        _refuse_too_large(options, prepared, asked, display)
     tasks, repeated = prepared.sign(asked)
     versions = PlanVersions(store, prepared.plan, chains)
-    results: dict[str, ItemResult] = {}
+    state = _Batch(options, display, plain, begun, prepared, tasks, versions)
     for task in tasks:
         found = find_finished(store, task, names)
         if found is not None:
-            results[task.item] = describe_result(task, found, "skipped")
-    waiting = [task for task in tasks if task.item not in results]
-    progress.begin(len(tasks), len(results))
-    devices: dict[str, str] = {}
-    pool = _open_pool(options, prepared, store, cluster, progress) if waiting else None
-    dispatch = Dispatch(pool, versions, progress.announce, options.tries)  # type: ignore[arg-type]  # not run without
+            state.results[task.item] = describe_result(task, found, "skipped")
+    waiting = [task for task in tasks if task.item not in state.results]
+    state.begin()
     for text in repeated:
-        dispatch.note(text)
-
-    def summarise() -> BatchRecord:
-        ordered = [results[task.item] for task in tasks if task.item in results]
-        return _summarise(options, prepared, dispatch, devices, ordered, progress)
-
-    store.write(SUMMARY, to_json(summarise()).encode())
-    if pool is not None:
-        with pool, progress.kept(store):
-            devices = pool.devices
+        state.note(text)
+    store.write(SUMMARY, to_json(state.summarise()).encode())
+    if waiting:
+        with _open_pool(options, prepared, store, cluster, state) as pool, state.kept(store):
+            state.workers = pool.devices
+            dispatch = Dispatch(pool, versions, state.note, options.tries)
             for result in dispatch.run(waiting):
-                results[result.item] = result
-                progress.finish(result, len(pool.devices))
-    record = summarise()
-    from stopdown.report.pages import render_batch
-
+                state.finish(result)
+    record = state.summarise()
     store.write(SUMMARY, to_json(record).encode())
     store.write(PAGE, render_batch(record).encode(errors="replace"))
     return record
@@ -282,38 +269,6 @@ def _refuse_too_large(
         )
 
 
-def _summarise(
-    options: BatchOptions,
-    prepared: Prepared,
-    dispatch: Dispatch,
-    devices: dict[str, str],
-    items: Sequence[ItemResult],
-    progress: _Progress,
-) -> BatchRecord:
-    from stopdown.environment import describe_machine
-
-    made = [x for x in items if x.status == "made"]
-    return BatchRecord(
-        source=options.source,
-        fingerprint=prepared.job.fingerprint,
-        pipeline=prepared.job.pipeline,
-        prompts=options.prompts,
-        output=options.output,
-        command=describe_command("batch", options),
-        workers=dict(devices),
-        machine=describe_machine(),
-        made=len(made),
-        skipped=sum(x.status == "skipped" for x in items),
-        repaired=sum(bool(x.repairs) for x in made),
-        failed=sum(x.status == "failed" for x in items),
-        item_s=sum(x.elapsed_s for x in made) / len(made) if made else None,
-        elapsed_s=time.perf_counter() - progress.begun,
-        plans=tuple(plan.seal for plan in dispatch.versions.plans),
-        items=tuple(items),
-        notes=tuple(dispatch.notes),
-    )
-
-
 # ---------------------------------------------------------------------------------------------
 # What was asked
 
@@ -327,22 +282,13 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
     asked = [(item, _read_request(options, item)) for item in items]
     from stopdown.batch.settings import Settings
 
-    return Settings(
-        source=options.source,
-        output=options.output,
-        revision=options.revision,
-        config=options.config,
-        variant=options.variant,
-        precision=options.precision,
-        device=options.device,
-        fps=options.fps,
+    shared = {entry.name for entry in dataclasses.fields(Settings)} & vars(options).keys()
+    settings = Settings(**{name: getattr(options, name) for name in shared})
+    return dataclasses.replace(
+        settings,
         suffix=f".{options.format}" if options.format else "",
-        on_fault=options.on_fault,
         journal=str(options.journal.absolute()) if options.journal else None,
         journal_bytes=int(options.journal_limit * 2**30),
-        lora=options.lora,
-        scheduler=options.scheduler,
-        memory=options.memory,
         allow=read_allowed(options.allow, options.memory),
     ), asked
 
@@ -419,33 +365,6 @@ def _refuse_other_folder(store: Store) -> None:
     )
 
 
-@contextmanager
-def _removed_if_empty(store: Store) -> Iterator[None]:
-    """A folder that is new stays only when something is in it: a refused batch leaves nothing behind."""
-    from stopdown.batch.stores import Folder
-
-    is_new = isinstance(store, Folder) and not store.path.exists()
-    try:
-        yield
-    finally:
-        if is_new and isinstance(store, Folder):
-            with contextlib.suppress(OSError):
-                store.path.rmdir()
-
-
-def _held(store: Store) -> AbstractContextManager[None]:
-    """The output for this process alone, where it is a folder."""
-    from stopdown.batch.stores import Folder
-
-    if not isinstance(store, Folder):
-        return contextlib.nullcontext()
-    busy = InputError(
-        f"Another batch is writing to {store.path} just now.",
-        remedy="Wait for it, or name another folder with -o.",
-    )
-    return held_folder(store.path, busy)
-
-
 # ---------------------------------------------------------------------------------------------
 # Workers
 
@@ -464,7 +383,7 @@ def _open_pool(
     prepared: Prepared,
     store: Store,
     cluster: Cluster | None,
-    progress: _Progress,
+    state: _Batch,
 ) -> Pool:
     """The workers: of a cluster, in processes of their own, or the one in this process."""
     if cluster is not None:
@@ -475,7 +394,7 @@ def _open_pool(
 
     devices = _list_devices(options)
     if len(devices) == 1:
-        return InProcess(prepared.job, devices[0], progress.observe)
+        return InProcess(prepared.job, devices[0], state.observe)
     return Processes(prepared.job, devices, store)
 
 
@@ -496,57 +415,75 @@ def _list_devices(options: BatchOptions) -> list[str]:
 
 
 @dataclass
-class _Progress:
-    """How far all workers are together: a bar in a terminal, a line for each item elsewhere."""
+class _Batch:
+    """A batch while it goes on: a bar in a terminal, `plain` gets a line for each item elsewhere.
+
+    Attributes:
+        workers: what each worker computes on, by its name.
+        results: of the items that are done, by their hashes.
+        notes: whole sentences that should be read, each once.
+    """
 
     options: BatchOptions
     display: Display
     plain: Any
     begun: float
-    total: int = 0
-    done: int = 0
-    failed: int = 0
-    made: int = 0
-    spent_s: float = 0.0
+    prepared: Prepared
+    tasks: Sequence[Task]
+    versions: PlanVersions
+    workers: dict[str, str] = field(default_factory=dict)
+    results: dict[str, ItemResult] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    def begin(self, total: int, skipped: int) -> None:
+    def begin(self) -> None:
         """Some items are finished already."""
-        self.total, self.done = total, skipped
-        if skipped:
-            self.announce(f"{skipped} of {total} items are finished already.")
+        if self.results:
+            self._announce(f"{self._describe_progress()} items are finished already.")
         self._show()
 
-    def announce(self, text: str) -> None:
-        """Something that a person must hear now."""
-        self.display.announce(reword_text(text, self.options))
+    def note(self, text: str) -> None:
+        """Tell a person, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self._announce(text)
 
     def observe(self, component: str, stage: str, done: int, total: int) -> None:
         """A step of the item that is being made, where that is in this process."""
         self.display.progress(stage, component, done + (stage == "denoise"), total)
 
-    def finish(self, result: ItemResult, workers: int) -> None:
+    def finish(self, result: ItemResult) -> None:
         """An item has come to its end."""
-        self.done += 1
-        self.made += 1
-        self.failed += result.status == "failed"
+        self.results[result.item] = result
         self._show()
         if result.status == "failed":
-            self.announce(f"{result.name} failed: {result.error}")
+            self._announce(f"{result.name} failed: {result.error}")
         if self.plain is not None:
-            self.spent_s += result.elapsed_s
-            left_s = self.spent_s / self.made * (self.total - self.done) / max(1, workers)
-            what = result.output or f"{result.name} failed"
-            line = f"{self.done} of {self.total}: {what}, {result.elapsed_s:.1f} s"
-            if self.done < self.total:
-                line += f"; about {_format_time(left_s)} left"
-            if self.failed:
-                line += f"; {self.failed} failed"
-            self.plain.write(f"{line}\n")
+            self.plain.write(f"{self._describe_end(result)}\n")
             self.plain.flush()
 
+    def _describe_end(self, result: ItemResult) -> str:
+        """A line about an item that came to its end: how far all are, and how long the others take."""
+        tried = self._list("made", "failed")
+        failed, left = len(self._list("failed")), len(self.tasks) - len(self.results)
+        left_s = sum(x.elapsed_s for x in tried) / len(tried) * left / max(1, len(self.workers))
+        what = result.output or f"{result.name} failed"
+        line = f"{self._describe_progress()}: {what}, {result.elapsed_s:.1f} s"
+        line += f"; about {_format_time(left_s)} left" if left else ""
+        return line + (f"; {failed} failed" if failed else "")
+
+    def _list(self, *statuses: str) -> list[ItemResult]:
+        return [result for result in self.results.values() if result.status in statuses]
+
+    def _describe_progress(self) -> str:
+        return f"{len(self.results)} of {len(self.tasks)}"
+
+    def _announce(self, text: str) -> None:
+        self.display.announce(reword_text(text, self.options))
+
     def _show(self) -> None:
-        what = f"{self.done} of {self.total}" + (f", {self.failed} failed" if self.failed else "")
-        self.display.progress("batch", what, self.done, self.total)
+        failed = len(self._list("failed"))
+        what = self._describe_progress() + (f", {failed} failed" if failed else "")
+        self.display.progress("batch", what, len(self.results), len(self.tasks))
 
     @contextmanager
     def kept(self, store: Store) -> Iterator[None]:
@@ -554,11 +491,36 @@ class _Progress:
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
-            self.announce(
-                f"{self.done} of {self.total} items are finished in {store.place}: the same command "
+            self._announce(
+                f"{self._describe_progress()} items are finished in {store.place}: the same command "
                 "continues from there."
             )
             raise
+
+    def summarise(self) -> BatchRecord:
+        """What it came to so far."""
+        from stopdown.environment import describe_machine
+
+        made = self._list("made")
+        return BatchRecord(
+            source=self.options.source,
+            fingerprint=self.prepared.job.fingerprint,
+            pipeline=self.prepared.job.pipeline,
+            prompts=self.options.prompts,
+            output=self.options.output,
+            command=describe_command("batch", self.options),
+            workers=dict(self.workers),
+            machine=describe_machine(),
+            made=len(made),
+            skipped=len(self._list("skipped")),
+            repaired=sum(bool(x.repairs) for x in made),
+            failed=len(self._list("failed")),
+            item_s=sum(x.elapsed_s for x in made) / len(made) if made else None,
+            elapsed_s=time.perf_counter() - self.begun,
+            plans=tuple(plan.seal for plan in self.versions.plans),
+            items=tuple(self.results[x.item] for x in self.tasks if x.item in self.results),
+            notes=tuple(self.notes),
+        )
 
 
 def _format_time(seconds: float) -> str:

@@ -27,15 +27,14 @@ class Dispatch:
     Attributes:
         pool: the workers.
         versions: of the plan.
-        announce: told once of what a person should hear.
+        note: told of what a person should hear.
         tries: how often an item is begun at most.
     """
 
     pool: Pool
     versions: PlanVersions
-    announce: Callable[[str], None]
+    note: Callable[[str], None]
     tries: int = TRIES
-    notes: list[str] = field(default_factory=list)
     _begun: Counter[str] = field(default_factory=Counter)
     _given: dict[int, Task] = field(default_factory=dict)
     _deaths: int = 0
@@ -88,9 +87,3 @@ class Dispatch:
             return None
         said = f"Each of {tries} workers that tried it died. {died.reason}"
         return fail_task(task, said, tries)
-
-    def note(self, text: str) -> None:
-        """Tell a person, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-            self.announce(text)

@@ -16,11 +16,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from stopdown.batch.prompts import is_url
-from stopdown.errors import OutputError, take_first_line
-from stopdown.outputs import check_target, discard, explain_refusal, written_beside
+from stopdown.errors import InputError, OutputError, take_first_line
+from stopdown.outputs import (
+    check_target,
+    discard,
+    explain_refusal,
+    held_folder,
+    written_beside,
+)
 
 _PROBE = ".stopdown-probe-"
 
@@ -28,53 +33,14 @@ _STRAY_S = 3600.0
 """Age at which a temporary file of another machine is taken for one that nobody writes any more."""
 
 
-class Store(Protocol):
-    """A flat folder of files.
-
-    Attributes:
-        place: as workers open it again.
-    """
-
-    place: str
-
-    def check(self) -> None:
-        """Refuse a place that cannot be written; raises `OutputError`."""
-
-    def list_names(self) -> set[str]:
-        """Names of the files in it."""
-
-    def read(self, name: str) -> bytes:
-        """The content of a file."""
-
-    def write(self, name: str, content: bytes) -> None:
-        """Write a file, whole or not at all."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file; nothing happens when there is none."""
-
-    def staged(self) -> contextlib.AbstractContextManager[Path]:
-        """A folder in which files are made; they are in the store when the block has ended."""
-
-    def sweep(self) -> None:
-        """Remove what killed processes left: temporary files, and probes that nobody looked for."""
-
-
-def open_store(given: str) -> Store:
-    """The place that a path or URL names; a `file://` URL is a folder.
-
-    Raises:
-        OutputError: there is no such kind of place here.
-    """
-    if given.startswith("file://"):
-        return Folder(Path(given.removeprefix("file://")))
-    return _Remote(given) if is_url(given) else Folder(Path(given))
-
-
 class Folder:
-    """A local folder.
+    """A local folder, as a flat store of files.
 
     Args:
         path: made when it is missing.
+
+    Attributes:
+        place: as workers open it again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,6 +81,29 @@ class Folder:
         """The folder itself: what is made in it is written beside and renamed."""
         yield self.path
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The folder for this process alone, without what killed ones left; if new and empty, it is
+        removed at the end: a refused batch leaves nothing behind.
+
+        Raises:
+            InputError: another batch is writing to it.
+            OutputError: it cannot be written.
+        """
+        busy = InputError(
+            f"Another batch is writing to {self.path} just now.",
+            remedy="Wait for it, or name another folder with -o.",
+        )
+        is_new = not self.path.exists()
+        try:
+            self.check()
+            with held_folder(self.path, busy), _swept(self):
+                yield
+        finally:
+            if is_new:
+                with contextlib.suppress(OSError):
+                    self.path.rmdir()
+
     def sweep(self) -> None:
         """Remove probes, and old temporary files of other machines; this one's go at the first write."""
         for probe in self.path.glob(f"{_PROBE}*"):
@@ -125,8 +114,8 @@ class Folder:
                     discard(part)
 
 
-class _Remote:
-    """A place that fsspec knows by a URL."""
+class Remote:
+    """As `Folder`, for a place that fsspec knows by a URL."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -188,6 +177,17 @@ class _Remote:
                     self._files.put_file(str(path), part := self._path(_name_part()))
                     self._files.mv(part, self._path(path.name))
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The place without what killed processes left; it cannot be locked.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        self.check()
+        with _swept(self):
+            yield
+
     def sweep(self) -> None:
         """Remove temporary files and probes: a batch has its place to itself."""
         for name in self.list_names():
@@ -210,6 +210,29 @@ class _Remote:
                 expected="Nothing half-written was left behind.",
                 remedy="Check the address and your credentials for it.",
             ) from error
+
+
+Store = Folder | Remote
+
+
+@contextmanager
+def _swept(store: Store) -> Iterator[None]:
+    store.sweep()
+    try:
+        yield
+    finally:
+        store.sweep()
+
+
+def open_store(given: str) -> Store:
+    """The place that a path or URL names; a `file://` URL is a folder.
+
+    Raises:
+        OutputError: there is no such kind of place here.
+    """
+    if given.startswith("file://"):
+        return Folder(Path(given.removeprefix("file://")))
+    return Remote(given) if is_url(given) else Folder(Path(given))
 
 
 def _name_part() -> str:
