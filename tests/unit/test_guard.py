@@ -13,7 +13,7 @@ from stopdown import testing
 from stopdown.errors import NonFiniteError, OptionError, StopdownWarning
 from stopdown.number_formats import FORMATS
 from stopdown.runtime.guard import guard
-from stopdown.runtime.repair_order import Remedy, Situation, list_remedies
+from stopdown.runtime.repair_order import Remedy, list_remedies
 
 
 def quiet(text: str) -> None:
@@ -123,21 +123,21 @@ def test_an_unknown_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("situation", "actions"),
     [
-        (Situation("range", "fp16", ("a",), True), ["rescaled", "fp32-module", "bf16", "fp32"]),
-        (Situation("range", "fp16", (), False), ["rescaled", "fp32"]),
+        (("range", "fp16", ("a",), True), ["rescaled", "fp32-module", "bf16", "fp32"]),
+        (("range", "fp16", (), False), ["rescaled", "fp32"]),
         (
-            Situation("clamped", "fp16", ("a", "b", "c")),
+            ("clamped", "fp16", ("a", "b", "c")),
             ["rescaled", "fp32-module", "fp32-module", "fp32"],
         ),
-        (Situation("written", "bf16", ("a",)), ["fp32-module", "fp32"]),
-        (Situation("intermittent", "fp32"), ["replayed"]),
-        (Situation("range", "fp32", ("a",)), []),
-        (Situation("weight", "fp16", ("a",)), []),
-        (Situation("input", "fp16", ("a",)), []),
+        (("written", "bf16", ("a",)), ["fp32-module", "fp32"]),
+        (("intermittent", "fp32"), ["replayed"]),
+        (("range", "fp32", ("a",)), []),
+        (("weight", "fp16", ("a",)), []),
+        (("input", "fp16", ("a",)), []),
     ],
 )
-def test_the_order_of_remedies(situation: Situation, actions: list[str]) -> None:
+def test_the_order_of_remedies(situation: tuple[Any, ...], actions: list[str]) -> None:
     """From what keeps most of speed and precision to what keeps least."""
-    found: Any = [remedy.recorded for remedy in list_remedies(situation)]
+    found: Any = [remedy.recorded for remedy in list_remedies(*situation)]
     assert found == actions
-    assert all(isinstance(remedy, Remedy) and remedy.reason for remedy in list_remedies(situation))
+    assert all(isinstance(remedy, Remedy) and remedy.reason for remedy in list_remedies(*situation))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,27 +39,15 @@ MOST_STEPS = 3
 """Steps that are run dry: a multistep scheduler has then kept what it keeps."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A stretch of a call during which the same module runs.
-
-    Attributes:
-        path: the innermost module, "" is the component itself.
-        peak_bytes: most bytes alive beside weights, counted from the start of the run.
-    """
-
-    path: str
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
+@dataclass
 class CallMemory:
     """One call of a component.
 
     Attributes:
         component: `text_encoder`, `vae.decode`.
         stage: `encode`, `denoise` or `decode`.
-        segments: in order.
+        peaks: path of a module, "" of the component itself → most bytes alive beside weights while it is
+            the innermost one that runs, counted from the start of the run.
         flops: of its matrix products, convolutions and attention.
         entries: module path → how often it was entered.
         shapes: of the tensors that came back.
@@ -67,8 +56,8 @@ class CallMemory:
 
     component: str
     stage: str
-    segments: tuple[Segment, ...]
-    flops: int
+    peaks: dict[str, int] = field(default_factory=dict, repr=False)
+    flops: int = 0
     entries: dict[str, int] = field(default_factory=dict, repr=False)
     shapes: tuple[tuple[int, ...], ...] = ()
     strays: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
@@ -76,7 +65,7 @@ class CallMemory:
     @property
     def peak_bytes(self) -> int:
         """Most bytes alive during the call, weights aside."""
-        return max(segment.peak_bytes for segment in self.segments)
+        return max(self.peaks.values())
 
 
 @dataclass(frozen=True)
@@ -169,7 +158,6 @@ class MemoryListener(Listener):
         self._tracker = StorageTracker(on_cpu=on_cpu)
         self._calls: list[CallMemory] = []
         self._between = self._start = self._steps = 0
-        self._clock: _Clock | None = None
 
     def conclude(self, pipe: Any) -> RunMemory:
         """What the run that is over took, on a skeleton or the pipeline itself."""
@@ -212,81 +200,61 @@ class MemoryListener(Listener):
         callee, tracker = call.callee, self._tracker
         tracker.ignore(name_parameters(callee.owner).values())
         tracker.ignore(call.fakes.values())  # real tensors stand for their memory
-        start, flops = tracker.live_bytes, tracker.flops
-        self._clock = clock = _Clock(tracker, callee.owner, start, paths)
+        self._call, self._paths = CallMemory(callee.name, callee.stage), paths
+        self._begun, flops = tracker.live_bytes, tracker.flops
+        note = functools.partial(_note_strays, self._call.strays, _find_homes(callee.owner), paths)
         with _attention(self._fused), Patches() as patches:
-            patches.set_attribute(tracker, "on_operation", clock.look)
+            patches.set_attribute(tracker, "on_operation", note)
             patches.set_attribute(tracker, "kind", FakeTensor)
             with tracker:
                 yield
-        clock.close()
-        call.kept["memory"] = CallMemory(
-            callee.name,
-            callee.stage,
-            tuple(clock.segments),
-            tracker.flops - flops,
-            clock.entries,
-            strays=clock.strays,
-        )
+        self.leave("")
+        self._call.flops = tracker.flops - flops
+        call.kept["memory"] = self._call
 
     def enter(self, path: str) -> None:
-        """A segment ends."""
-        assert self._clock is not None
-        self._clock.enter(path)
+        """The module around it pauses."""
+        self.leave(self._paths.stack[-2])
+        self._call.entries[path] = self._call.entries.get(path, 0) + 1
 
     def leave(self, path: str) -> None:
-        """A segment ends."""
-        assert self._clock is not None
-        self._clock.leave(path)
+        """What this module took as the innermost one is known."""
+        peak = self._tracker.restart() - self._begun
+        self._call.peaks[path] = max(peak, self._call.peaks.get(path, peak))
 
     def end(self, call: ComponentCall) -> None:
         """Go on with the pipeline's own code, which gets zeros."""
         if call.output is not None:
             shapes = tuple(tuple(tensor.shape) for tensor in iterate_tensors(call.output))
-            self._calls.append(_shift(call.kept["memory"], self._start, shapes))
+            seen: CallMemory = call.kept["memory"]
+            peaks = {path: peak + self._start for path, peak in seen.peaks.items()}
+            self._calls.append(dataclasses.replace(seen, peaks=peaks, shapes=shapes))
         # the call's own peak stands in what was noted of it
         self._tracker.peak_bytes = max(self._between, self._tracker.live_bytes)
         self._tracker.__enter__()
         self._tracker.count(iterate_tensors(call.output))
 
 
-class _Clock:
-    """Closes a segment whenever a module is entered or left; sees weights that others use."""
+def _find_homes(module: torch.nn.Module) -> dict[int, list[str]]:
+    """Parameter, by `id`, to the paths of the modules that hold it."""
+    homes: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        homes.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return homes
 
-    def __init__(
-        self, tracker: StorageTracker, module: torch.nn.Module, start: int, paths: ModulePaths
-    ) -> None:
-        self.segments: list[Segment] = []
-        self.entries: dict[str, int] = {}
-        self.strays: dict[str, frozenset[str]] = {}
-        self._tracker, self._start, self._paths = tracker, start, paths
-        self._homes: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            self._homes.setdefault(id(parameter), []).append(name.rpartition(".")[0])
 
-    def close(self, path: str = "") -> None:
-        """End the segment in which this module was the innermost."""
-        segment = Segment(path, self._tracker.restart() - self._start)
-        if self.segments and self.segments[-1].path == segment.path:
-            before = self.segments.pop()
-            segment = max(segment, before, key=lambda one: one.peak_bytes)
-        self.segments.append(segment)
+def _note_strays(
+    found: dict[str, frozenset[str]], homes: Mapping[int, list[str]], paths: ModulePaths, args: Any
+) -> None:
+    """Note weights whose module does not run: somebody else reads them."""
+    for holders in (homes.get(id(value), ()) for value in args):
+        if holders and not any(home in paths.stack for home in holders):
+            _join(found, dict.fromkeys(holders, frozenset({paths.current})))
 
-    def look(self, args: Any) -> None:
-        """Note weights whose module does not run: somebody else reads them."""
-        for value in args:
-            homes = self._homes.get(id(value))
-            if homes is not None and not any(home in self._paths.stack for home in homes):
-                for home in homes:
-                    users = self.strays.get(home, frozenset())
-                    self.strays[home] = users | {self._paths.current}
 
-    def enter(self, path: str) -> None:
-        self.close(self._paths.stack[-2])
-        self.entries[path] = self.entries.get(path, 0) + 1
-
-    def leave(self, path: str) -> None:
-        self.close(path)
+def _join(found: dict[str, frozenset[str]], more: Mapping[str, frozenset[str]]) -> None:
+    for home, users in more.items():
+        found[home] = found.get(home, frozenset()) | users
 
 
 def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, frozenset[str]]:
@@ -294,8 +262,7 @@ def _merge_strays(calls: Sequence[CallMemory], component: str) -> dict[str, froz
     merged: dict[str, frozenset[str]] = {}
     for call in calls:
         if name_component(call.component) == component:
-            for home, users in call.strays.items():
-                merged[home] = merged.get(home, frozenset()) | users
+            _join(merged, call.strays)
     return merged
 
 
@@ -310,16 +277,6 @@ def weigh(module: torch.nn.Module) -> dict[str, int]:
 
 def _sum_up(module: torch.nn.Module) -> tuple[int, int]:
     return sum(x.nbytes for x in module.parameters()), sum(x.nbytes for x in module.buffers())
-
-
-def is_within(path: str, unit: str) -> bool:
-    """Whether a module is another one or inside of it."""
-    return not unit or path == unit or path.startswith(unit + ".")
-
-
-def _shift(call: CallMemory, start: int, shapes: tuple[tuple[int, ...], ...]) -> CallMemory:
-    moved = tuple(Segment(one.path, one.peak_bytes + start) for one in call.segments)
-    return dataclasses.replace(call, segments=moved, shapes=shapes)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from stopdown.component_call_names import name_component
-from stopdown.memory.run_memory import CallMemory, RunMemory, is_within
+from stopdown.component_call_names import is_inside, name_component
+from stopdown.memory.run_memory import CallMemory, RunMemory
 from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.components import is_autoencoder
 from stopdown.pipelines.dry_run import ComponentCall
@@ -177,7 +177,7 @@ def group_weights(
     groups: dict[str, tuple[str, ...]] = {}
     for path in weights:
         unit = _choose_unit(path, blocks, placement)
-        if not all(is_within(user, unit) for user in strays.get(path, ())):
+        if not all(is_inside(user, unit) for user in strays.get(path, ())):
             unit = ""
         groups[unit] = (*groups.get(unit, ()), path)
     return groups
@@ -187,7 +187,7 @@ def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
     if placement == "component":
         return ""
     if placement == "block":
-        return next((block for block in blocks if is_within(path, block)), path)
+        return next((block for block in blocks if is_inside(path, block)), path)
     return path
 
 
@@ -198,11 +198,10 @@ def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
     if strategy.placement == "resident":
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)
-    loaded = {
-        path: sum(size for unit, size in sizes.items() if is_within(path, unit))
-        for path in {segment.path for segment in call.segments}
-    }
-    return max(segment.peak_bytes + loaded[segment.path] for segment in call.segments)
+    return max(
+        peak + sum(size for unit, size in sizes.items() if is_inside(path, unit))
+        for path, peak in call.peaks.items()
+    )
 
 
 def _find_packed_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
@@ -210,7 +209,7 @@ def _find_packed_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> i
     widened = run.find_packing(call.component, strategy.storage).parts
     stands = strategy.placement == "component"
     weights = run.weigh(call.component, strategy.storage) if stands else 0
-    return weights + max(one.peak_bytes + widened.get(one.path, 0) for one in call.segments)
+    return weights + max(peak + widened.get(path, 0) for path, peak in call.peaks.items())
 
 
 def _count_widened(run: RunMemory, storage: Storage, steps: int) -> int:

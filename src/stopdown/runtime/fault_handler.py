@@ -33,7 +33,7 @@ from stopdown.runtime.guarded_call import GuardedCall
 from stopdown.runtime.outside_faults import Origin
 from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.repair_log import RepairLog
-from stopdown.runtime.repair_order import OnFault, Remedy, Situation, list_remedies
+from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import Adjustment
 
 LARGE = 10**8
@@ -159,8 +159,7 @@ class FaultHandler:
         fault, culprit, state = case.fault, case.culprit, case.fault.guarded.state
         case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
-        situation = Situation(culprit.kind, fault.precision, culprit.around, has_bf16)
-        for remedy in list_remedies(situation):
+        for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
             is_good, output = self._try(case, remedy)
             if is_good:
                 fault.guarded.component.note_precisions()

@@ -462,13 +462,13 @@ class Guard:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
         repair_cache, self._repair_cache = self._repair_cache, None
         repaired = [x.state for x in self._components.values() if x.state.is_repaired]
-        found = [(state.module, state.hand_over()) for state in repaired]
+        found = [(state, state.applied) for state in repaired]
         self._patches.undo()
         for call in self._calls.values():
             call.forget()
-        for module, kept in found:
+        for state, applied in found:
             if repair_cache is not None:
-                repair_cache.keep(module, kept)
+                repair_cache.keep(state, applied)
 
     def __deepcopy__(self, memo: object) -> Guard:
         return self  # hooks name it: a copy of a guarded module is not guarded
@@ -728,7 +728,7 @@ class Guard:
             and x.action not in ("none", "replayed")
         ]
         state = component.state
-        return update_entry(entry, state.applied, state.calls_measured, dict.fromkeys(why))
+        return update_entry(entry, state.applied, state.calibration.calls, dict.fromkeys(why))
 
 
 def _describe_compiled(call: GuardedCall) -> str:

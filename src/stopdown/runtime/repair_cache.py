@@ -18,7 +18,8 @@ import torch
 
 from stopdown.pipelines.components import read_precisions
 from stopdown.plans.weight_fingerprints import sample_weights
-from stopdown.runtime.repairs import Adjustment, ComponentState, Found
+from stopdown.runtime.failed_call_ranges import Calibration
+from stopdown.runtime.repairs import Adjustment, ComponentState
 
 
 @dataclass
@@ -30,27 +31,28 @@ class RepairCache:
     """
 
     outdated: list[str] = field(default_factory=list)
-    _kept: WeakKeyDictionary[torch.nn.Module, tuple[str, Found]] = field(
-        default_factory=WeakKeyDictionary
+    _kept: WeakKeyDictionary[torch.nn.Module, tuple[str, tuple[Adjustment, ...], Calibration]] = (
+        field(default_factory=WeakKeyDictionary)
     )
 
     def put_on(self, state: ComponentState) -> tuple[Adjustment, ...]:
         """Put on what an earlier guard found; what that was, empty for nothing."""
         if state.module not in self._kept:
             return ()
-        weights, found = self._kept[state.module]
+        weights, applied, calibration = self._kept[state.module]
         if weights != _sign(state.module):
             del self._kept[state.module]
             self.outdated.append(type(state.module).__name__)
             return ()
-        state.take_over(found)
-        return found.applied
+        state.put_on(applied)
+        state.calibration = calibration
+        return applied
 
-    def keep(self, module: torch.nn.Module, found: Found) -> None:
-        """Keep what was found for a component that is as it was before its guard."""
-        weights = _sign(module)
+    def keep(self, state: ComponentState, applied: tuple[Adjustment, ...]) -> None:
+        """Keep what was in force on a component that is as it was before its guard."""
+        weights = _sign(state.module)
         if weights:
-            self._kept[module] = weights, found
+            self._kept[state.module] = weights, applied, state.calibration
 
 
 def _sign(module: torch.nn.Module) -> str:

@@ -19,34 +19,17 @@ _MOST_FP32_MODULES = 2  # each one that does not do costs a call
 
 
 @dataclass(frozen=True)
-class Situation:
-    """What is known of a fault.
-
-    Attributes:
-        kind: as `Culprit.kind`.
-        precision: of most of the component's weights.
-        around: modules around the fault that can be an fp32 module, innermost first.
-        has_bf16: the device computes bf16 natively.
-    """
-
-    kind: str
-    precision: str
-    around: tuple[str, ...] = ()
-    has_bf16: bool = False
-
-
-@dataclass(frozen=True)
 class Remedy:
     """One thing to try.
 
     Attributes:
-        action: `replay`, `rescale`, `fp32_module` or `cast`.
+        action: what an `Adjustment` of it is called, or `replayed`.
         precision: what the module or component runs in afterwards.
         reason: why this, here; one sentence.
         path: of the fp32 module.
     """
 
-    action: Literal["replay", "rescale", "fp32-module", "cast"]
+    action: Literal["replayed", "rescaled", "fp32-module", "cast"]
     precision: str
     reason: str
     path: str = ""
@@ -54,38 +37,41 @@ class Remedy:
     @property
     def recorded(self) -> str:
         """What a record calls it."""
-        names = {"replay": "replayed", "rescale": "rescaled", "fp32-module": "fp32-module"}
-        return names.get(self.action, self.precision)
+        return self.precision if self.action == "cast" else self.action
 
 
-def list_remedies(situation: Situation) -> tuple[Remedy, ...]:
-    """What to try, best first; empty when nothing here can help."""
-    if situation.kind in _HOPELESS:
+def list_remedies(
+    kind: str, precision: str, around: tuple[str, ...] = (), has_bf16: bool = False
+) -> tuple[Remedy, ...]:
+    """What to try after a fault, best first; empty when nothing here can help.
+
+    Args:
+        kind: as `Culprit.kind`.
+        precision: of most of the component's weights.
+        around: modules around the fault that can be an fp32 module, innermost first.
+        has_bf16: the device computes bf16 natively.
+    """
+    if kind in _HOPELESS:
         return ()
     found = []
-    if situation.kind == "intermittent":
+    if kind == "intermittent":
         why = "The same call was finite when it was run again."
-        found.append(Remedy("replay", situation.precision, why))
-    if situation.precision == "fp16" and situation.kind in _BY_RANGE:
+        found.append(Remedy("replayed", precision, why))
+    if precision == "fp16" and kind in _BY_RANGE:
         why = (
             "The values do not fit into fp16. Exponents bring them into range, and the function "
             "stays the same."
         )
-        found.append(Remedy("rescale", "fp16", why))
-    if situation.precision in ("fp16", "bf16"):
-        for path in situation.around[:_MOST_FP32_MODULES]:
-            why = f"The fault is inside {path}; only this module runs in fp32."
-            found.append(Remedy("fp32-module", "fp32", why, path))
-        found += _list_casts(situation)
-    return tuple(found)
-
-
-def _list_casts(situation: Situation) -> list[Remedy]:
-    casts = []
-    if situation.precision == "fp16" and situation.has_bf16:
-        why = "bf16 has the range of fp32, and the device computes it natively."
-        casts.append(Remedy("cast", "bf16", why))
+        found.append(Remedy("rescaled", "fp16", why))
+    if precision not in ("fp16", "bf16"):
+        return tuple(found)
+    for path in around[:_MOST_FP32_MODULES]:
+        why = f"The fault is inside {path}; only this module runs in fp32."
+        found.append(Remedy("fp32-module", "fp32", why, path))
     why = "fp32 holds values that 16 bits cannot."
-    if situation.precision == "fp16" and not situation.has_bf16:
+    if precision == "fp16" and has_bf16:
+        bf16 = "bf16 has the range of fp32, and the device computes it natively."
+        found.append(Remedy("cast", "bf16", bf16))
+    elif precision == "fp16":
         why = "The device does not compute bf16 natively; fp32 holds values that fp16 cannot."
-    return [*casts, Remedy("cast", "fp32", why)]
+    return (*found, Remedy("cast", "fp32", why))

@@ -31,7 +31,7 @@ from stopdown.plans.applier import apply_precision
 from stopdown.records import Operands, ResidualStream, Scaling
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
-from stopdown.scaling import cast_, find_scaling
+from stopdown.scaling import Measured, cast_, find_scaling
 from stopdown.scaling.folds import read_headroom
 
 
@@ -54,19 +54,6 @@ class Adjustment:
     operands: Operands = NO_OPERANDS
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a guard found for a component, to be taken over by another.
-
-    Attributes:
-        applied: what was in force.
-        calibration: what the failing calls reached; None when exponents were not asked for.
-    """
-
-    applied: tuple[Adjustment, ...]
-    calibration: Calibration | None = None
-
-
 @dataclass
 class ComponentState:
     """A component, what was put on it, and what its failing calls reached.
@@ -79,6 +66,7 @@ class ComponentState:
         computes_in: what its weights are cast to at each call; None where they are used as they are.
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
+        calibration: what its failing calls reached; it does not keep the component alive.
     """
 
     module: torch.nn.Module
@@ -87,9 +75,9 @@ class ComponentState:
     planned: tuple[Adjustment, ...] = ()
     computes_in: torch.dtype | None = None
     is_compiled: bool = False
+    calibration: Calibration = field(default_factory=Calibration)
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
-    _calibration: Calibration | None = None
 
     def plan(self, planned: tuple[Adjustment, ...]) -> None:
         """Put a plan's part on; it comes off with the guard."""
@@ -105,15 +93,6 @@ class ComponentState:
         self.planned = self.applied = planned
         self._stood = True
         self._patches.defer(off.undo)
-
-    def take_over(self, found: Found) -> None:
-        """Put on what another guard found, and know what its failing calls reached."""
-        self.put_on(found.applied)
-        self._calibration = found.calibration
-
-    def hand_over(self) -> Found:
-        """What was found, for another guard; it does not keep the component alive."""
-        return Found(self.applied, self._calibration)
 
     def leave(self) -> None:
         """Leave the component as the guard found it. A second call does nothing."""
@@ -137,7 +116,8 @@ class ComponentState:
             is_mixed: a repair cast some component: pipelines ask one for its dtype to cast what
                 others get (Flux does), so each gets its arguments in its own.
         """
-        is_ambient = bool(list_autocast()) and self._is_recast
+        is_recast = any(one.scaling is not None or one.action == "cast" for one in self.applied)
+        is_ambient = bool(list_autocast()) and is_recast  # which would change its dtypes again
         if self.dtype is None and not is_mixed and not is_ambient:
             return call(*args, **kwargs)
         dtype = self.dtype or next(iter(self.read_precisions()), None)
@@ -145,11 +125,6 @@ class ComponentState:
             if dtype is None:
                 return call(*args, **kwargs)
             return call_cast(callee, call, args, kwargs, dtype)
-
-    @property
-    def _is_recast(self) -> bool:
-        """Whether what was put on has dtypes of its own, which autocast would change again."""
-        return any(one.scaling is not None or one.action == "cast" for one in self.applied)
 
     def find_repair(
         self, callee: Callee, remedy: Remedy, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -164,12 +139,12 @@ class ComponentState:
 
         Cost: for exponents a capture and a forward in fp32.
         """
-        if remedy.action == "rescale" and any(x.is_meta for x in self.module.parameters()):
+        if remedy.action == "rescaled" and any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(
                 "Its weights wait elsewhere between calls; no exponents are folded there."
             )
         casts = tuple(one for one in self.applied if one.action == "cast-inputs")
-        if remedy.action == "rescale":
+        if remedy.action == "rescaled":
             scaling = self._find_scaling(callee, args, kwargs)
             return (Adjustment("rescaled", "fp16", scaling=scaling), *casts)
         if remedy.action == "fp32-module":
@@ -237,14 +212,14 @@ class ComponentState:
                 without_caches(self.module),
                 without_context_parallel(self.module),
             ):
-                self._calibration = self._calibration or Calibration()
-                self._calibration.observe(self.module, callee.method, args, kwargs)
-                found = find_scaling(self.module, self._calibration.measured)
+                self.calibration.observe(self.module, callee.method, args, kwargs)
+                measured = self.calibration.measured
+                found = find_scaling(self.module, measured)
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)
             if known is None:
                 return found
-            methods = {x.capture.method or "forward" for x in self._calibration.measured}
-            return merge_scalings(known, found, _find_used(self._calibration), methods)
+            methods = {x.capture.method or "forward" for x in measured}
+            return merge_scalings(known, found, _find_used(measured), methods)
         finally:
             self.put_on(before)
 
@@ -257,11 +232,6 @@ class ComponentState:
     def is_planned_anew(self) -> bool:
         """Whether a plan has to change to hold what is in force; casts of inputs need none."""
         return tuple(x for x in self.applied if x.action != "cast-inputs") != self.planned
-
-    @property
-    def calls_measured(self) -> int:
-        """How many failing calls the exponents rest on."""
-        return 0 if self._calibration is None else self._calibration.calls
 
     def name_precisions(self) -> tuple[str, ...]:
         """Formats that it computes in, that of most of its weights first."""
@@ -340,11 +310,11 @@ def _merge_streams(
     return replace(found, **joined)
 
 
-def _find_used(calibration: Calibration) -> set[str]:
+def _find_used(measured: Iterable[Measured]) -> set[str]:
     """Parameters that take part in the calls that were measured."""
     return {
         known.capture.parameters[node.name]
-        for known in calibration.measured
+        for known in measured
         for node in known.capture.graph.graph.nodes
         if node.name in known.capture.parameters and node.users
     }
