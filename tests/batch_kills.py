@@ -53,12 +53,13 @@ class Watched:
 
 
 def find_workers(driver: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Processes that make items for a driver: its own children, or Ray's actors."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "ppid"]):
+    """Processes that make items for a driver: children of its fork server, or Ray's actors."""
+    found, servers = [], set[int]()
+    for process in psutil.process_iter(["cmdline", "ppid"]):  # by their numbers: a parent first
         line = " ".join(process.info["cmdline"] or [])
-        is_child = process.info["ppid"] == driver.pid and "spawn_main" in line
-        if is_child or line.startswith("ray::_Actor"):
+        if process.info["ppid"] == driver.pid and "forkserver" in line:
+            servers.add(process.pid)
+        elif process.info["ppid"] in servers or line.startswith("ray::_Actor"):
             found.append(process)
     return found
 

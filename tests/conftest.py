@@ -50,7 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 SERVERS = (
     ("attacks/",),
-    ("pipelines/test_ranks", "pipelines/test_guard_ranks", "pipelines/test_context_"),
+    (
+        *("pipelines/test_batch_workers", "pipelines/test_ranks"),
+        *("pipelines/test_guard_ranks", "pipelines/test_context_"),
+    ),
 )
 """Files whose tests fork from one server, which takes seconds to import everything: on one worker."""
 

@@ -49,6 +49,7 @@ def run_ranks(
     *given: Any,
     limit_s: float = 240,
     group_limit_s: float = 60,
+    roll_s: float = 10,
 ) -> list[Outcome]:
     """How each rank ended that ran `work(rank, *given)` in a group of so many.
 
@@ -56,12 +57,14 @@ def run_ranks(
         work: a function at the head of its module.
         limit_s: when all is killed.
         group_limit_s: time limit of the process group.
+        roll_s: how long a rank that does not answer is waited for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    limits = group_limit_s, roll_s
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            context.Process(target=_enter, args=(rank, count, folder, group_limit_s, work, given))
+            context.Process(target=_enter, args=(rank, count, folder, limits, work, given))
             for rank in range(count)
         ]
         for process in ranks:
@@ -97,10 +100,17 @@ def _read(folder: Path, rank: int, code: int | None) -> Outcome:
 
 
 def _enter(
-    rank: int, count: int, folder: str, group_limit_s: float, work: Any, given: tuple[Any, ...]
+    rank: int,
+    count: int,
+    folder: str,
+    limits: tuple[float, float],
+    work: Any,
+    given: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
+
+    from stopdown.parallel import ranks
 
     torch.set_num_threads(1)
     if name := os.environ.get(SWITCHED_OFF):
@@ -112,8 +122,9 @@ def _enter(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=group_limit_s),
+        timeout=timedelta(seconds=limits[0]),
     )
+    ranks._ROLL_S = limits[1]
     result, error = None, ""
     try:
         result = work(rank, *given)

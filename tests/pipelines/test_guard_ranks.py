@@ -236,7 +236,7 @@ def open_journal(rank: int, folder: str) -> str:
 @pytest.mark.parametrize("dying", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_dies_and_the_journal_goes_on(dying: int, tmp_path: Path) -> None:
     """The other rank names it and ends; two new ones go on, frames as planned; one alone is refused."""
-    outcomes = run_ranks(run_journal, 2, str(tmp_path), dying)
+    outcomes = run_ranks(run_journal, 2, str(tmp_path), dying, roll_s=2)
     assert outcomes[dying].code == -signal.SIGKILL
     assert outcomes[1 - dying].result == {
         "ended": f"Rank {dying} of 2 is gone: killed, or without memory or network. The others end with "

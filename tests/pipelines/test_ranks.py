@@ -126,7 +126,7 @@ def lose(rank: int, how: str) -> tuple[str, bool]:
 def test_a_rank_that_is_gone_is_named(how: str) -> None:
     """The others end with one message within the group's time limit; one of them is the one to say it."""
     begun = time.monotonic()
-    outcomes = run_ranks(lose, 3, how)
+    outcomes = run_ranks(lose, 3, how, roll_s=4)
     assert time.monotonic() - begun < 240
     assert outcomes[1].code == (-signal.SIGKILL if how == "killed" else 1)
     said = {outcomes[rank].result[0] for rank in (0, 2)}

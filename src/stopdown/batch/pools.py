@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ class Died:
 
     reason: str
 
+
+_PRELOADED = ("stopdown.batch.worker", "diffusers.pipelines.pipeline_utils")
 
 Event = tuple[int, Answer | Died]
 """The number of a worker, and what it answered or that it died; a new one stands in its place."""
@@ -195,7 +198,7 @@ class Processes(Workers):
     def __init__(self, job: Job, devices: list[str], store: Store) -> None:
         super().__init__(len(devices), store)
         self._job, self._wanted = job, devices
-        self._context = multiprocessing.get_context("spawn")
+        self._context = _choose_context(devices)
 
     def _open(self) -> None:
         while any(slot.state == "opening" for slot in self._slots):
@@ -244,6 +247,18 @@ class Processes(Workers):
         if isinstance(said, StopdownError):
             raise said
         return said
+
+
+def _choose_context(devices: list[str]) -> Any:
+    """How processes begin: on CPUs of Linux forked from one that has imported everything once.
+
+    What drives another device does not survive a fork, and importing can start it.
+    """
+    if set(devices) != {"cpu"} or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    return context
 
 
 def _serve(pipe: Any, job: Job, device: str, share: tuple[int, int]) -> None:
