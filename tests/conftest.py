@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from simulated_device import Simulated
+    from stopdown.records import Plan
 
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -50,12 +51,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 SERVERS = (
     ("attacks/",),
+    ("pipelines/test_convert",),
     (
         *("pipelines/test_batch_workers", "pipelines/test_ranks"),
         *("pipelines/test_guard_ranks", "pipelines/test_context_"),
     ),
 )
-"""Files whose tests fork from one server, which takes seconds to import everything: on one worker."""
+"""Files that share a process, which takes seconds to import everything: on one worker."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -236,6 +238,21 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         folder = root / f"{name}-{stored}-{overflow}"
         dtype = FORMATS[stored].torch_dtype
         return testing.save_pipeline(name, folder, dtype=dtype, overflow=overflow)
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
+    """The folder of a tiny pipeline beyond fp16, and its plan, by name."""
+    import conversions
+    from stopdown.plans.calibrated import make_plan
+
+    @functools.cache
+    def save(name: str) -> tuple[Path, Plan]:
+        folder = tmp_path_factory.mktemp(f"planned-{name}") / "model"
+        conversions.build(name).save_pretrained(folder)
+        return folder, make_plan(str(folder), **conversions.measured(name))
 
     return save
 

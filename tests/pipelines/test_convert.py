@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
+from conversions import assert_right, convert_made, run_plain
 from stopdown import __version__
 from stopdown.checkpoints import component_folders, file_exponents
 from stopdown.checkpoints import convert as convert_module
@@ -27,10 +28,9 @@ from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
 from stopdown.pipelines import folders, single_files
-from stopdown.pipelines.components import Callee, find_components
+from stopdown.pipelines.components import Callee
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_files import (
     Rows,
     fold_rows,
@@ -38,9 +38,7 @@ from stopdown.pipelines.single_files import (
     trace_rows,
     write_single_file,
 )
-from stopdown.pipelines.sources import Source, resolve_source
-from stopdown.pipelines.tiny_pipelines import overflow_
-from stopdown.plans.calibrated import make_plan
+from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import scale_component
 from stopdown.plans.plan_files import seal_plan
@@ -48,144 +46,15 @@ from stopdown.records import ComponentPlan, Conversion, Plan, Scaling, from_json
 from stopdown.scaling import fold_scaling, rescale_
 from stopdown.testing import assert_untouched, make_pipeline
 
-SMALLEST = 2.0**-9
-"""Weights below are 0 here, so that eight bits of the others outlive a fold by 2^-8 in fp16."""
-
-OVERFLOWING = {
-    "sd": ("unet",),
-    "sdxl": ("unet", "vae"),
-    "cogvideox": ("text_encoder", "transformer", "vae"),
-    "svd": ("unet", "vae"),
-    "cogview3plus": ("transformer",),
-}
-SIZES: dict[str, dict[str, Any]] = {
-    "cogvideox": {"frames": 9},
-    "svd": {"height": 32, "width": 32, "frames": 3},
-}
-
-PLAIN = """
-import json, sys, warnings
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "stopdown":
-            raise ImportError("absent")
-sys.meta_path.insert(0, Absent())
-warnings.simplefilter("ignore")
-import diffusers, numpy as np, PIL.Image, torch
-request = json.loads(sys.argv[1])
-
-def run(path, dtype):
-    if path.endswith(".safetensors"):
-        pipe = diffusers.StableDiffusionPipeline.from_single_file(
-            path, config=request["config"], torch_dtype=dtype)
-    else:
-        pipe = diffusers.DiffusionPipeline.from_pretrained(path, torch_dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    arguments = dict(request["arguments"])
-    if "image" in arguments:
-        picture = np.random.default_rng(0).integers(0, 255, (32, 32, 3), dtype=np.uint8)
-        arguments["image"] = PIL.Image.fromarray(picture)
-    noise = torch.Generator().manual_seed(0)
-    output = pipe(**arguments, num_inference_steps=2, generator=noise, output_type="np")
-    return np.asarray(output[0], dtype=np.float64)
-
-def measure(low, reference):
-    if not np.isfinite(low).all():
-        return None
-    return float(np.linalg.norm(low - reference) / np.linalg.norm(reference))
-
-before = request["before"]
-reference = run(before, torch.float32)
-try:
-    import stopdown
-except ImportError:
-    plain = {
-        "plain fp16": measure(run(before, torch.float16), reference),
-        "bf16": measure(run(before, torch.bfloat16), reference),
-    }
-    print(json.dumps([
-        {
-            **plain,
-            "converted fp16": measure(run(after, torch.float16), reference),
-            "converted fp32": measure(run(after, torch.float32), reference),
-        }
-        for after in request["after"]
-    ]))
-"""
-
-
-def build(name: str) -> Any:
-    """A tiny pipeline beyond fp16, its weights in bf16 without the smallest."""
-    pipe = make_pipeline(name)
-    for component in OVERFLOWING[name]:
-        overflow_(getattr(pipe, component))
-    for module in find_components(pipe).values():
-        for tensor in module.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
-        module.to(torch.bfloat16)
-    return pipe
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
-    """A folder of a tiny pipeline and its plan, made once for each name."""
-    known: dict[str, tuple[Path, Plan]] = {}
-
-    def make(name: str) -> tuple[Path, Plan]:
-        if name not in known:
-            folder = tmp_path_factory.mktemp(name) / "model"
-            build(name).save_pretrained(folder)
-            known[name] = folder, make_plan(str(folder), **measured(name))
-        return known[name]
-
-    return make
-
-
-def measured(name: str) -> dict[str, Any]:
-    return {"prompts": ["a red train"], "request": Request(**SIZES.get(name, {}), steps=2)}
-
-
-def convert_made(
-    name: str, source: Path | Source, output: Path, plan: Plan, **options: Any
-) -> Conversion:
-    return convert(source, output, plan, request=Request(**SIZES.get(name, {})), **options)
-
 
 @pytest.fixture(scope="module")
 def converted(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Conversion]:
     """The tiny Stable Diffusion, its converted folder, and what was said of it."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     output = tmp_path_factory.mktemp("converted") / "out"
     return folder, output, convert_made("sd", folder, output, plan)
-
-
-def run_plain(name: str, before: Path, *after: Path) -> list[dict[str, float | None]]:
-    """Errors of plain Diffusers against its own fp32; None where NaN or Inf came out."""
-    sizes = SIZES.get(name, {})
-    arguments = {key.replace("frames", "num_frames"): value for key, value in sizes.items()}
-    arguments |= {"image": ""} if name == "svd" else {"prompt": "a ball"}
-    request: dict[str, Any] = {"before": str(before), "after": [str(path) for path in after]}
-    request |= {"arguments": arguments, "config": str(before)}
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, json.dumps(request)], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, float | None]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def assert_right(errors: Mapping[str, float | None]) -> None:
-    """Plain fp16 is broken; converted it is finite, and nearer to fp32 than bf16 by a factor."""
-    print(errors)  # noqa: T201 - the figures, with -s
-    converted, other = errors["converted fp16"], errors["bf16"]
-    assert errors["plain fp16"] is None
-    assert converted is not None
-    assert other is not None
-    assert converted <= other / 4
-    assert errors["converted fp32"] == 0.0
 
 
 # ---------------------------------------------------------------------------------------------
@@ -196,20 +65,20 @@ def test_plain_diffusers_renders_right(
     converted: tuple[Path, Path, Conversion], single: tuple[Path, Path, Conversion]
 ) -> None:
     """Without Stopdown: NaN before, near to fp32 afterwards; and in fp32 bit for bit the same."""
-    for errors in run_plain("sd", converted[0], converted[1], single[1]):
-        assert_right(errors)
+    for output in (converted[1], single[1]):
+        assert_right(run_plain("sd", converted[0], output))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cogvideox", "sdxl", "svd"])
 def test_other_pipelines_render_right(
-    name: str, made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    name: str, save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """The same for a T5, a video transformer, a causal autoencoder, and models with force_upcast."""
-    folder, plan = made(name)
+    folder, plan = save_planned(name)
     record = convert_made(name, folder, tmp_path / "out", plan)
     assert {entry.precision for entry in record.components} == {"fp16"}
-    assert_right(*run_plain(name, folder, tmp_path / "out"))
+    assert_right(run_plain(name, folder, tmp_path / "out"))
 
 
 def test_a_folder_has_what_the_original_had(converted: tuple[Path, Path, Conversion]) -> None:
@@ -291,9 +160,11 @@ def test_the_record_says_what_was_left(converted: tuple[Path, Path, Conversion])
     )
 
 
-def test_what_is_left_is_copied(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
+def test_what_is_left_is_copied(
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
     """`--leave` copies a component's files to the byte; loading it is told."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     others = [e.component for e in plan.components if e.component != "text_encoder"]
     record = convert_made("sd", folder, tmp_path / "out", plan, leave=others)
     for name in others:
@@ -327,10 +198,10 @@ def save_single(folder: Path, path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def single(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Conversion]:
     """A single file, what it became, and what was said of it."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     place = tmp_path_factory.mktemp("single")
     source, output = place / "tiny.safetensors", place / "out.safetensors"
     save_single(folder, source)
@@ -377,12 +248,12 @@ def test_a_single_file_keeps_names_shapes_order_and_metadata(
 
 def test_force_replaces_a_file_with_its_mark_alone(
     single: tuple[Path, Path, Conversion],
-    made: Callable[[str], tuple[Path, Plan]],
+    save_planned: Callable[[str], tuple[Path, Plan]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Anybody else's `.safetensors` file stays, also with `force`; one that convert wrote needs it."""
-    plan = seal_plan(dataclasses.replace(made("sd")[1], fingerprint=""))
+    plan = seal_plan(dataclasses.replace(save_planned("sd")[1], fingerprint=""))
     foreign = Path(shutil.copy(single[0], tmp_path / "foreign.safetensors"))
     marked = Path(shutil.copy(single[1], tmp_path / "marked.safetensors"))
     damaged = tmp_path / "damaged.safetensors"
@@ -405,11 +276,11 @@ def test_force_replaces_a_file_with_its_mark_alone(
 
 def test_a_single_file_becomes_a_folder_too(
     single: tuple[Path, Path, Conversion],
-    made: Callable[[str], tuple[Path, Plan]],
+    save_planned: Callable[[str], tuple[Path, Plan]],
     tmp_path: Path,
 ) -> None:
     """With the configuration's descriptions beside; what is left keeps the file's dtype."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     anywhere = seal_plan(dataclasses.replace(plan, fingerprint=""))
     leave = ["unet", "vae"]
     source = resolve_source(single[0], config=folder)
@@ -451,12 +322,14 @@ def test_rows_that_are_wanted_differently_are_refused() -> None:
 
 
 def test_what_a_converter_computes_is_told_from_what_it_moves(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_planned: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A converter that adds 1 to a tensor is found by counting up and down."""
     from diffusers.loaders import single_file_model
 
-    folder, _ = made("sd")
+    folder, _ = save_planned("sd")
     save_single(folder, tmp_path / "tiny.safetensors")
     mapping = single_file_model.SINGLE_FILE_LOADABLE_CLASSES["UNet2DConditionModel"]
     convert_names = mapping["checkpoint_mapping_fn"]
@@ -665,12 +538,12 @@ def test_the_effect_of_an_eps_is_measured() -> None:
 
 
 def test_an_effect_beyond_the_limit_is_refused(
-    made: Callable[[str], tuple[Path, Plan]],
+    save_planned: Callable[[str], tuple[Path, Plan]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All components in one message, with the norms, the change and both ways on; nothing is left."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     monkeypatch.setattr(file_exponents, "_measure_effect", lambda *_: {"effect": 0.25, "calls": 9})
     monkeypatch.setattr(
         file_exponents, "measure_kinds", lambda *_: [SimpleNamespace(measured=None)]
@@ -704,10 +577,10 @@ def count_left(plan: Plan) -> int:
 
 @pytest.mark.slow
 def test_what_folds_cannot_do_is_refused(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """CogView3-Plus adds a table that is in no file to its stream: its plan needs Stopdown."""
-    folder, plan = made("cogview3plus")
+    folder, plan = save_planned("cogview3plus")
     assert next(e for e in plan.components if e.component == "transformer").scaling.multiplies
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, tmp_path / "out", plan)
@@ -723,10 +596,10 @@ def test_what_folds_cannot_do_is_refused(
 
 
 def test_a_component_that_its_plan_leaves_out_is_refused(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A plan that runs a component in bf16 says why, and that sentence is passed on."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     wide = [
         dataclasses.replace(e, precision="bf16", reasons=("Its code cannot be traced.",))
         if e.component == "unet"
@@ -746,10 +619,10 @@ def test_a_component_that_its_plan_leaves_out_is_refused(
 
 
 def test_what_convert_did_not_write_is_never_replaced(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A folder of anything, an original model, the source itself: refused, also with `force`."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     taken, model, inside = tmp_path / "taken", tmp_path / "model", folder / "unet"
     for place, name in ((taken, "letter.txt"), (model, "model_index.json")):
         place.mkdir()
@@ -772,10 +645,10 @@ def test_what_convert_did_not_write_is_never_replaced(
 
 
 def test_force_replaces_what_convert_wrote(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A converted folder is replaced with `force` alone, also through a link, which stays a link."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     out, link = tmp_path / "out", tmp_path / "link"
     leave = ["unet", "vae", "text_encoder"]
     first = convert_made("sd", folder, out, plan, leave=leave)
@@ -795,10 +668,10 @@ def test_force_replaces_what_convert_wrote(
 
 @pytest.mark.parametrize("name", [".git/HEAD", "lora.safetensors", "unet/config.json", "adapter"])
 def test_force_spares_what_was_put_there(
-    name: str, made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    name: str, save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A file, a changed file, a link or an empty folder of somebody else's is named, and stays."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     leave = ["unet", "vae", "text_encoder"]
     out = tmp_path / "out"
     convert_made("sd", folder, out, plan, leave=leave)
@@ -815,12 +688,12 @@ def test_force_spares_what_was_put_there(
 
 
 def test_force_spares_sources_and_plans_inside(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """A model that lies in OUT, reaches into it by a link, or whose plan lies there, is not deleted."""
     from stopdown.plans.plan_files import write_plan
 
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     leave = ["unet", "vae", "text_encoder"]
     out = tmp_path / "out"
     convert_made("sd", folder, out, plan, leave=leave)
@@ -840,10 +713,12 @@ def test_force_spares_sources_and_plans_inside(
 
 
 def test_what_comes_into_out_meanwhile_stays(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_planned: Callable[[str], tuple[Path, Plan]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file that somebody puts into OUT while it is converted again: the new folder is kept beside."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     leave = ["unet", "vae", "text_encoder"]
     out = tmp_path / "out"
     convert_made("sd", folder, out, plan, leave=leave)
@@ -869,12 +744,12 @@ def test_what_comes_into_out_meanwhile_stays(
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
 def test_a_conversion_that_ends_early_leaves_nothing(
     failure: BaseException,
-    made: Callable[[str], tuple[Path, Plan]],
+    save_planned: Callable[[str], tuple[Path, Plan]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C or a full disk after the first weights: neither OUT nor anything beside it."""
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     write = component_folders.write_weights
 
     def fail(module: torch.nn.Module, place: Path, *metadata: Any) -> None:
@@ -893,11 +768,11 @@ def test_a_conversion_that_ends_early_leaves_nothing(
 
 
 def test_a_disk_that_refuses_weights_is_one_message(
-    made: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
 ) -> None:
     """The library that writes weights has errors of its own; they become the same sentence."""
     resource = pytest.importorskip("resource")
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -912,11 +787,13 @@ def test_a_disk_that_refuses_weights_is_one_message(
 
 
 @pytest.mark.slow
-def test_a_kill_leaves_no_out(made: Callable[[str], tuple[Path, Plan]], tmp_path: Path) -> None:
+def test_a_kill_leaves_no_out(
+    save_planned: Callable[[str], tuple[Path, Plan]], tmp_path: Path
+) -> None:
     """A process that is killed between two components has renamed nothing."""
     from stopdown.plans.plan_files import write_plan
 
-    folder, plan = made("sd")
+    folder, plan = save_planned("sd")
     write_plan(plan, tmp_path / "plan.json")
     script = (
         "import os, signal, sys\n"

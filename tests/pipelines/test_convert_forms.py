@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_convert import assert_right, build, convert_made, measured, run_plain
 
+from conversions import assert_right, build, convert_made, measured, run_plain
 from stopdown.checkpoints.convert import _place_exponents, convert
 from stopdown.checkpoints.output_places import Target
 from stopdown.errors import OptionError
@@ -35,11 +35,9 @@ from single_file_models import build_flux, build_t5
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan]:
+def planned(save_planned: Callable[[str], tuple[Path, Plan]]) -> tuple[Path, Plan]:
     """A tiny Stable Diffusion beyond fp16, in bf16, and its plan."""
-    folder = tmp_path_factory.mktemp("forms") / "model"
-    build("sd").save_pretrained(folder)
-    return folder, make_plan(str(folder), **measured("sd"))
+    return save_planned("sd")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +50,7 @@ def single(planned: tuple[Path, Plan], tmp_path_factory: pytest.TempPathFactory)
 
 def test_one_file_is_right_in_plain_diffusers(planned: tuple[Path, Plan], single: Path) -> None:
     """A folder becomes a checkpoint: NaN before, right after, and no `--allow-eps` is needed."""
-    (errors,) = run_plain("sd", planned[0], single)
-    assert_right(errors)
+    assert_right(run_plain("sd", planned[0], single))
     found = {name.partition(".")[0] for name in load_file(single)}
     assert found == {"model", "first_stage_model", "cond_stage_model"}
     assert complete_source(resolve_source(single, config=planned[0])).parts == ()

@@ -32,9 +32,9 @@ from lora_cases import (
 pytest.importorskip("peft", reason="peft loads LoRA; it is in the extra `adapters`")
 
 from diffusers import DiffusionPipeline
-from test_convert import SIZES, SMALLEST
 from test_loras import call, list_steps
 
+from conversions import SIZES, SMALLEST
 from single_file_models import MODELS, draw
 from single_file_readers import save_model
 from stopdown.checkpoints import lora_files
