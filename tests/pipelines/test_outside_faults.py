@@ -387,7 +387,7 @@ def test_a_class_that_calls_its_parent_is_looked_at_once() -> None:
     with spoilt_steps(pipe.scheduler, 1), guard(pipe, on_fault="warn", announce=quiet) as handle:
         call_for_latents(pipe)
     assert len(handle.repairs) == 1
-    assert "stopdown_runs" not in vars(Own.__call__)
+    assert "stopdown_stack" not in vars(Own.__call__)
     assert isinstance(pipe, DiffusionPipeline)
 
 

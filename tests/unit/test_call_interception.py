@@ -13,7 +13,6 @@ from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (
     Rank,
-    cast_arguments,
     cast_floats,
     copy_layers,
     find_float_dtype,
@@ -225,4 +224,3 @@ def test_the_dtype_that_came_in_is_that_of_the_values() -> None:
     }
     assert find_float_dtype(arguments) == torch.bfloat16
     assert find_float_dtype({"input_ids": torch.ones(1, dtype=torch.int64), "flag": True}) is None
-    assert cast_arguments(arguments, torch.float16)["timestep"].dtype == torch.float32

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from stopdown.app.display import Display
 from stopdown.app.flags import (
     AllowOption,
     DeviceOption,
@@ -44,20 +45,22 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.size_limits import refuse_too_large
 from stopdown.batch.limits import TRIES
-from stopdown.batch.prompts import Item
+from stopdown.batch.plan_versions import PlanVersions, read_versions
+from stopdown.batch.prompts import Item, is_url, naming_line, read_items
 from stopdown.batch.records import BatchRecord, ItemResult
+from stopdown.batch.stores import Store, open_store
+from stopdown.environment import choose_device, describe_machine, has_moving_cursor, list_devices
 from stopdown.errors import InputError, OptionError
+from stopdown.pipelines.requests import Request
+from stopdown.plans.precision import parse_request
 from stopdown.records import to_json
+from stopdown.report.pages import render_batch
 
 if TYPE_CHECKING:
-    from stopdown.app.display import Display
     from stopdown.batch.jobs import Prepared, Task
-    from stopdown.batch.plan_versions import PlanVersions
     from stopdown.batch.pools import Pool
     from stopdown.batch.ray_pool import Cluster
     from stopdown.batch.settings import Settings
-    from stopdown.batch.stores import Store
-    from stopdown.pipelines.requests import Request
 
 SUMMARY, PAGE = "batch.json", "batch.html"
 """What stands beside the outputs."""
@@ -155,7 +158,6 @@ class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
 def main(options: BatchOptions) -> int:
     """Run the command; 1 when an item failed, or with --strict has a finding."""
     from stopdown.app.progress import open_display, print_result
-    from stopdown.environment import has_moving_cursor
 
     is_shown = (sys.stderr.isatty() and has_moving_cursor()) or options.quiet
     with open_display(options, is_short=True) as display:
@@ -182,7 +184,6 @@ def batch(options: BatchOptions, display: Display, plain: Any = None) -> BatchRe
     """
     begun = time.perf_counter()
     settings, asked = _read_asked(options)
-    from stopdown.batch.stores import open_store
 
     store = open_store(options.output)
     _refuse_other_folder(store)
@@ -205,9 +206,7 @@ def _run(
     """Sign the items, give out those that are not finished, and write what came of all."""
     from stopdown.batch.dispatch import Dispatch
     from stopdown.batch.jobs import prepare
-    from stopdown.batch.plan_versions import PlanVersions, read_versions
     from stopdown.batch.worker import describe_result, find_finished
-    from stopdown.report.pages import render_batch
 
     names = store.list_names()
     chains = read_versions(store, names)
@@ -248,8 +247,6 @@ def _refuse_too_large(
     display: Display,
 ) -> None:
     """Refuse the largest item where no device of this machine can make it; its line is named."""
-    from stopdown.batch.prompts import naming_line
-    from stopdown.environment import choose_device
 
     def count(pair: tuple[Item, Request]) -> int:
         _, request = pair
@@ -275,8 +272,6 @@ def _refuse_too_large(
 
 def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Request]]]:
     """The items with their requests; everything that can be refused without the model is."""
-    from stopdown.batch.prompts import read_items
-
     _check_options(options)
     items = [_place_image(options, item) for item in read_items(options.prompts)]
     asked = [(item, _read_request(options, item)) for item in items]
@@ -294,8 +289,6 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
 
 
 def _check_options(options: BatchOptions) -> None:
-    from stopdown.plans.precision import parse_request
-
     parse_request(options.precision)
     check_quantiser(read_allowed(options.allow, options.memory))
     refuse_unknown_device(options.device)
@@ -319,8 +312,6 @@ def _check_options(options: BatchOptions) -> None:
 
 def _place_image(options: BatchOptions, item: Item) -> Item:
     """The item with where its picture is; a relative path begins at the prompts file."""
-    from stopdown.batch.prompts import is_url
-
     if item.image is None:
         image = str(options.image) if options.image else None
     elif is_url(item.image) or options.prompts == "-":
@@ -334,8 +325,6 @@ def _place_image(options: BatchOptions, item: Item) -> Item:
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
-    from stopdown.batch.prompts import naming_line
-
     names = ("frames", "height", "width", "steps", "guidance")
     own = {name: x for name in names if (x := getattr(item, name)) is not None}
     with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
@@ -400,8 +389,6 @@ def _open_pool(
 
 def _list_devices(options: BatchOptions) -> list[str]:
     """One name for each process."""
-    from stopdown.environment import choose_device, list_devices
-
     chosen = choose_device(options.device)
     names = [chosen.torch_name]
     if options.device == "auto" and chosen.type == "cuda":
@@ -499,8 +486,6 @@ class _Batch:
 
     def summarise(self) -> BatchRecord:
         """What it came to so far."""
-        from stopdown.environment import describe_machine
-
         made = self._list("made")
         return BatchRecord(
             source=self.options.source,

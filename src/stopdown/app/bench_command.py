@@ -15,14 +15,18 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import DeviceOption, ForceOption, SourceOptions
 from stopdown.app.request_options import refuse_unknown_device
+from stopdown.benchmark.records import Benchmark
+from stopdown.benchmark.table import render
+from stopdown.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
+from stopdown.number_formats import parse_bytes
 from stopdown.outputs import check_target, written_beside
+from stopdown.pipelines.requests import PROMPTS, Request
+from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.records import describe_other, read_record, to_json
 
 if TYPE_CHECKING:
-    from stopdown.benchmark.records import Benchmark
     from stopdown.benchmark.subjects import Subject
-    from stopdown.environment import Device
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,6 @@ def main(options: BenchOptions) -> int:
 
     with open_display(options) as display:
         made, path = bench(options, display)
-    from stopdown.benchmark.table import render
 
     text = f"{render(made)}\nWritten: {path} and {path.with_suffix('.md')}\n"
     print_result(options, made, lambda _: sys.stdout.write(text), name=path)
@@ -98,8 +101,6 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
     _check_options(options)
     load_libraries(display)
     from stopdown.benchmark.session import begin, go_on
-    from stopdown.benchmark.table import render
-    from stopdown.environment import choose_device
 
     device = choose_device(options.device)
     path = options.output or Path(f"stopdown-bench-{_make_slug(device.name)}.json")
@@ -126,8 +127,6 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
 
 
 def _check_options(options: BenchOptions) -> None:
-    from stopdown.number_formats import parse_bytes
-
     refuse_unknown_device(options.device)
     if options.size not in ("auto", "none"):
         parse_bytes(options.size)
@@ -169,10 +168,7 @@ def _list_ways(options: BenchOptions) -> list[str]:
 def list_subjects(options: BenchOptions, device: Device) -> list[Subject]:
     """The model that was named, and generated weights of the size that was asked for or fits."""
     from stopdown.benchmark.subjects import make_generated, make_real
-    from stopdown.number_formats import parse_bytes
     from stopdown.pipelines.loader import complete_source
-    from stopdown.pipelines.requests import PROMPTS, Request
-    from stopdown.pipelines.sources import resolve_source, verify_source
 
     source = resolve_source(options.source, variant=options.variant)
     verify_source(source)
@@ -202,8 +198,6 @@ def _take_up(path: Path, begun: Benchmark) -> Benchmark:
     Raises:
         InputError: it measured something else.
     """
-    from stopdown.benchmark.records import Benchmark
-
     found = read_record(path, Benchmark)
     if dataclasses.replace(begun, memory_bytes=0) != dataclasses.replace(
         found,

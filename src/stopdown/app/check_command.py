@@ -20,8 +20,20 @@ from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
 from stopdown.app.request_options import check_counts, refuse_unknown_device
 from stopdown.errors import OptionError
-from stopdown.number_formats import format_bytes
+from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.outputs import check_target, written_beside
+from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
+from stopdown.pipelines.sources import (
+    describe_damage,
+    find_kind,
+    find_missing,
+    refuse,
+    refuse_ignored,
+    resolve_name,
+    verify_source,
+)
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
 from stopdown.records import CheckRecord, FileCheck, FilePart, Finding, Price
 
 if TYPE_CHECKING:
@@ -126,9 +138,6 @@ def is_weight_file(options: CheckOptions) -> bool:
     Raises:
         OptionError: of a GGUF file something is asked that only a model has.
     """
-    from stopdown.pipelines.headers import WEIGHT_FILES
-    from stopdown.pipelines.sources import find_kind
-
     kind, suffix = find_kind(options.source), Path(options.source).suffix.lower()
     if kind != "file" or suffix not in WEIGHT_FILES:
         return False
@@ -153,9 +162,6 @@ def check_file(options: CheckOptions, display: Display | None = None) -> FileChe
         SourceError: the file is not whole.
         OptionError: the device is unknown; a package that reads such files is missing.
     """
-    from stopdown.pipelines.headers import DamagedFileError
-    from stopdown.pipelines.sources import describe_damage, refuse, refuse_ignored
-
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     shown = display or Display()
@@ -188,7 +194,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     """
     begun = time.perf_counter()
     _refuse(options)
-    from stopdown.pipelines.sources import find_missing, refuse, resolve_name
 
     found = resolve_name(options, with_weights=False)
     if found.kind in ("bundled", "folder"):
@@ -233,8 +238,6 @@ def _read_sizes(options: CheckOptions) -> dict[str, int]:
 
 
 def _refuse(options: CheckOptions) -> None:
-    from stopdown.pipelines.sources import refuse_ignored
-
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=True)
     _refuse_unmendable(options)
@@ -251,9 +254,6 @@ def _refuse(options: CheckOptions) -> None:
 
 def _refuse_unmendable(options: CheckOptions) -> None:
     """Refuse precisions that --fix has nothing to do with."""
-    from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.precision import parse_request
-
     asked = parse_request(options.precision or "auto")
     if asked.plan is not None:
         read_plan(asked.plan)
@@ -280,9 +280,7 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
 
 
 def _load(options: CheckOptions, checked: Checked) -> Any:
-    from stopdown.number_formats import FORMATS
     from stopdown.pipelines.loader import load_pipeline
-    from stopdown.pipelines.sources import resolve_name, verify_source
 
     source = resolve_name(options)
     verify_source(source)

@@ -36,6 +36,7 @@ from stopdown.app import (
     streams,
 )
 from stopdown.app.registration import add_command
+from stopdown.errors import OptionError, StopdownError, make_printable
 
 app = typer.Typer(
     name="stopdown",
@@ -82,8 +83,6 @@ add_command(app, "report", report_command.main)
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit code; no traceback for a user's mistake."""
-    from stopdown.errors import StopdownError
-
     words = sys.argv[1:] if arguments is None else arguments
     streams.fill_streams()
     code, wants_json = 0, "--json" in words
@@ -145,8 +144,6 @@ def _find_command(words: list[str]) -> str:
 
 def _refuse_bytes(words: list[str]) -> None:
     """Refuse what is no text: it would go into records and pages, which are UTF-8."""
-    from stopdown.errors import OptionError
-
     for word in words:
         if any("\udc80" <= character <= "\udcff" for character in word):
             shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
@@ -185,8 +182,6 @@ def _report_error(kind: str, parts: list[str], wants_json: bool) -> None:
 
     A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
     """
-    from stopdown.errors import make_printable
-
     parts = [make_printable(part) for part in parts if part]  # names come from files of others
     message = " ".join(parts)
     shown = message

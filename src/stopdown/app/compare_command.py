@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from stopdown.app.display import load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     DeviceOption,
     ForceOption,
@@ -29,6 +29,8 @@ from stopdown.app.flags import (
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
+from stopdown.comparison.precision_lists import parse_precisions, read_plans
+from stopdown.comparison.prompts import read_prompts
 from stopdown.comparison.records import BadLine, Comparison
 from stopdown.comparison.thresholds import Thresholds
 from stopdown.errors import InputError, OptionError
@@ -40,12 +42,9 @@ from stopdown.outputs import (
     write_numbered,
     written_beside,
 )
+from stopdown.pipelines.sources import Source
 from stopdown.records import describe_other, to_json
-
-if TYPE_CHECKING:
-    from stopdown.app.display import Display
-    from stopdown.pipelines.sources import Source
-
+from stopdown.report.pages import render_comparison
 
 DEFAULT_OUTPUT = Path("report.html")
 """Where the page goes when nobody says; it replaces nothing there."""
@@ -168,7 +167,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
     )
     numbered, bad = _read_prompts(options)
     source = _find_source(options, display)
-    from stopdown.comparison.precision_lists import parse_precisions
 
     names = parse_precisions(options.precisions)
     widest = "fp16" if {"fp32", "autocast"}.isdisjoint(names) else "fp32"
@@ -176,7 +174,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
         refuse_unmeasurable(source, request, options.device, display, precision=widest)
     from stopdown.comparison.matrix import compare as run_matrix
     from stopdown.comparison.subjects import describe_subject
-    from stopdown.report.pages import render_comparison
     from stopdown.runtime.memory_limits import Limit
 
     with _held(folder):
@@ -216,8 +213,6 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
 
 def _find_source(options: CompareOptions, display: Display) -> Source:
     """The model, after precisions and models that cannot be compared were refused."""
-    from stopdown.comparison.precision_lists import parse_precisions, read_plans
-
     read_plans(parse_precisions(options.precisions))
     source = find_source(options, display)
     load_libraries(display)
@@ -301,8 +296,6 @@ def choose_code(made: Comparison) -> int:
 
 def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:
     """Numbered prompts of the file, then those of the command, and the lines that are none."""
-    from stopdown.comparison.prompts import read_prompts
-
     good, bad = ([], []) if options.prompts is None else read_prompts(options.prompts)
     last = good[-1][0] if good else 0
     good += [(last + place, text) for place, text in enumerate(options.prompt, 1)]

@@ -12,6 +12,7 @@ from stopdown.app.cards import print_card
 from stopdown.app.progress import make_table
 from stopdown.comparison.records import Comparison
 from stopdown.records import RunRecord
+from stopdown.report.comparison_table import list_notes, list_rows
 
 _STYLES = {"broken": "red", "failed": "red", "other": "yellow", "same": "green"}
 
@@ -22,7 +23,6 @@ def print_record(record: Comparison | RunRecord, page: Path, console: Console) -
         print_card(record, console, is_new=False)
         console.print(f"Written: {page}", soft_wrap=True, highlight=False)
         return
-    from stopdown.report.comparison_table import list_notes, list_rows
 
     headings, *rows = list_rows(record)
     table = make_table(*headings, right=headings[2:], no_wrap=True)

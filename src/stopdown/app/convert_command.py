@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stopdown.app.display import load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SourceArgument
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.errors import OptionError
 from stopdown.number_formats import list_some
+from stopdown.pipelines.lora_names import is_lora_file
+from stopdown.plans.plan_files import read_plan
 from stopdown.records import Conversion, ConvertedComponent
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from stopdown.app.display import Display
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,6 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
-    from stopdown.pipelines.lora_names import is_lora_file
-    from stopdown.plans.plan_files import read_plan
-
     is_lora = is_lora_file(Path(options.source).expanduser())
     if options.plan is None and not is_lora:
         return _convert_encoder(options, display)

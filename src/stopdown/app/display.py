@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from stopdown.pipelines.library_imports import import_libraries
+
 
 class Display:
     """What a run tells a person while it goes on."""
@@ -25,8 +27,6 @@ def load_libraries(display: Display, *, has_pipelines: bool = True) -> None:
     Args:
         has_pipelines: a pipeline will be made.
     """
-    from stopdown.pipelines.library_imports import import_libraries
-
     import_libraries(
         lambda name: display.progress("import", name, 0, 0), has_pipelines=has_pipelines
     )

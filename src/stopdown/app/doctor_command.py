@@ -11,6 +11,8 @@ import typer
 
 from stopdown.app.display import load_libraries
 from stopdown.app.flags import CommandOptions
+from stopdown.device_profiles import find_target, format_profile
+from stopdown.doctor import examine
 from stopdown.errors import OptionError
 from stopdown.records import DeviceHealth, MachineHealth
 
@@ -64,8 +66,6 @@ def diagnose(device: str | None) -> MachineHealth:
     Raises:
         OptionError: the device is neither here nor known.
     """
-    from stopdown.doctor import examine
-
     return examine(device)
 
 
@@ -75,8 +75,6 @@ def write_profile(device: str | None) -> str:
     Raises:
         OptionError: no device was named, or it is unknown.
     """
-    from stopdown.device_profiles import find_target, format_profile
-
     if device is None:
         raise OptionError(
             "A profile is written for one device, and none was named.",

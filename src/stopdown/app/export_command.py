@@ -5,17 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from stopdown.app.display import load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ForceOption, SizeOptions
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, written_beside
-
-if TYPE_CHECKING:
-    from stopdown.app.display import Display
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import resolve_source, verify_source
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.scale_table import FORMATS, write_table
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,6 @@ def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
     Raises:
         StopdownError: anything that went wrong, with what to type; no output is left.
     """
-    from stopdown.pipelines.sources import resolve_source, verify_source
-    from stopdown.plans.plan_files import read_plan
-
     plan = read_plan(options.plan)
     if options.output is None or options.to is None:
         raise OptionError(
@@ -108,7 +106,6 @@ def export_graphs(options: ExportOptions, display: Display) -> list[Path]:
     verify_source(source)
     load_libraries(display)
     from stopdown.checkpoints.onnx_openvino import export_plan
-    from stopdown.pipelines.requests import Request
 
     request = Request(frames=options.frames, height=options.height, width=options.width)
     return export_plan(
@@ -130,9 +127,6 @@ def export_scales(options: ExportOptions) -> str:
         PlanError: the plan is damaged, or has no exponents.
         OutputError: the file cannot be written.
     """
-    from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.scale_table import FORMATS, write_table
-
     ending = "json" if options.json else "txt"
     if options.output is not None:
         ending = options.output.suffix.lower().removeprefix(".")

@@ -46,16 +46,20 @@ from stopdown.app.request_options import (
 )
 from stopdown.app.several_ranks import follow, joined_ranks, lead
 from stopdown.app.size_limits import refuse_too_large
+from stopdown.device_memory import peak_memory
+from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError, OutputError
-from stopdown.outputs import find_free, find_record_path
+from stopdown.media import check_output
+from stopdown.outputs import check_target, find_free, find_record_path
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source, fingerprint
+from stopdown.plans.plan_files import describe_no_plan, write_cached_plan, write_plan
+from stopdown.plans.precision import parse_request
 from stopdown.records import Finding, Plan, RunRecord, describe_no_run
 
 if TYPE_CHECKING:
-    from stopdown.environment import Device
     from stopdown.parallel.ranks import Ranks
     from stopdown.pipelines.class_selection import Selection
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import Source
     from stopdown.plans.planned_loader import Loaded
     from stopdown.runtime.journal import Follower, Journal
     from stopdown.runtime.runs import Made
@@ -243,7 +247,6 @@ def generate(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
     )
     lead(ranks, lambda: _check_output_early(options))
-    from stopdown.environment import choose_device
 
     kept = kept or Kept()
     source = (
@@ -299,8 +302,6 @@ def _generate(
     run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
-    from stopdown.device_memory import peak_memory
-    from stopdown.plans.precision import parse_request
     from stopdown.runtime.memory_limits import Limit, fit_run
     from stopdown.runtime.runs import describe_run
 
@@ -414,7 +415,6 @@ def _open_journal(
     if options.journal is None:
         yield None
         return
-    from stopdown.pipelines.sources import fingerprint
     from stopdown.runtime.journal import Follower, Journal
 
     run = {name: getattr(options, name) for name in _TOLD_APART_BY}
@@ -436,8 +436,6 @@ _TOLD_APART_BY = (
 
 def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
-    from stopdown.plans.precision import parse_request
-
     asked = parse_request(options.precision)
     check_rate(options.fps)
     check_number("--journal-limit", options.journal_limit)
@@ -466,11 +464,6 @@ def _read_request(options: GenerateOptions) -> Request:
 
 def _check_output_early(options: GenerateOptions) -> None:
     """Refuse an output that cannot be written before an hour is spent on it."""
-    from stopdown.media import check_output
-    from stopdown.outputs import check_target
-    from stopdown.plans.plan_files import describe_no_plan
-    from stopdown.plans.precision import parse_request
-
     plan = parse_request(options.precision).plan
     files = (options.image, options.video, options.mask, options.control_image)
     read = (*files, options.source, plan)
@@ -530,8 +523,6 @@ def keep_updated(
         keeps: whether that one may be written.
         announce: told what was done.
     """
-    from stopdown.plans.plan_files import write_cached_plan, write_plan
-
     if path is None:
         try:
             path = str(write_cached_plan(updated))

@@ -8,22 +8,26 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stopdown.app.display import load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.request_options import RequestOptions, find_source, read_allowed
+from stopdown.device_profiles import Profile, find_target, is_profile
+from stopdown.doctor import has_fused_attention
 from stopdown.errors import OptionError
+from stopdown.number_formats import format_bytes, parse_bytes
+from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.requests import PROMPTS, Request, build_arguments
+from stopdown.pipelines.sources import Source
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
 from stopdown.records import MemoryPlan, MemoryRow, Plan, Reduction
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from stopdown.app.display import Display
-    from stopdown.device_profiles import Profile
     from stopdown.memory.forecast import Fit
     from stopdown.memory.speed import Speed
     from stopdown.memory.strategies import Prediction
     from stopdown.pipelines.dry_run import Answers
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Budgeted, Way
 
 _BY_HOW_MUCH = "the picture changes; how much was not measured for this checkpoint."
@@ -47,11 +51,6 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
     Raises:
         StopdownError: anything that went wrong, with what to type.
     """
-    from stopdown.device_profiles import find_target
-    from stopdown.pipelines.requests import PROMPTS
-    from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.precision import parse_request
-
     begun = time.perf_counter()
     request = dataclasses.replace(request, prompt=request.prompt or PROMPTS[0], steps=options.steps)
     allowed = read_allowed(options.allow, options.memory)
@@ -100,8 +99,6 @@ def plan_memory(options: RequestOptions, request: Request, display: Display) -> 
 
 
 def _read_limit(text: str, profile: Profile) -> int:
-    from stopdown.number_formats import parse_bytes
-
     if text != "auto":
         return parse_bytes(text)
     if not profile.memory_bytes:
@@ -134,9 +131,7 @@ def _try_way(
     answers: Answers,
 ) -> Budgeted:
     """What every strategy takes in one precision, those that cost the least time first."""
-    from stopdown.doctor import has_fused_attention
     from stopdown.memory.forecast import list_storages, predict_all, sort_by_time
-    from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.precision_and_memory import Budgeted, build_way, weigh_speed
 
     formats = set(way.precisions.values())
@@ -159,7 +154,6 @@ def _try_way(
 
 def _find_speed(name: str, formats: set[str]) -> Speed | None:
     """Timed on a device of this machine, else what its profile says."""
-    from stopdown.device_profiles import find_target, is_profile
     from stopdown.memory.speed import find_speed, measure_speed
 
     device, profile = find_target(name)
@@ -175,7 +169,6 @@ def _explain(
 ) -> tuple[str, ...]:
     """Why this one and not another, as whole sentences."""
     from stopdown.memory.forecast import USABLE_SHARE
-    from stopdown.number_formats import format_bytes
 
     usable = f"{USABLE_SHARE:.0%} of {format_bytes(limit)}"
     reasons = [_explain_choice(tried, chosen, usable, allowed)]
@@ -203,7 +196,6 @@ def _explain_choice(
     allowed: tuple[str, ...],
 ) -> str:
     from stopdown.memory.forecast import find_smallest
-    from stopdown.number_formats import format_bytes
 
     if chosen is not None:
         way, prediction = chosen
@@ -226,7 +218,6 @@ def _explain_other(
 ) -> str:
     """What another way would have come to."""
     from stopdown.memory.forecast import choose
-    from stopdown.number_formats import format_bytes
     from stopdown.plans.precision_and_memory import list_rows
 
     found = choose(one.fit, limit, allowed)
@@ -253,7 +244,6 @@ def _shrink(
     limit: int,
 ) -> tuple[Reduction, Request, Budgeted] | None:
     """The largest smaller size that fits in the first way to compute; None when none does."""
-    from stopdown.pipelines.allowed_sizes import read_configs
     from stopdown.plans.precision_and_memory import build_way
     from stopdown.runtime.memory_limits import find_size, find_smaller
 
@@ -364,8 +354,6 @@ def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]
 
 
 def _describe_row(row: MemoryRow) -> tuple[str, ...]:
-    from stopdown.number_formats import format_bytes
-
     show: Callable[[int], str] = format_bytes
     return (
         row.strategy,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stopdown.app.display import load_libraries
+from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
     AllowOption,
     ForceOption,
@@ -20,17 +20,19 @@ from stopdown.app.flags import (
     SizeOptions,
     SourceArgument,
 )
+from stopdown.app.memory_command import plan_memory, print_memory
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
+from stopdown.outputs import check_target, find_free
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source
+from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
+from stopdown.plans.precision import check_components, leave_components, parse_fp16
 from stopdown.records import ComponentPlan, Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from stopdown.app.display import Display
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import Source
 
 
 DEFAULT_OUTPUT = Path("plan.json")
@@ -142,7 +144,6 @@ def main(options: PlanOptions) -> int:
 
 
 def _predict_memory(options: PlanOptions) -> int:
-    from stopdown.app.memory_command import plan_memory, print_memory
     from stopdown.app.progress import open_display, print_result
 
     request = read_request(options, takes_profile=True)
@@ -158,10 +159,6 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     Raises:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
-    from stopdown.outputs import check_target, find_free
-    from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
-    from stopdown.plans.precision import check_components, leave_components, parse_fp16
-
     _check_certify(options)
     _check_accumulate(options)
     others = parse_fp16(options.precision, "A certificate" if options.certify else "A plan")

@@ -9,7 +9,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
@@ -27,12 +27,10 @@ from rich.table import Table
 from rich.text import Text
 
 from stopdown.app.display import Display
+from stopdown.app.flags import CommandOptions
+from stopdown.environment import has_moving_cursor
 from stopdown.errors import make_printable
 from stopdown.records import to_json
-
-if TYPE_CHECKING:
-    from stopdown.app.flags import CommandOptions
-from stopdown.environment import has_moving_cursor
 
 STAGES = {
     "batch": "Making",

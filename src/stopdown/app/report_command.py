@@ -17,6 +17,7 @@ from stopdown.comparison.records import Comparison
 from stopdown.media import WRITERS
 from stopdown.outputs import find_free
 from stopdown.records import RunRecord
+from stopdown.report.pages import read_any, render_comparison, render_run
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,8 +84,6 @@ def report(
     Raises:
         InputError: it is no record; the page cannot be written.
     """
-    from stopdown.report.pages import read_any, render_comparison, render_run
-
     if output is not None:
         check_page(output, force=force)
     record = find_record(record)

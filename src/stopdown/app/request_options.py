@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from stopdown.app.display import Display
 from stopdown.app.flags import SourceOptions
-from stopdown.environment import require_package
+from stopdown.device_profiles import find_profile, is_profile
+from stopdown.environment import is_device_name, require_package
 from stopdown.errors import OptionError
-
-if TYPE_CHECKING:
-    from stopdown.app.display import Display
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import Source
+from stopdown.media import read_image, read_video
+from stopdown.number_formats import parse_bytes
+from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
+from stopdown.pipelines.loras_and_schedulers import resolve_whole
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source, refuse_ignored
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
 
 LARGEST_SEED = 2**63 - 1
 
@@ -71,12 +75,6 @@ def read_request(
             profile, or an option would be ignored with this source.
         InputError: a file cannot be read.
     """
-    from stopdown.media import read_image, read_video
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import refuse_ignored
-    from stopdown.plans.plan_files import read_plan
-    from stopdown.plans.precision import parse_request
-
     refuse_ignored(options.source, options.revision, options.config)
     refuse_unknown_device(options.device, takes_profile=takes_profile)
     read_limit(options.memory)
@@ -115,9 +113,6 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
         SourceError: there is none, or it is damaged or refused.
         OptionError: a LoRA, the scheduler or a size is refused.
     """
-    from stopdown.pipelines.allowed_sizes import check_sizes, find_grid, read_configs
-    from stopdown.pipelines.loras_and_schedulers import resolve_whole
-
     found = resolve_whole(options, with_weights=with_weights, progress=display.progress)
     frames = options.frames if options.video is None else None  # a video has its own
     grid = find_grid(read_configs(found.path))
@@ -172,8 +167,6 @@ def read_limit(memory: str | None) -> int | None:
     Raises:
         OptionError: it is no amount of memory.
     """
-    from stopdown.number_formats import parse_bytes
-
     return None if memory in (None, "auto") else parse_bytes(str(memory))
 
 
@@ -186,9 +179,6 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
     Raises:
         OptionError: it is unknown, or a profile where something is to run.
     """
-    from stopdown.device_profiles import find_profile, is_profile
-    from stopdown.environment import is_device_name
-
     if device is None or is_device_name(device):
         return
     if not is_profile(device) and not takes_profile:

@@ -22,7 +22,12 @@ from stopdown.app.generate_command import keep_updated
 from stopdown.app.request_options import refuse_unknown_device
 from stopdown.app.signals import Stopped
 from stopdown.app.streams import CheckedStdout
+from stopdown.environment import choose_device
 from stopdown.errors import InputError, NonFiniteError, OptionError, StopdownError
+from stopdown.number_formats import find_format
+from stopdown.outputs import check_target
+from stopdown.plans.plan_files import describe_no_plan, read_plan
+from stopdown.plans.precision import parse_request
 from stopdown.records import CallSummary, GuardRecord, ScriptRecord, to_json
 
 if TYPE_CHECKING:
@@ -142,12 +147,9 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     start = _find_start(options)
     path = _check_options(options)
     refuse_unknown_device(options.device)
-    from stopdown.environment import choose_device
-    from stopdown.outputs import check_target
     from stopdown.patches import Patches
     from stopdown.pipelines.library_messages import drop_empty_remarks
     from stopdown.pipelines.pipeline_interception import redirect_devices
-    from stopdown.plans.plan_files import describe_no_plan, read_plan
     from stopdown.runtime.scripts import ScriptGuard
 
     plan = read_plan(path) if path is not None else None
@@ -218,8 +220,6 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
 
 def _check_options(options: ScriptOptions) -> str | None:
     """The path of the plan, None without one; refused are options that a script cannot have."""
-    from stopdown.plans.precision import parse_request
-
     asked = parse_request(options.precision)
     if any(part.component for part in asked.parts):
         raise OptionError(
@@ -240,8 +240,6 @@ def _check_options(options: ScriptOptions) -> str | None:
 
 def _read_dtype(precision: str) -> Any:
     """What the script's components are to run in; None where that is its own choice, or a plan's."""
-    from stopdown.number_formats import find_format
-
     found = find_format(precision.strip())
     return None if found is None else found.torch_dtype
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stopdown.environment import read_rank
+from stopdown.environment import choose_device, read_rank
 from stopdown.errors import OptionError, RankError, StopdownError
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ def joined_ranks(
             expected="Offloading does not work with several processes.",
             remedy="Leave --memory out, or start one process.",
         )
-    from stopdown.environment import choose_device
     from stopdown.parallel.process_group import joined, name_device
     from stopdown.patches import Patches
 

@@ -13,17 +13,26 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from stopdown.app.display import Display
 from stopdown.app.memory_command import find_ways
 from stopdown.app.request_options import read_limit
+from stopdown.device_profiles import describe_device
+from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError
+from stopdown.number_formats import format_bytes
+from stopdown.pipelines.allowed_sizes import find_grid, read_configs
+from stopdown.pipelines.requests import (
+    PROMPTS,
+    Request,
+    build_arguments,
+    find_frames,
+    list_needed_fields,
+)
+from stopdown.pipelines.sources import Source
 
 if TYPE_CHECKING:
-    from stopdown.app.display import Display
-    from stopdown.environment import Device
     from stopdown.memory.forecast import Fit
     from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.requests import Request
-    from stopdown.pipelines.sources import Source
     from stopdown.plans.precision_and_memory import Way
 
 DECODED_BYTES = 1024
@@ -65,9 +74,7 @@ def refuse_too_large(
     limit = read_limit(memory) or device.memory_bytes
     if not limit or (request.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
         return
-    from stopdown.device_profiles import describe_device
     from stopdown.memory.smaller_requests import find_largest
-    from stopdown.number_formats import format_bytes
     from stopdown.runtime.memory_limits import shrink_request
 
     way = find_ways(source, precision, describe_device(device), None)[0]
@@ -103,10 +110,8 @@ def refuse_unmeasurable(
     Args:
         device: its name; None is whichever device holds the run, and no less than the host's memory.
     """
-    from stopdown.environment import choose_device
     from stopdown.pipelines.class_selection import choose_class
     from stopdown.pipelines.loader import complete_source, find_class
-    from stopdown.pipelines.requests import PROMPTS, list_needed_fields
 
     if request.height is None and request.width is None:
         return
@@ -125,7 +130,6 @@ def refuse_unmeasurable(
 def _predict(source: Source, way: Way, request: Request, *, is_cpu: bool) -> Fit:
     """What one step takes with all weights on the device, and nothing else tried."""
     from stopdown.memory.forecast import predict_resident
-    from stopdown.pipelines.requests import build_arguments
     from stopdown.plans.precision_and_memory import build_way
 
     pipe = build_way(source, way)
@@ -139,7 +143,6 @@ def _find_peak(fit: Fit) -> int:
 def _find_size(source: Source, way: Way, request: Request) -> Size:
     """Frames, height and width of what is asked for; a side that was not asked for is as the other."""
     from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.requests import build_arguments, find_frames
     from stopdown.plans.precision_and_memory import build_way
 
     pipe = build_way(source, way)
@@ -151,7 +154,6 @@ def _find_size(source: Source, way: Way, request: Request) -> Size:
 def _list_sizes(asked: Size, source: Source, limit: int) -> list[Size]:
     """Smaller sizes that the model can make and that may fit, each of half the pixels of the last."""
     from stopdown.memory.smaller_requests import Size
-    from stopdown.pipelines.allowed_sizes import find_grid, read_configs
 
     step = find_grid(read_configs(source.described)).side
     sizes = [

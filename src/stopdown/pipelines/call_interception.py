@@ -27,6 +27,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.arguments import put_back, replace_tensors
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import (
     DIFFUSERS_KEEPS,
@@ -76,7 +77,9 @@ class _Stack:
 
         call.stopdown_stack = self  # type: ignore[attr-defined]
         self.call = call
-        self.patches.set_attribute(owner, method, call)
+        is_class = isinstance(owner, type)
+        put: Any = self.patches.set_class_attribute if is_class else self.patches.set_attribute
+        put(owner, method, call)
         self.owner = owner
 
     def hide(self, patches: Patches, method: str) -> None:
@@ -230,15 +233,16 @@ def call_cast(
     """One component call with its floating arguments in `dtype`, its outputs as they came."""
     names = find_argument_names(callee)
     came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
-    cast = functools.partial(cast_floats, dtype=dtype)
+    cast = functools.partial(_cast, dtype=dtype)
     keeps = functools.partial(_is_kept, keeps=callee.keeps)
     args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=keeps)
     try:
         output = call(*args, **kwargs)
     finally:
         put_back(replaced)
-    is_last = came_as is None or callee.stage == "decode"
-    return output if is_last else cast_floats(output, came_as)
+    if came_as is None or callee.stage == "decode":
+        return output
+    return cast_floats(output, came_as)
 
 
 def find_argument_names(callee: Callee) -> tuple[str, ...]:
@@ -259,26 +263,13 @@ def find_module(callee: Callee) -> torch.nn.Module:
     return owner if isinstance(owner, torch.nn.Module) else callee.owner
 
 
-def cast_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same arguments with floating tensors in `dtype`; times and positions stay as they are."""
-    return {
-        name: value if _is_kept(name) else cast_floats(value, dtype)
-        for name, value in arguments.items()
-    }
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The same nest with floating tensors in `dtype`, all else as it is."""
+    return map_tensors(value, functools.partial(_cast, dtype=dtype))
 
 
-def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
-    """Floating tensors inside tuples, lists, dicts and model outputs in `dtype`, all else as it is."""
-    if dtype is None:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        cast = cast_arguments(value, dtype)
-        return cast if type(value) is dict else type(value)(**cast)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    return _cast_attributes(value, dtype) if _is_distribution(value) else value
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -315,28 +306,10 @@ def _is_distribution(value: Any) -> bool:
     return callable(getattr(value, "sample", None)) and callable(getattr(value, "mode", None))
 
 
-def _cast_attributes(value: Any, dtype: torch.dtype) -> Any:
-    cast = copy.copy(value)
-    vars(cast).update({name: cast_floats(item, dtype) for name, item in vars(value).items()})
-    return cast
-
-
 def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
     """The dtype of the first floating tensor among arguments that are cast, None without one."""
-    for name, value in arguments.items():
-        found = None if _is_kept(name) else _find_first(value)
-        if found is not None:
-            return found
-    return None
-
-
-def _find_first(value: Any) -> torch.dtype | None:
-    if isinstance(value, torch.Tensor):
-        return value.dtype if value.is_floating_point() else None
-    if isinstance(value, dict):
-        return find_float_dtype(value)
-    items = value if isinstance(value, (list, tuple)) else ()
-    return next((found for item in items if (found := _find_first(item)) is not None), None)
+    cast = [value for name, value in arguments.items() if not _is_kept(name)]
+    return next((x.dtype for x in iterate_tensors(cast) if x.is_floating_point()), None)
 
 
 def _is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:

@@ -16,7 +16,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from diffusers import DiffusionPipeline
 from torch.utils._device import DeviceContext, _device_constructors
 
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, Layer
+from stopdown.pipelines.call_interception import Call, Layer, Rank, put_layer
 
 RunLayer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a pipeline: the pipeline, what to call, its arguments."""
@@ -33,64 +32,14 @@ _CHANGING = threading.RLock()
 """Held while layers come and go: pipelines of one class share its `__call__`."""
 
 
-class _Runs:
-    """The calls of single pipelines of one class, while any of them has layers of its own."""
+class _Held:
+    """A layer as an attribute of its pipeline, gone when that is; a copy has it and does not use it."""
 
-    def __init__(self, owner: type) -> None:
-        original = vars(owner)["__call__"]
-        self.count = 0
-        self.patches = Patches()
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
 
-        @functools.wraps(original)
-        def call(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-            found: Call = functools.partial(original, pipe)
-            for layer in _find_layers(pipe):
-                found = functools.partial(_call_layer, layer, found)
-            return found(*args, **kwargs)
-
-        call.stopdown_runs = self  # type: ignore[attr-defined]
-        self.call = call
-        self.patches.set_class_attribute(owner, "__call__", call)
-
-    def leave(self) -> None:
-        """Take the stack off with its last layer."""
-        with _CHANGING:
-            self.count -= 1
-            if not self.count:
-                self.patches.undo()
-
-
-@dataclass
-class _Layers:
-    """The layers on the calls of one pipeline, the innermost first; a copy of that pipeline has none.
-
-    They are an attribute of the pipeline, and so they are gone when it is.
-    """
-
-    owner: weakref.ref[Any]
-    layers: tuple[Layer, ...] = ()  # replaced, never changed: a call keeps its own
-
-    def __deepcopy__(self, memo: object) -> _Layers:
+    def __deepcopy__(self, memo: object) -> _Held:
         return self
-
-
-_LAYERS = "_stopdown_run_layers"
-
-
-def _find_layers(pipe: Any) -> tuple[Layer, ...]:
-    found = vars(pipe).get(_LAYERS)
-    return found.layers if found is not None and found.owner() is pipe else ()
-
-
-def _keep_layers(pipe: Any, layers: tuple[Layer, ...]) -> None:
-    if layers:
-        vars(pipe)[_LAYERS] = _Layers(weakref.ref(pipe), layers)
-    else:
-        vars(pipe).pop(_LAYERS, None)
-
-
-def _call_layer(layer: Layer, call: Call, *args: Any, **kwargs: Any) -> Any:
-    return layer(call, args, kwargs)
 
 
 def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
@@ -102,24 +51,33 @@ def put_run_layer(pipe: Any, layer: Layer, patches: Patches) -> None:
     owner = next((kind for kind in type(pipe).__mro__ if "__call__" in vars(kind)), None)
     if owner is None:
         return
+    here, held, on_class = weakref.ref(pipe), _Held(layer), Patches()
+    name = f"_stopdown_run_layer_{id(held)}"
+
+    def lead(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = vars(args[0]).get(name) if args[0] is here() else None
+        if found is None:
+            return call(*args, **kwargs)
+        return found.layer(functools.partial(call, args[0]), args[1:], kwargs)
+
+    vars(pipe)[name] = held
     with _CHANGING:
-        found = vars(owner)["__call__"]
-        runs = getattr(found, "stopdown_runs", None)
-        if runs is None or runs.call is not found:  # a wrapper copies the attributes of a function
-            runs = _Runs(owner)
-        runs.count += 1
-        _keep_layers(pipe, (*_find_layers(pipe), layer))
-    leave = weakref.finalize(pipe, runs.leave)
+        put_layer(owner, "__call__", lead, on_class, Rank.GUARD)
+    leave = weakref.finalize(pipe, _leave, on_class)
     leave.atexit = False
+    patches.defer(functools.partial(_drop, here, name))
     patches.defer(leave)
-    patches.defer(functools.partial(_remove_layer, weakref.ref(pipe), layer))
 
 
-def _remove_layer(owner: weakref.ref[Any], layer: Layer) -> None:
-    pipe = owner()
+def _leave(on_class: Patches) -> None:
+    with _CHANGING:
+        on_class.undo()
+
+
+def _drop(here: weakref.ref[Any], name: str) -> None:
+    pipe = here()
     if pipe is not None:
-        with _CHANGING:
-            _keep_layers(pipe, tuple(other for other in _find_layers(pipe) if other is not layer))
+        vars(pipe).pop(name, None)
 
 
 _OFFLOADS = (
