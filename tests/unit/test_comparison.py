@@ -244,7 +244,7 @@ def test_heats_of_prompts_are_joined_to_the_tighter() -> None:
     one = draw_heats(make_trace(65504.0, math.nan))
     assert one == (Heat("t", ("b.0", "b.1"), ((0.0,), (SPOILT,))),)
     other = (Heat("t", ("b.0", "b.9"), ((-2.0, 3.0), (5.0, None))),)
-    joined = join_heats(one, other)
+    joined = join_heats([one, other])
     assert joined == (Heat("t", ("b.0", "b.1", "b.9"), ((-2.0, 3.0), (SPOILT,), (5.0, None))),)
 
 

@@ -83,8 +83,7 @@ def run_cell(
         cell = dataclasses.replace(outcome.cell, faults=guarding.repairs)
         return dataclasses.replace(outcome, cell=cell)
     except Exception as error:  # whatever a model's code does: the rest of the matrix goes on
-        elapsed_s = time.perf_counter() - begun
-        return Outcome(Cell(name, error=describe_error(error), elapsed_s=elapsed_s), None, Trace())
+        return fail_cell(name, describe_error(error), time.perf_counter() - begun)
 
 
 def _run(
@@ -184,6 +183,6 @@ def _decode(kind: type, content: bytes) -> Any:
     return found if kind is torch.Tensor else found.numpy()
 
 
-def fail_cell(name: str, error: str) -> Outcome:
-    """A cell whose precision could not be loaded."""
-    return Outcome(dataclasses.replace(Cell(name), error=error), None, Trace())
+def fail_cell(name: str, error: str, elapsed_s: float = 0.0) -> Outcome:
+    """A cell that did not run to its end."""
+    return Outcome(Cell(name, error=error, elapsed_s=elapsed_s), None, Trace())

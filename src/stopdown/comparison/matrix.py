@@ -317,9 +317,7 @@ def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comp
     rows, subject = [entry.row for entry in kept], matrix.subject
     variants = []
     for name in matrix.names:
-        heats: tuple[Heat, ...] = ()
-        for entry in kept:
-            heats = join_heats(heats, entry.heats.get(name, ()))
+        heats = join_heats(entry.heats.get(name, ()) for entry in kept)
         known = matrix.variants.get(name, Variant(name, explain_meaning(name)))
         variants.append(judge_variant(dataclasses.replace(known, heats=heats), rows))
     best, headline = recommend(variants, str(subject.device), len(rows))

@@ -7,15 +7,24 @@ of it. Nothing is rounded to 8 bits before it is measured.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from stopdown.comparison.probes import Trace
-from stopdown.comparison.records import SPOILT, CallError, Heat, Measures, Parting, count_bits
+from stopdown.comparison.records import (
+    SPOILT,
+    CallError,
+    Heat,
+    Measures,
+    Parting,
+    count_bits,
+    list_bits,
+)
 from stopdown.comparison.thresholds import PARTING
 from stopdown.component_call_names import name_module_path
 from stopdown.errors import OptionError
@@ -205,57 +214,36 @@ def find_headroom(trace: Trace) -> tuple[float | None, str]:
     """Bits between the largest magnitude at a block and 65504, and where; None when not finite."""
     if not trace.amax:
         return None, ""
-    worst = max(trace.amax, key=lambda key: _rank(trace.amax[key]))
-    component, step, path = worst
+    bits = {key: count_bits(amax) for key, amax in trace.amax.items()}
+    tightest = min(bits, key=lambda key: math.inf if (x := bits[key]) is None else x)
+    component, step, path = tightest
     place = name_module_path(component, path) + ("" if step is None else f" at step {step + 1}")
-    bits = count_bits(trace.amax[worst])
-    return (None if bits == SPOILT else bits), place
-
-
-def _rank(amax: float) -> float:
-    return amax if math.isfinite(amax) else math.inf
+    return (None if bits[tightest] == SPOILT else bits[tightest]), place
 
 
 def draw_heats(trace: Trace) -> tuple[Heat, ...]:
     """Headroom by component, block and step."""
     heats = []
     for component, module_paths in trace.order.items():
-        steps = sorted({step or 0 for name, step, _ in trace.amax if name == component})
-        called = [
-            s for s in module_paths if any((component, x, s) in trace.amax for x in (None, *steps))
-        ]
-        bits = tuple(tuple(_find_bits(trace, component, s, x) for x in steps) for s in called)
-        heats.append(Heat(component, tuple(called), bits))
+        rows = list_bits({(path, x): y for (n, x, path), y in trace.amax.items() if n == component})
+        called = tuple(path for path in module_paths if path in rows)
+        heats.append(Heat(component, called, tuple(rows[path] for path in called)))
     return tuple(heats)
 
 
-def _find_bits(trace: Trace, component: str, module_path: str, step: int) -> float | None:
-    for key in ((component, step, module_path), (component, None, module_path)):
-        if key in trace.amax:
-            bits = count_bits(trace.amax[key])
-            return None if bits is None else round(bits, 2)
-    return None
+def join_heats(runs: Iterable[Sequence[Heat]]) -> tuple[Heat, ...]:
+    """Of several runs the tightest headroom at each place."""
+    found: dict[str, dict[str, list[tuple[float | None, ...]]]] = {}
+    for heat in itertools.chain.from_iterable(runs):
+        rows = found.setdefault(heat.component, {})
+        for path, bits in zip(heat.module_paths, heat.bits, strict=True):
+            rows.setdefault(path, []).append(bits)
+    return tuple(
+        Heat(component, tuple(rows), tuple(map(_take_tightest, rows.values())))
+        for component, rows in found.items()
+    )
 
 
-def join_heats(one: Sequence[Heat], other: Sequence[Heat]) -> tuple[Heat, ...]:
-    """Of two runs the tighter headroom at each place."""
-    joined = {heat.component: heat for heat in one}
-    for heat in other:
-        before = joined.get(heat.component)
-        joined[heat.component] = heat if before is None else _join_heat(before, heat)
-    return tuple(joined.values())
-
-
-def _join_heat(one: Heat, other: Heat) -> Heat:
-    mine = dict(zip(one.module_paths, one.bits, strict=True))
-    for module_path, bits in zip(other.module_paths, other.bits, strict=True):
-        before = mine.get(module_path, ())
-        longest = max(len(before), len(bits))
-        padded = [[*row, *[None] * (longest - len(row))] for row in (before, bits)]
-        mine[module_path] = tuple(_take_tighter(a, b) for a, b in zip(*padded, strict=True))
-    return Heat(one.component, tuple(mine), tuple(mine.values()))
-
-
-def _take_tighter(one: float | None, other: float | None) -> float | None:
-    known = [x for x in (one, other) if x is not None]
-    return min(known) if known else None
+def _take_tightest(rows: Sequence[tuple[float | None, ...]]) -> tuple[float | None, ...]:
+    columns = itertools.zip_longest(*rows)
+    return tuple(min((x for x in bits if x is not None), default=None) for bits in columns)

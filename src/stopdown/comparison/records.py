@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,16 @@ def count_bits(amax: float | None) -> float | None:
     if amax is None or not math.isfinite(amax):
         return SPOILT
     return math.log2(FP16.largest) - math.log2(amax) if amax > 0 else None
+
+
+def list_bits(
+    amax: Mapping[tuple[str, int | None], float | None],
+) -> dict[str, tuple[float | None, ...]]:
+    """Module path to its headroom in each step, from its largest magnitudes; None where it had none."""
+    bits = {(path, step or 0): count_bits(value) for (path, step), value in amax.items()}
+    steps = sorted({step for _, step in bits})
+    rounded = {place: None if x is None else round(x, 2) for place, x in bits.items()}
+    return {path: tuple(rounded.get((path, step)) for step in steps) for path, _ in bits}
 
 
 @dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stopdown.comparison.records import SPOILT, Cell, Comparison, count_bits
+from stopdown.comparison.records import SPOILT, Cell, Comparison, list_bits
 from stopdown.comparison.verdicts import pick_cells
 from stopdown.records import BlockMaximum
 from stopdown.report.formats import format_bits
@@ -206,9 +206,7 @@ def draw_run_maps(maxima: Sequence[BlockMaximum]) -> list[HeatMap]:
     for component in dict.fromkeys(entry.component for entry in maxima):
         own = [entry for entry in maxima if entry.component == component]
         formats = " + ".join(dict.fromkeys(entry.precision for entry in own))
-        steps = sorted({entry.step or 0 for entry in own})
-        bits = {(entry.path, entry.step or 0): count_bits(entry.amax) for entry in own}
-        rows = {path: [bits.get((path, step)) for step in steps] for path, _ in bits}
+        rows = list_bits({(entry.path, entry.step): entry.amax for entry in own})
         maps.append(HeatMap(component, {formats: rows}))
     return maps
 
