@@ -8,8 +8,7 @@ overflow in fp16. Its file has the names of its authors. It is planned from one 
 Diffusers (`from_single_file`, or `from_pretrained` where the names are its own), the loader and model
 code of ComfyUI, and Stability-AI's sgm read both files. `svd: …` are the parts of one file that was
 written from a folder. An error is the relative L2 difference from the original in fp32 in the same reader;
-`nan` is an output that is not finite. ComfyUI's norms of `ltx-vae` square in fp16; by itself it runs it in
-bf16 and fp32 alone.
+`nan` is an output that is not finite. Norms of `svd-unet` have an eps in sgm that is ten times Diffusers'.
 The result goes to results/single_files.json, and as a table to results/single_files.md.
 """
 

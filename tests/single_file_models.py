@@ -267,10 +267,11 @@ def build_svd() -> Any:
 
 
 def round_(module: torch.nn.Module) -> None:
-    """Bring weights to bf16, without the smallest."""
+    """Bring weights to bf16, without those that fp16 could not hold beside the tensor's largest."""
     for tensor in module.state_dict().values():
         if tensor.is_floating_point():
-            tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
+            least = max(SMALLEST, float(tensor.abs().max()) * 2.0**-16)
+            tensor.masked_fill_(tensor.abs() < least, 0)
             tensor.copy_(tensor.bfloat16())
 
 

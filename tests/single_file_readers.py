@@ -55,9 +55,6 @@ UNREAD_BY_DIFFUSERS = (
 )
 """No tiny file of these is read by Diffusers."""
 
-SQUARED = ("ltx-vae",)
-"""ComfyUI squares values of these in the format that it computes in, and by itself never in fp16."""
-
 SGM = tuple(name for name, model in MODELS.items() if model.sgm)
 """Models that Stability-AI's sgm has."""
 
@@ -221,7 +218,10 @@ def measure_svd(root: str, program: str, folder: Path) -> dict[str, dict[str, fl
 
 
 def convert_svd(folder: Path) -> tuple[Path, Path]:
-    """One file as it is in bf16, and one that was converted, of a folder with both."""
+    """One file as it is, and one that was converted, of a folder.
+
+    What was multiplied from two tensors is rounded to 16 bits in both, as a file holds it.
+    """
     build_svd().save_pretrained(folder / "model")
     request = Request(height=32, width=32, frames=3, steps=2)
     plan = make_plan(str(folder / "model"), prompts=[""], request=request)
@@ -230,7 +230,7 @@ def convert_svd(folder: Path) -> tuple[Path, Path]:
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.float32)
     table = find_whole("StableVideoDiffusionPipeline")
     whole = {
-        prefix + key: x
+        prefix + key: x if torch.equal(x, x.bfloat16().float()) else x.half().float()
         for name, prefix in table.prefixes.items()
         for key, x in arrange(getattr(pipe, name), table.layouts.get(name, "")).items()
     }

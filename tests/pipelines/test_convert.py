@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.models.normalization import RMSNorm
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
@@ -27,10 +29,13 @@ from stopdown.checkpoints.convert import convert
 from stopdown.checkpoints.file_exponents import Expressed, express_component
 from stopdown.dtype_rules import check
 from stopdown.errors import OptionError, OutputError, ScalingError
+from stopdown.patches import Patches
 from stopdown.pipelines import folders, single_files
+from stopdown.pipelines.call_interception import Rank, put_layer
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.eps_fields import find_eps_fields, list_eps
 from stopdown.pipelines.loader import load_pipeline
+from stopdown.pipelines.single_file_names import Layout
 from stopdown.pipelines.single_files import (
     Rows,
     fold_rows,
@@ -490,6 +495,43 @@ def test_what_a_file_cannot_hold_is_found_anew(
     assert list(found.fields) == ["layer_norm_epsilon"]
     assert bare.left
     assert (bare.fields, bare.calls) == ({}, 1)
+
+
+def test_squares_fit_where_readers_keep_them_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm of Diffusers squares in fp32; one that squares in its input's format needs smaller inputs.
+
+    Exponents are looked for beneath the layers that a run has put on the module.
+    """
+    torch.manual_seed(0)
+    norm = RMSNorm(8, eps=1e-8, elementwise_affine=False)
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), norm, torch.nn.Linear(8, 8)).eval()
+    module[0].weight.data *= 2.0**16
+    tokens = torch.randn(4, 8)
+    rescaling = rescale_(module, (tokens,))
+    rescaling.undo()
+    entry = ComponentPlan("vae", "Sequential", "", "fp16", rescaling.scaling)
+    call = RecordedCall(Callee("vae", module, "forward", "decode"), (tokens,), {})
+    express = functools.partial(express_component, module, entry, lambda: [call])
+    assert _find_largest_output(module, express(has_config=False).scaling, tokens) > 256
+    layout = Layout("Sequential", "", (), narrow=("RMSNorm",))
+    monkeypatch.setattr(file_exponents, "read_layouts", lambda: {"Sequential": layout})
+    with Patches() as patches:
+        put_layer(module, "forward", _refuse, patches, Rank.RECORD)
+        narrow = express(has_config=False)
+    assert narrow.anew
+    assert 1 < _find_largest_output(module, narrow.scaling, tokens) < 256
+    assert express(has_config=True).scaling.exponents == entry.scaling.exponents
+
+
+def _find_largest_output(
+    module: torch.nn.Sequential, scaling: Scaling, tokens: torch.Tensor
+) -> float:
+    """Of the first layer, with these exponents."""
+    rescaling = fold_scaling(module, scaling)
+    with torch.no_grad():
+        largest = float(module[0](tokens).abs().max())
+    rescaling.undo()
+    return largest
 
 
 def test_exponents_found_anew_rest_on_bounds(

@@ -32,7 +32,9 @@ from stopdown.errors import CaptureError, ScalingError
 from stopdown.fold_names import split_name
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import bared
 from stopdown.pipelines.eps_fields import find_eps_fields, read_field
+from stopdown.pipelines.single_file_names import read_layouts
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
@@ -98,10 +100,12 @@ def express_component(
     anew, passes over the weights.
     """
     fields = find_eps_fields(module) if has_config else {}
+    layout = None if has_config else read_layouts().get(type(module).__name__)
+    narrow = layout.narrow if layout else ()
     planned = None
     if _is_folds_alone(module, entry):
         planned = _write_eps(module, entry.scaling, fields)
-        if not planned.left:
+        if not planned.left and not narrow:
             return planned
     calls = leave_out_failing(module, record())
     if not calls:
@@ -109,10 +113,11 @@ def express_component(
             f"Its plan has {describe_rest(entry)}, and no run of the pipeline calls it to measure what "
             "that changes."
         )
-    search = _Search(module, calls, fields)
-    best, found_by = search.find_best(planned, certified=bool(entry.scaling.certified))
-    if best is not None and found_by is not None and rests_on_bounds(entry.scaling):
-        best = search.certify(best, found_by)
+    search = _Search(module, calls, fields, narrow)
+    with bared(module):
+        best, found_by = search.find_best(planned, certified=bool(entry.scaling.certified))
+        if best is not None and found_by is not None and rests_on_bounds(entry.scaling):
+            best = search.certify(best, found_by)
     if best is None:
         raise ScalingError(
             "Powers of two in its weights alone do not keep it in fp16's range; its plan has "
@@ -166,11 +171,13 @@ class _Search:
         module: in fp32; left as it was.
         calls: recorded ones.
         fields: those of its configuration that set eps.
+        narrow: classes of modules that readers run in fp16, and Diffusers in fp32.
     """
 
     module: torch.nn.Module
     calls: Sequence[RecordedCall]
     fields: Fields
+    narrow: Collection[str]
 
     @functools.cached_property
     def _kinds(self) -> list[Kind]:
@@ -191,7 +198,7 @@ class _Search:
         """What changes the outputs least, or little enough; and its search, unless it is the plan's."""
         best: Expressed | None = None
         found_by: _Find | None = None
-        if planned is not None:
+        if planned is not None and not self.narrow:
             best = self._measure(planned)
             if best.effect <= (EFFECT_LIMIT if certified else 0.0):
                 return best, None
@@ -204,6 +211,8 @@ class _Search:
                 best, found_by = tried, find
             if best.effect <= most:
                 break
+        if best is None and planned is not None:
+            best = self._measure(planned)
         return best, found_by
 
     def certify(self, best: Expressed, find: _Find) -> Expressed:
@@ -240,11 +249,11 @@ class _Search:
 
     def _list_finds(self, planned: Expressed | None) -> Iterator[tuple[_Find, float]]:
         """Ways to find exponents but for some eps, and with which effect to look no further."""
-        groups = list(self.fields.values())
+        groups, find = list(self.fields.values()), functools.partial(find_folds, narrow=self.narrow)
         for free, most in _list_free(self.module, planned, self.calls):
-            yield functools.partial(find_folds, groups=groups, free=free), most
+            yield functools.partial(find, groups=groups, free=free), most
         if groups:
-            yield functools.partial(find_folds, free=None), EFFECT_LIMIT
+            yield functools.partial(find, free=None), EFFECT_LIMIT
 
 
 def _list_free(

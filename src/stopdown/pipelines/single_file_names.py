@@ -35,6 +35,7 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
         rules: patterns over a name and what takes their place, one after the other.
         like: class whose rules come after these.
         merged: 1 x 1 convolution that readers do not have, to the one before it, which takes it up.
+        narrow: classes of modules that readers run in the format of their input, and Diffusers in fp32.
     """
 
     class_name: str
@@ -42,6 +43,7 @@ class Layout(msgspec.Struct, frozen=True, rename={"class_name": "class"}):
     rules: tuple[tuple[str, str], ...]
     like: str = ""
     merged: dict[str, str] = {}
+    narrow: tuple[str, ...] = ()
 
 
 class Whole(msgspec.Struct, frozen=True):

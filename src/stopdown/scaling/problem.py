@@ -7,7 +7,7 @@ together: each has its own values, the parameters and eps are the same unknowns 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +168,7 @@ def state_problem(
     widened: frozenset[str] = frozenset(),
     closed: frozenset[str] = frozenset(),
     wide_outputs: frozenset[int] = frozenset(),
+    narrow: Collection[str] = (),
 ) -> Problem:
     """The problem of scaling a module for the given calls.
 
@@ -176,6 +177,7 @@ def state_problem(
         widened: modules at whose output one is allowed in any case.
         closed: those of them that cast their output to fp16, behind the multiply.
         wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
+        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
@@ -185,7 +187,7 @@ def state_problem(
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
-        _Stater(problem, module, call, index, multiplies, closed).state()
+        _Stater(problem, module, call, index, multiplies, closed, narrow).state()
     work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
     problem.flops = {path: size / work for path, size in problem.flops.items()}
     _unite_blocks(problem)
@@ -258,8 +260,10 @@ class _Stater:
         index: int,
         outer: bool,
         closed: frozenset[str],
+        narrow: Collection[str],
     ) -> None:
         self.problem, self.module, self.call, self.index = problem, module, call, index
+        self.narrow = frozenset(narrow)
         self.system = problem.system
         self.graph = call.capture.graph.graph
         self.exits = {
@@ -325,7 +329,7 @@ class _Stater:
         fp16 does not hold, in the first row that is nothing but zeros.
         """
         least = self.least(node)
-        if node.meta["val"].dtype == torch.float16 and least > 0:
+        if self._limiting_dtype(node) == torch.float16 and least > 0:
             room = SMALLEST_BITS - log2_of(least)
             interiors = find_interiors(node)
             self.problem.floors.append((self.unknown(node, None, node), room, interiors))
@@ -465,7 +469,7 @@ class _Stater:
     def _state_limit(
         self, node: Node, block: int | None, part: Range, interiors: tuple[str, ...]
     ) -> None:
-        place, dtype = self._place(node), node.meta["val"].dtype
+        place, dtype = self._place(node), self._limiting_dtype(node)
         unknown = self.unknown(node, block, node)
         weight, within = self._fold_weight(node), interiors
         outer = self.system.keys.get(("outer", self.index, node.name))
@@ -474,6 +478,11 @@ class _Stater:
             within = (*interiors, self.exits[node])
         terms = shape_of(node.args[1])[-1] if is_kind(node, "linear") else 0
         self.problem.limits.append(Limit(unknown, part, dtype, place, weight, within, terms))
+
+    def _limiting_dtype(self, node: Node) -> torch.dtype:
+        dtype: torch.dtype = node.meta["val"].dtype
+        is_narrow = dtype == torch.float32 and not self.narrow.isdisjoint(module_classes(node))
+        return torch.float16 if is_narrow else dtype
 
     def _is_parameter(self, node: Node) -> bool:
         return node.name in self.call.capture.parameters

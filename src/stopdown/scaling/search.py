@@ -235,17 +235,19 @@ def find_folds(
     groups: Sequence[Collection[str]] = (),
     *,
     free: Collection[str] | None = (),
+    narrow: Collection[str] = (),
 ) -> Scaling | None:
     """Exponents by folding alone, as files can hold them; None when there are none.
 
     Args:
         groups: `module.path.attribute` of eps that only change together.
         free: others that may change, each by itself; None for all. The rest stays as it is.
+        narrow: classes of modules inside which fp32 values must fit into fp16 as well.
 
     Raises:
         ScalingError: there would be some, and the formats of weights do not hold them.
     """
-    problem = state_problem(module, calls)
+    problem = state_problem(module, calls, narrow=narrow)
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
     for group in groups:
         problem.system.equate(*[places.pop(name, ZERO) for name in group])
