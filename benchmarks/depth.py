@@ -32,6 +32,7 @@ from stopdown.graph.nodes import operation  # noqa: E402
 from stopdown.graph.range_measurement import _Runner  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
 from stopdown.scaling import measure_call  # noqa: E402
+from stopdown.scaling.measurement import Captures  # noqa: E402
 from stopdown.scaling.search import plan_stream  # noqa: E402
 
 DEPTHS = (2, 12, 42)
@@ -135,7 +136,7 @@ def make_model(depth: int) -> tuple[torch.nn.Module, dict[str, Any]]:
 def measure_depth(depth: int) -> dict[str, Any]:
     """Medians over the seeds of the errors, and of bf16's error over each of them."""
     module, call = make_model(depth)
-    stream = plan_stream(module, [(module, (), call)], torch.float16)
+    stream = plan_stream(module, [(module, (), call)], Captures(torch.float16))
     graphs = {
         "plain": capture_call(module, (), call, dtype=torch.float16),
         "streamed": measure_call(module, (), call, stream=stream).capture,

@@ -51,6 +51,7 @@ from stopdown.scaling import (  # noqa: E402
     scale_calls,
 )
 from stopdown.scaling.folds import read_headroom  # noqa: E402
+from stopdown.scaling.measurement import Captures  # noqa: E402
 from stopdown.scaling.problem import find_kept_clamps  # noqa: E402
 from stopdown.scaling.residual import measure_wide_flops  # noqa: E402
 from stopdown.scaling.search import plan_stream  # noqa: E402
@@ -92,7 +93,7 @@ def prepare_class(name: str) -> Prepared:
     captured_s = time.perf_counter() - started
     stream, note = None, ""
     try:
-        stream = plan_stream(module, calls, torch.float16)
+        stream = plan_stream(module, calls, Captures(torch.float16))
     except ScalingError as error:
         note = error.what
     streamed = [] if stream is None else [measure_call(*call, stream=stream) for call in calls]

@@ -14,7 +14,7 @@ from stopdown.errors import OptionError, ScalingError
 from stopdown.graph.capture import capture_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.numerics import iterate_tensors, relative_l2
-from stopdown.scaling import cast_, rescale_, search
+from stopdown.scaling import cast_, measurement, rescale_, search
 from stopdown.scaling.residual import demand_agreement, open_fp32_modules
 from stopdown.testing import compare_snapshot, take_snapshot
 
@@ -60,6 +60,27 @@ def test_an_fp32_residual_is_exact_finite_and_gone(name: str) -> None:
     assert compare_snapshot(before, module) == []
 
 
+def test_a_call_is_captured_once_as_it_is_and_once_with_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever is tried with them; another stream is another capture."""
+    made: list[bool] = []
+
+    def count(*given: Any, **options: Any) -> Any:
+        made.append("wide" in options)
+        return capture_call(*given, **options)
+
+    monkeypatch.setattr(measurement, "capture_call", count)
+    module, calls = make_overflowing("T5")
+    rescale_(module, calls=calls, residual="fp32").undo()
+    assert sorted(made) == [False] * len(calls) + [True] * len(calls)
+    captures = measurement.Captures(torch.float16)
+    stream = search.plan_stream(module, calls, captures)
+    first = captures.take(calls[0], stream)
+    assert captures.take(calls[0], stream) is first
+    assert captures.take(calls[0], replace(stream, kept=())) is not first
+
+
 def test_it_is_nearer_than_without() -> None:
     """On the SD UNet, whose rescaled error is the largest, the fp32 stream takes a third of it off."""
     errors = {}
@@ -94,7 +115,7 @@ def test_an_embedding_that_cannot_be_fp32_is_left_in_fp16(monkeypatch: pytest.Mo
         demand(plain, streamed)
 
     monkeypatch.setattr(search, "demand_agreement", refuse)
-    stream = search.plan_stream(module, calls, torch.float16)
+    stream = search.plan_stream(module, calls, measurement.Captures(torch.float16))
     assert "time_embedding.linear_1" in stream.cast_input_down
 
 

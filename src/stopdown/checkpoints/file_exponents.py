@@ -39,7 +39,7 @@ from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.exponents import group_calls, leave_out_failing
 from stopdown.records import ComponentPlan, Scaling
 from stopdown.scaling import Measured, find_folds, fold_scaling
-from stopdown.scaling.measurement import Kind, measure_kinds
+from stopdown.scaling.measurement import Captures, Kind, measure_kinds
 from stopdown.scaling.search import scale_by_bounds
 from stopdown.scaling.trial import run_call
 
@@ -186,7 +186,7 @@ class _Search:
         for group in group_calls(self.calls):
             try:
                 placed = [call.place(self.module) for call in group]
-                kinds += measure_kinds(self.module, [placed], torch.float16, None)
+                kinds += measure_kinds(self.module, [placed], Captures(torch.float16), None)
             except (CaptureError, ScalingError):
                 if not group[0].made_up:
                     raise

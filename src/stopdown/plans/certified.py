@@ -52,7 +52,7 @@ from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.plans.weight_fingerprints import sample_tensors
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
 from stopdown.scaling import check_residual
-from stopdown.scaling.measurement import capture_streamed
+from stopdown.scaling.measurement import Captures
 from stopdown.scaling.search import find_scaling, plan_stream, scale_unmeasured
 
 _WHOLE = "Only the whole component in fp32 keeps its bounds in range."
@@ -286,16 +286,17 @@ def _scale(
 ) -> Scaling:
     """Exponents with the stream asked for, else as the model has it."""
     calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
+    captures = Captures(torch.float16)
 
     def scale(stream: ResidualStream | None) -> Scaling:
-        captured = [(capture_streamed(*x, torch.float16, stream), *x[1:]) for x in calls]
+        captured = [(captures.take(x, stream), *x[1:]) for x in calls]
         find = functools.partial(find_scaling, stream=stream)
         return scale_unmeasured(module, captured, load, find)
 
     if residual == "native":
         return scale(None)
     try:
-        found = scale(plan_stream(module, calls, torch.float16))
+        found = scale(plan_stream(module, calls, captures))
         if "" not in found.fp32_modules:
             return found
         why = _WHOLE

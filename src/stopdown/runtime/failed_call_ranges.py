@@ -21,7 +21,7 @@ import torch
 from stopdown.autocast import without_autocast
 from stopdown.pipelines.call_interception import sign_arguments
 from stopdown.scaling import Measured
-from stopdown.scaling.measurement import add_call
+from stopdown.scaling.measurement import Captures, add_call
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Calibration:
         call = module if method == "forward" else getattr(module, method)
         kind = self._kinds.setdefault((method, sign_arguments(args, kwargs or {})), [])
         with without_autocast():
-            add_call(kind, module, (call, args, kwargs or {}), torch.float16)
+            add_call(kind, module, (call, args, kwargs or {}), Captures(torch.float16))
         self.calls += 1
 
     @property

@@ -19,7 +19,7 @@ from stopdown.graph.capture import (
     owner_of,
 )
 from stopdown.graph.range_measurement import merge_ranges, run_capture
-from stopdown.records import ResidualStream
+from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
 from stopdown.scaling.residual import with_stream
 from stopdown.scaling.trial import Call
@@ -46,10 +46,43 @@ class Kind:
         return {name: max(part.amax for part in ranges[name]) for name in inputs}
 
 
+class Captures:
+    """Captures of calls as they run in one dtype, each made once: as a call is, and the last with a stream.
+
+    Args:
+        dtype: a floating dtype.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._made: dict[tuple[int, bool], tuple[Call, ResidualStream | None, Capture]] = {}
+
+    def take(self, call: Call, stream: ResidualStream | None = None) -> Capture:
+        """The capture of a call whose module is as it was, with its residual stream in fp32 or as it is.
+
+        Raises:
+            CaptureError: the code cannot be traced.
+
+        Cost: a capture (seconds), the first time.
+        """
+        key = id(call), stream is None
+        if key not in self._made or self._made[key][1] != stream:
+            made = self._capture(call, stream)
+            self._made[key] = call, stream, made  # while the call is held nothing else has its id
+        return self._made[key][2]
+
+    def _capture(self, call: Call, stream: ResidualStream | None) -> Capture:
+        if stream is None:
+            function, args, kwargs = call
+            return capture_call(function, args, kwargs, dtype=self.dtype)
+        plain = self._made.get((id(call), True))
+        return _capture_streamed(*call, self.dtype, stream, plain and plain[2].operands)
+
+
 def measure_kinds(
     module: torch.nn.Module,
     kinds: Sequence[Sequence[Call]],
-    dtype: torch.dtype,
+    captures: Captures,
     stream: ResidualStream | None,
 ) -> list[Kind]:
     """What calls reach, with a residual stream as it is given.
@@ -62,7 +95,7 @@ def measure_kinds(
     for kind in kinds:
         found: list[Measured] = []
         for call in kind:
-            add_call(found, module, call, dtype, stream)
+            add_call(found, module, call, captures, stream)
         _, args, kwargs = kind[0]
         measured += [Kind(x, args, kwargs or {}) for x in found]
     return measured
@@ -72,7 +105,7 @@ def add_call(
     found: list[Measured],
     module: torch.nn.Module,
     one: Call,
-    dtype: torch.dtype,
+    captures: Captures,
     stream: ResidualStream | None = None,
 ) -> None:
     """Measure one more call of a kind: merged with that of its path, or an entry of its own.
@@ -85,22 +118,26 @@ def add_call(
     if (known := next(same, None)) is not None:
         found[known] = measure_again(found[known], module, args, kwargs)
     else:
-        found.append(measure_call(call, args, kwargs, dtype=dtype, stream=stream))
+        found.append(_measure(captures.take(one, stream), one))
 
 
-def capture_streamed(
+def _capture_streamed(
     call: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     dtype: torch.dtype,
-    stream: ResidualStream | None,
+    stream: ResidualStream,
+    operands: Operands | None,
 ) -> Capture:
-    """A call captured with its residual stream in fp32; None captures it as it is."""
-    if stream is None:
-        return capture_call(call, args, kwargs, dtype=dtype)
+    """A call captured with its residual stream in fp32.
+
+    Args:
+        operands: what makes the operands of the call one as it is; None finds it.
+    """
     answers: Answers = ()
-    plain = find_call_operands(call, args, kwargs, dtype)  # what the stream mixes is refused
-    capture = partial(capture_call, call, args, kwargs, dtype=dtype, operands=plain)
+    if operands is None:  # of the stream none are found: what it mixes is refused
+        operands = find_call_operands(call, args, kwargs, dtype)
+    capture = partial(capture_call, call, args, kwargs, dtype=dtype, operands=operands)
     try:
         with with_stream(owner_of(call), stream, dtype) as wide:
             return capture(wide=wide, answers=answers)
@@ -127,9 +164,14 @@ def measure_call(
 
     Cost: a capture (seconds) and one forward in fp32.
     """
-    capture = capture_streamed(call, args, kwargs, dtype, stream)
+    one = call, args, kwargs or {}
+    return _measure(Captures(dtype).take(one, stream), one)
+
+
+def _measure(capture: Capture, one: Call) -> Measured:
+    call, args, kwargs = one
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
-    ranges, _ = run_capture(capture, owner_of(call), args, kwargs or {}, blocks, clamps)
+    ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
     return Measured(capture, blocks, ranges)
 
 

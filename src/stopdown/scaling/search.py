@@ -27,7 +27,7 @@ import torch
 
 from stopdown.bounds.propagation import LEAST_STORED_LOOSE, Load
 from stopdown.errors import CaptureError, ScalingError, TrialError
-from stopdown.graph.capture import Capture, capture_call
+from stopdown.graph.capture import Capture
 from stopdown.graph.range_measurement import log2_of
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
@@ -35,7 +35,7 @@ from stopdown.scaling.fallback import scale_by_hooks
 from stopdown.scaling.folds import read_headroom
 from stopdown.scaling.headroom import ASKED_BITS, HARDLY_BITS
 from stopdown.scaling.linear_system import ZERO
-from stopdown.scaling.measurement import Kind, capture_streamed, measure_kinds
+from stopdown.scaling.measurement import Captures, Kind, measure_kinds
 from stopdown.scaling.problem import Measured, Problem, find_wide_outputs, state_problem
 from stopdown.scaling.residual import (
     demand_agreement,
@@ -474,7 +474,7 @@ def scale_calls(
         CaptureError: there is no graph, and hooks do not do either.
         ScalingError: there are no exponents, they are not exact, or the module does not run with them.
 
-    Cost: a capture for each kind (three with an fp32 residual), a forward in fp32 for each call, and
+    Cost: a capture for each kind (two or three with an fp32 residual), a forward in fp32 for each call, and
         those of `try_scaling`.
     """
     search = _CallSearch(module, kinds, dtype, ranges, verify)
@@ -505,11 +505,15 @@ class _CallSearch:
         return [x for x in self.left if isinstance(x, kinds)]
 
     @cached_property
+    def _captures(self) -> Captures:
+        return Captures(self.dtype)
+
+    @cached_property
     def _reference(self) -> Reference:
         return run_reference(self.module, [kind[0] for kind in self.kinds])
 
     def _find_streamed(self) -> Scaling:
-        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self.dtype)
+        stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self._captures)
         return self._try(self._scale(stream))
 
     def _find_native(self) -> Scaling:
@@ -531,7 +535,7 @@ class _CallSearch:
 
     def _scale(self, stream: ResidualStream | None) -> Scaling:
         """Modules in fp32 as a whole, or, where that leaves less in fp32, but for their products."""
-        kinds = measure_kinds(self.module, self.kinds, self.dtype, stream)
+        kinds = measure_kinds(self.module, self.kinds, self._captures, stream)
         whole = self._solve(kinds, stream)
         strategies = [
             Strategy(lambda: whole, lambda found: not found.fp32_modules),
@@ -549,7 +553,7 @@ class _CallSearch:
         opened = open_fp32_modules(self.module, stream, whole.fp32_modules, captures)
         if opened is None:
             raise ScalingError("No module that is kept in fp32 has products inside.")
-        again = measure_kinds(self.module, self.kinds, self.dtype, opened)
+        again = measure_kinds(self.module, self.kinds, self._captures, opened)
         for one, other in zip(kinds, again, strict=True):
             demand_agreement(one.measured.capture, other.measured.capture)
         inside = self._solve(again, opened)
@@ -565,9 +569,12 @@ class _CallSearch:
 
 
 def plan_stream(
-    module: torch.nn.Module, calls: Sequence[Call], dtype: torch.dtype
+    module: torch.nn.Module, calls: Sequence[Call], captures: Captures
 ) -> ResidualStream:
     """Where a module's residual stream becomes fp32 in these calls.
+
+    Args:
+        captures: gets those of the calls as they are, and with the stream.
 
     Raises:
         CaptureError: the code cannot be traced, whatever the stream.
@@ -575,12 +582,12 @@ def plan_stream(
 
     Cost: two to five captures for each call (seconds).
     """
-    plain = [capture_call(call, args, kwargs, dtype=dtype) for call, args, kwargs in calls]
+    plain = [captures.take(call) for call in calls]
 
     def find(rows: bool, attention: bool) -> ResidualStream:
         stream = find_stream(module, plain, attention=attention, rows=rows)
         for bare, call in zip(plain, calls, strict=True):
-            demand_agreement(bare, capture_streamed(*call, dtype, stream))
+            demand_agreement(bare, captures.take(call, stream))
         return stream
 
     left: list[StopReason] = []
