@@ -79,7 +79,7 @@ def summing_in_fp16() -> Iterator[None]:
 
     Cost: a product and a rounding in fp32 for each group of 16; on a CPU much less than fp16 itself.
     """
-    with accumulating(True), _Emulation():
+    with accumulating(True), _Products(_multiply_in_fp16, _is_summed_in_fp16):
         yield
 
 
@@ -144,81 +144,69 @@ def find_sums(module: torch.nn.Module, call: Callable[[], object]) -> tuple[Sum,
 
     Cost: two host reads for each product, and a product for each group of 16.
     """
+    found: dict[tuple[str, str], tuple[float, float]] = {}
     with Patches() as patches:
-        look = _Look(ModulePaths(module, patches))
-        with look, torch.no_grad():
+        multiply = functools.partial(_multiply_noting, found, ModulePaths(module, patches))
+        with _Products(multiply, torch.Tensor.is_floating_point), torch.no_grad():
             call()
-    found = [Sum(*key, *sizes) for key, sizes in look.found.items()]
-    return tuple(sorted(found, key=lambda entry: -entry.largest))
+    sums = [Sum(*key, *sizes) for key, sizes in found.items()]
+    return tuple(sorted(sums, key=lambda entry: -entry.largest))
+
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
+"""`[..., m, k]` times `[..., k, n]`, and what that is: `product`, `attention scores`, `attention`."""
 
 
 class _Products(TorchFunctionMode):
-    """Does every product of plain tensors by `multiply`, group after group."""
+    """Does every product of plain tensors by `multiply`, where it wants both factors."""
 
-    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
-        """`[..., m, k]` times `[..., k, n]`."""
-        raise NotImplementedError
-
-    def wants(self, tensors: tuple[Any, ...]) -> bool:
-        """Whether a product of these is done here."""
-        raise NotImplementedError
+    def __init__(self, multiply: Multiply, wants: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__()
+        self._multiply, self._wants = multiply, wants
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         made = _KNOWN.get(func)
-        given = tuple(
-            value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
-        )
-        if made is None or not self.wants(given):
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        is_plain = all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in given)
+        if made is None or not given or not is_plain or not all(map(self._wants, given[:2])):
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            return made(self, *args, **kwargs)
+            return made(self._multiply, *args, **kwargs)
 
 
-class _Emulation(_Products):
-    """Accumulators of fp16, where the switch is on."""
-
-    def wants(self, tensors: tuple[Any, ...]) -> bool:
-        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-        is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
-        return (
-            is_on and plain and bool(tensors) and all(t.dtype == torch.float16 for t in tensors[:2])
-        )
-
-    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
-        total = _sum_groups(left, right, lambda total: total.half().float())
-        return total.half()
+def _is_summed_in_fp16(factor: torch.Tensor) -> bool:
+    is_on = bool(getattr(torch.backends.cuda.matmul, SWITCH, True))
+    return is_on and factor.dtype == torch.float16
 
 
-class _Look(_Products):
-    """Notes how large sums become, and leaves results alone."""
+def _multiply_in_fp16(left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
+    return _sum_groups(left, right, lambda total: total.half().float()).half()
 
-    def __init__(self, paths: ModulePaths) -> None:
-        super().__init__()
-        self.found: dict[tuple[str, str], tuple[float, float]] = {}
-        self._paths = paths
 
-    def wants(self, tensors: tuple[Any, ...]) -> bool:
-        plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) for t in tensors)
-        return plain and bool(tensors) and all(t.is_floating_point() for t in tensors[:2])
+def _multiply_noting(
+    found: dict[tuple[str, str], tuple[float, float]],
+    paths: ModulePaths,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    what: str,
+) -> torch.Tensor:
+    """The product; how large its sums become, on their way and at the end, goes into `found`."""
+    largest: list[torch.Tensor] = []
 
-    def multiply(self, left: torch.Tensor, right: torch.Tensor, what: str) -> torch.Tensor:
-        largest: list[torch.Tensor] = []
+    def note(total: torch.Tensor) -> torch.Tensor:
+        low, high = total.aminmax()
+        largest.append(torch.maximum(-low, high))
+        return total
 
-        def note(total: torch.Tensor) -> torch.Tensor:
-            low, high = total.aminmax()
-            largest.append(torch.maximum(-low, high))
-            return total
-
-        total = _sum_in_pieces(left, right, note)
-        key = (self._paths.current, what)
-        seen, result = self.found.get(key, (0.0, 0.0))
-        reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
-        ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
-        self.found[key] = (max(seen, reached), max(result, ended))
-        return total.to(left.dtype)
+    total = _sum_in_pieces(left, right, note)
+    seen, result = found.get((paths.current, what), (0.0, 0.0))
+    reached = float(torch.stack(largest).amax()) if largest and total.numel() else 0.0
+    ended = float(max(map(abs, total.aminmax()))) if total.numel() else 0.0
+    found[paths.current, what] = (max(seen, reached), max(result, ended))
+    return total.to(left.dtype)
 
 
 def _sum_in_pieces(
@@ -255,23 +243,23 @@ def _sum_groups(
     return torch.matmul(left, right) if total is None else total
 
 
-def _matmul(mode: _Products, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _matmul(multiply: Multiply, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     columns, rows = left.dim() == 1, right.dim() == 1
     left, right = left[None] if columns else left, right[:, None] if rows else right
-    result = mode.multiply(left, right, "product")
+    result = multiply(left, right, "product")
     result = result.squeeze(-1) if rows else result
     return result.squeeze(-1 if rows else -2) if columns else result
 
 
 def _linear(
-    mode: _Products, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    multiply: Multiply, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    result = mode.multiply(given, weight.t(), "product")
+    result = multiply(given, weight.t(), "product")
     return result if bias is None else result + bias
 
 
 def _add_product(
-    mode: _Products,
+    multiply: Multiply,
     added: torch.Tensor,
     left: torch.Tensor,
     right: torch.Tensor,
@@ -279,13 +267,13 @@ def _add_product(
     beta: float = 1,
     alpha: float = 1,
 ) -> torch.Tensor:
-    product = mode.multiply(left, right, "product")
+    product = multiply(left, right, "product")
     product = product if alpha == 1 else product * alpha
     return product if beta == 0 else product + (added if beta == 1 else added * beta)
 
 
 def _attend(
-    mode: _Products,
+    multiply: Multiply,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -310,7 +298,7 @@ def _attend(
     rows, done = _count_rows(query, key.shape[-2]), []
     for start in range(0, query.shape[-2], rows):
         part = query[..., start : start + rows, :]
-        scores = mode.multiply(part, key.transpose(-2, -1), "attention scores").float() * scale
+        scores = multiply(part, key.transpose(-2, -1), "attention scores").float() * scale
         masked = attn_mask
         if masked is not None and masked.dim() > 1 and masked.shape[-2] > 1:
             masked = masked[..., start : start + rows, :]
@@ -319,7 +307,7 @@ def _attend(
         elif masked is not None:
             scores = scores + masked
         shares = functional.dropout(scores.softmax(-1), dropout_p)
-        done.append(mode.multiply(shares.to(value.dtype), value, "attention"))
+        done.append(multiply(shares.to(value.dtype), value, "attention"))
     return torch.cat(done, dim=-2)
 
 

@@ -16,7 +16,7 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.certified import Checkpoint, certify_plan, suggest_stream
+from stopdown.plans.certified import certify_plan, load_stored, suggest_stream
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import ComponentPlan, Plan, Scaling
 
@@ -127,9 +127,8 @@ def halve(call: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def test_a_lost_tensor_is_named() -> None:
     """Weights without a tensor that the model needs are refused, naming it."""
-    checkpoint = Checkpoint(files={}, aliases={}, buffers=dict)
     with pytest.raises(SourceError) as caught:
-        checkpoint.load("proj_out.weight")
+        load_stored({}, {}, dict, "proj_out.weight")
     assert caught.value.what == "The weights have no tensor proj_out.weight."
 
 

@@ -236,7 +236,6 @@ def _make_case(
         component=callee.component_name,
         main=main,
         place=place,
-        parameters={name: tensor.dtype for name, tensor in module.named_parameters()},
         kept_fp32=kept,
         is_rescaled=bool(getattr(module, RESCALED, False)),
         mps_aware=_find_mps_aware(module) if place.backend == "mps" else frozenset(),

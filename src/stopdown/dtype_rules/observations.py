@@ -63,7 +63,6 @@ class Case:
         component: without the method.
         main: dtype of most of its weights; None without any.
         place: where it would run.
-        parameters: dtype of each parameter and buffer.
         kept_fp32: names of parameters that its authors keep in fp32.
         is_rescaled: it was made to fit fp16 by a plan.
         ambient: device types whose autocast was on around the call.
@@ -74,7 +73,6 @@ class Case:
     component: str
     main: torch.dtype | None
     place: Place
-    parameters: Mapping[str, torch.dtype] = field(default_factory=dict)
     kept_fp32: frozenset[str] = frozenset()
     is_rescaled: bool = False
     ambient: tuple[str, ...] = ()

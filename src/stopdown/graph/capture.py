@@ -712,15 +712,15 @@ def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
             }
 
 
-def find_mixed_operands(graph: GraphModule) -> list[Node]:
-    """Matrix products and convolutions whose floating operands differ in dtype.
+def find_mixed_operands(graph: GraphModule, *kinds: str) -> list[Node]:
+    """Operations of some kinds whose floating operands differ in dtype; matrix products, convolutions.
 
     Tracing does not refuse them (measured for linear, 2026-11-21), a real run does.
     """
     return [
         node
         for node in graph.graph.nodes
-        if is_kind(node, *_ONE_DTYPE) and len(set(_float_dtypes(node))) > 1
+        if is_kind(node, *(kinds or _ONE_DTYPE)) and len(set(_float_dtypes(node))) > 1
     ]
 
 
@@ -823,7 +823,7 @@ def _blame(error: BaseException) -> str:
     frame = (ours or frames)[-1] if frames else None
     if frame is None:
         return "no line is known"
-    return f"{frame.filename.rpartition('module_path-packages/')[2]}:{frame.lineno}: {frame.line}"
+    return f"{frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
 
 
 def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:

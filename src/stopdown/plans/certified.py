@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,42 +60,33 @@ _UNTRIED = Trial(
 )
 
 
-@dataclass
-class Checkpoint:
-    """A component's tensors on disk, one in memory at a time.
+def load_stored(
+    files: Mapping[str, Path | torch.Tensor],
+    aliases: Mapping[str, tuple[str, ...]],
+    make_buffers: Callable[[], Mapping[str, torch.Tensor]],
+    name: str,
+) -> torch.Tensor:
+    """A tensor of a component as it is stored; one is in memory at a time.
 
-    Attributes:
+    Args:
         files: name of a stored tensor to its file, or to itself where it is loaded.
         aliases: name of a parameter to the names that the same tensor has.
-        buffers: gives what is on no disk: tables that the code makes for itself.
-        tell: called for each tensor that is read.
-        component: its name.
+        make_buffers: gives what is on no disk: tables that the code makes for itself.
+
+    Raises:
+        SourceError: there is none of this name.
     """
-
-    files: Mapping[str, Path | torch.Tensor]
-    aliases: Mapping[str, tuple[str, ...]]
-    buffers: Callable[[], Mapping[str, torch.Tensor]]
-    tell: Callable[[str], None] = field(default=lambda name: None)
-    component: str = ""
-
-    def load(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored.
-
-        Raises:
-            SourceError: there is none of this name.
-        """
-        for known in (name, *self.aliases.get(name, ())):
-            if known in self.files:
-                self.tell(name)
-                return _read(self.files[known], known)
-        made = self.buffers()
-        if name not in made or made[name].is_meta:
-            raise SourceError(
-                f"The weights have no tensor {name}.",
-                expected="Each parameter of the model is stored in its safetensors files.",
-                remedy="Download or save the model again.",
-            )
-        return made[name]
+    for known in (name, *aliases.get(name, ())):
+        if known in files:
+            return _read(files[known], known)
+    made = make_buffers()
+    if name not in made or made[name].is_meta:
+        raise SourceError(
+            f"The weights have no tensor {name}.",
+            expected="Each parameter of the model is stored in its safetensors files.",
+            remedy="Download or save the model again.",
+        )
+    return made[name]
 
 
 def _read(held: Path | torch.Tensor, name: str) -> torch.Tensor:
@@ -159,6 +149,7 @@ def certify_plan(
     components = [
         _plan_component(
             source,
+            name,
             module,
             _open(source, name, module, loaded.get(name)),
             calls.get(name, []),
@@ -203,22 +194,20 @@ def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
 
 def _plan_component(
     source: Source,
+    name: str,
     module: torch.nn.Module,
-    checkpoint: Checkpoint,
+    load: Load,
     made: list[RecordedCall],
     unseen: str,
     residual: str,
     progress: Progress | None,
 ) -> ComponentPlan:
-    name = checkpoint.component
-    named = ((key, checkpoint.load(key)) for key in sorted(module.state_dict()))
-    digest = sample_tensors(named)
+    digest = sample_tensors((key, load(key)) for key in sorted(module.state_dict()))
     bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
     if not made:
         return _fall_back(source, bare, unseen or "The pipeline does not call it.")
-    checkpoint.tell = _count(name, module, progress)
     try:
-        scaling = _scale(module, made, residual, checkpoint.load)
+        scaling = _scale(module, made, residual, _count(load, name, module, progress))
     except (CaptureError, ScalingError) as error:
         return _fall_back(source, bare, error.what)
     if "" in scaling.fp32_modules:
@@ -244,13 +233,13 @@ def _open(
     name: str,
     module: torch.nn.Module,
     loaded: Mapping[str, torch.Tensor] | None,
-) -> Checkpoint:
+) -> Load:
     files: dict[str, Path | torch.Tensor] = dict(loaded or {})
     for path in list_weight_files(source)[name] if loaded is None else ():
         with safe_open(path, framework="pt") as file:
             files.update(dict.fromkeys(file.keys(), path))
     buffers = functools.cache(lambda: _make(source, name))
-    return Checkpoint(files, _find_aliases(module), buffers, component=name)
+    return functools.partial(load_stored, files, _find_aliases(module), buffers)
 
 
 def _find_aliases(module: torch.nn.Module) -> dict[str, tuple[str, ...]]:
@@ -270,15 +259,17 @@ def _make(source: Source, name: str) -> dict[str, torch.Tensor]:
     return name_parameters(module)
 
 
-def _count(name: str, module: torch.nn.Module, progress: Progress | None) -> Callable[[str], None]:
-    total, read = len(module.state_dict()), set[str]()
+def _count(load: Load, name: str, module: torch.nn.Module, progress: Progress | None) -> Load:
+    """The same, reporting how many of the component's tensors were read."""
+    names, read = {*module.state_dict()}, set[str]()
 
-    def tell(tensor: str) -> None:
-        read.add(tensor)
+    def counted(tensor: str) -> torch.Tensor:
+        read.update({tensor} & names)
         if progress is not None:
-            progress("certify", name, min(len(read), total), total)
+            progress("certify", name, len(read), len(names))
+        return load(tensor)
 
-    return tell
+    return counted
 
 
 def _scale(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,14 +79,8 @@ def name_fault(fault: Fault) -> str:
             f"`{fault.component}` gave a finite result of values that were not: {len(clamped)} "
             f"clamps at the end of fp16 were hit{where}{place}"
         )
-    outputs = [t for t in iterate_tensors(fault.output) if t.is_floating_point()]
-    counts = [count_non_finite(tensor) for tensor in outputs]
-    nan, infinite = (sum(column) for column in zip(*counts, strict=True))
-    total = sum(tensor.numel() for tensor in outputs)
-    return (
-        f"`{fault.component}` gave {name_counts(nan, infinite)} in {total} values"
-        f"{_describe_part(fault)}{place}"
-    )
+    counts = describe_counts(iterate_tensors(fault.output))
+    return f"`{fault.component}` gave {counts}{_describe_part(fault)}{place}"
 
 
 def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteError:
@@ -103,6 +98,14 @@ def make_error(fault: Fault, found: str = "", *, has_bf16: bool) -> NonFiniteErr
         expected=" ".join(filter(None, parts)),
         remedy=suggest_remedy(fault.callee, precision, has_bf16=has_bf16),
     )
+
+
+def describe_counts(tensors: Iterable[torch.Tensor]) -> str:
+    """`3 NaN in 24 values` of floating tensors; empty where all are finite."""
+    floats = [x for x in tensors if x.is_floating_point()]
+    nan, infinite = map(sum, zip((0, 0), *map(count_non_finite, floats), strict=True))
+    total = sum(x.numel() for x in floats)
+    return f"{name_counts(nan, infinite)} in {total} values" if nan + infinite else ""
 
 
 def name_counts(nan: int, infinite: int) -> str:

@@ -9,16 +9,15 @@ pipeline, or made by its scheduler, or by its own arithmetic (guidance, scaling 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from stopdown.numerics import count_non_finite, iterate_tensors
+from stopdown.numerics import iterate_tensors
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.records import Repair
-from stopdown.runtime.fault_texts import name_counts
+from stopdown.runtime.fault_texts import describe_counts
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,11 @@ def find_origin(
                 source, f"It came from {_PLACES.get(source, f'`{source}`')}, as reported.", ""
             )
     for name, value in given.items():
-        if spoilt := _describe(iterate_tensors(value)):
+        if spoilt := describe_counts(iterate_tensors(value)):
             what = f"The pipeline was called with {spoilt} in `{name}`."
             return Origin("pipeline", what, f"Give finite values for {name}.")
-    made, taken = _describe(_take_first(steps.last_result)), _describe(steps.last_inputs)
+    made = describe_counts(itertools.islice(iterate_tensors(steps.last_result), 1))
+    taken = describe_counts(steps.last_inputs)
     if made and taken:
         what = f"The pipeline's own arithmetic gave its scheduler {taken}{steps.name_last_step()}."
         return Origin("pipeline", f"{what} {_say_finite(unwatched)}", _WIDER)
@@ -88,17 +88,3 @@ def _say_finite(unwatched: Iterable[str]) -> str:
     if not said:
         return "Every component gave finite values."
     return f"Every component that was watched gave finite values. {said}"
-
-
-def _take_first(step: Any) -> list[torch.Tensor]:
-    """The sample; what else a scheduler returns may be Inf without harm."""
-    return list(iterate_tensors(step))[:1]
-
-
-def _describe(tensors: Iterable[torch.Tensor]) -> str:
-    """`12 NaN in 256 values`; "" when all are finite."""
-    floats = [x for x in tensors if x.is_floating_point() and x.numel()]
-    counts = [count_non_finite(x) for x in floats]
-    nan, infinite = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
-    total = sum(x.numel() for x in floats)
-    return f"{name_counts(nan, infinite)} in {total} values" if nan + infinite else ""

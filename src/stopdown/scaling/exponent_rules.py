@@ -128,18 +128,16 @@ def pinned_source(op: Operation) -> None:
         op.system.pin(op.out)
 
 
-def product(*names: str) -> Rule:
-    """The exponents of the named inputs add; a bias, written `+bias`, has that of the result."""
-    names, biases = tuple(x for x in names if x[0] != "+"), [x[1:] for x in names if x[0] == "+"]
+def product(*words: str) -> Rule:
+    """The exponents of the named inputs add; `+bias` has that of the result, `!angle` none."""
+    named = {sign: [x.lstrip("+!") for x in words if x[0] == sign] for sign in "+!"}
+    factors = [x for x in words if x[0] not in named]
 
     def rule(op: Operation) -> None:
-        if not is_float(op.node):
-            return
-        factors = [(op.of(op.given[name]), 1) for name in names]
-        op.system.relate((op.out, -1), *factors)
-        for bias in biases:
-            if op.given.get(bias) is not None:
-                op.system.equate(op.out, op.of(op.given[bias]))
+        if is_float(op.node):
+            op.system.relate((op.out, -1), *((op.of(op.given[name]), 1) for name in factors))
+            op.system.equate(op.out, *op.tensors(*named["+"]))
+            op.system.pin(*op.tensors(*named["!"]))
 
     return rule
 
@@ -342,13 +340,6 @@ def fill(op: Operation) -> None:
         op.system.pin(op.out)
 
 
-def interpolate_linearly(op: Operation) -> None:
-    """`lerp`: both ends alike, the weight at 0."""
-    ends = op.tensors("self", "end")
-    op.system.equate(op.out, *ends)
-    op.system.pin(op.of(op.given["weight"]))
-
-
 def pick(op: Operation) -> None:
     """One part of an operation with several results."""
     parent = op.node.args[0]
@@ -359,7 +350,8 @@ def pick(op: Operation) -> None:
     if is_kind(parent, "rotations"):
         number = op.node.args[1]
         assert isinstance(number, int)
-        _rotate(op, sources[number], sources[2])
+        op.system.equate(op.out, op.of(sources[number]))
+        op.system.pin(op.of(sources[2]))
     elif is_kind(parent, "attention_kernel"):
         op.system.equate(op.out, op.of(sources[2]) if op.node.args[1] == 0 else ZERO)
     elif is_split(parent) or is_kind(parent, "order"):
@@ -374,22 +366,6 @@ def pick(op: Operation) -> None:
         op.system.pin(op.out)  # orthonormal columns, whatever the length of the input's
     else:
         op.system.pin(op.out, *(op.of(x) for x in sources))
-
-
-def rotate(op: Operation) -> None:
-    """ComfyUI's fused rotary embedding: the result is like what is turned; angles are taken by values."""
-    _rotate(op, op.given["x"], op.given["freqs_cis"])
-
-
-def _rotate(op: Operation, source: Node, table: Node) -> None:
-    op.system.equate(op.out, op.of(source))
-    op.system.pin(op.of(table))
-
-
-def polar(op: Operation) -> None:
-    """Magnitudes keep their exponent; angles are taken by their values."""
-    op.system.equate(op.out, op.of(op.given["abs"]))
-    op.system.pin(op.of(op.given["angle"]))
 
 
 def pin(op: Operation) -> None:
@@ -433,10 +409,7 @@ RULES: dict[str, Rule] = {
     "pad": pad,
     "pad_all": pad_all,
     "fill": fill,
-    "interpolate": interpolate_linearly,
     "pick": pick,
-    "polar": polar,
-    "rotate": rotate,
     "extremum": extremum,
 }
 """Rules by the names that the table of operations gives them."""

@@ -135,16 +135,12 @@ def find_wide_outputs(calls: Sequence[Measured]) -> frozenset[int]:
     return frozenset(
         number
         for call in calls
-        for number, node in enumerate(list_outputs(_last_node(call))[: call.capture.outputs])
-        if is_float(node)
+        for number, node in enumerate(list_outputs(call.capture.graph.graph.output_node()))
+        if number < call.capture.outputs
+        and is_float(node)
         and node.meta["val"].dtype == torch.float16
         and any(part.amax >= NEAR_FP16_END for part in call.ranges.get(node.name, ()))
     )
-
-
-def _last_node(call: Measured) -> Node:
-    node: Node = next(iter(reversed(call.capture.graph.graph.nodes)))
-    return node
 
 
 def find_kept_clamps(capture: Capture) -> frozenset[Node]:

@@ -143,7 +143,8 @@ def demand_agreement(plain: Capture, streamed: Capture) -> None:
     Raises:
         ScalingError: with the place.
     """
-    mixed = [*find_mixed_operands(streamed.graph), *_find_mixed_norms(streamed)]
+    mixed = find_mixed_operands(streamed.graph)
+    mixed += find_mixed_operands(streamed.graph, "attention", *NORMS)
     if mixed:
         place = f"{streamed.component}:{module_path(mixed[0])} ({operation(mixed[0])})"
         raise ScalingError(f"{place} would be given fp32 and fp16 together.")
@@ -301,14 +302,5 @@ def _first(module: torch.nn.Module) -> set[str]:
 
 
 def _list_output_dtypes(capture: Capture) -> set[torch.dtype]:
-    last = next(iter(reversed(capture.graph.graph.nodes)))
+    last = capture.graph.graph.output_node()
     return {x.meta["val"].dtype for x in last.all_input_nodes if is_float(x)}
-
-
-def _find_mixed_norms(capture: Capture) -> list[Node]:
-    return [
-        node
-        for node in capture.graph.graph.nodes
-        if is_kind(node, "attention", *NORMS)
-        and len({x.meta["val"].dtype for x in node.all_input_nodes if is_float(x)}) > 1
-    ]
