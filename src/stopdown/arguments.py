@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,13 +27,8 @@ Keeps = Callable[[str], bool]
 """Whether the argument of this name stays as it is, whatever it holds."""
 
 
-class Replaced(NamedTuple):
-    """One entry of a caller's list or mapping: what it was, and what it is during the call."""
-
-    container: Any
-    key: Any
-    before: Any
-    during: Any
+Replaced = tuple[Any, Any, Any, Any]
+"""A caller's list or mapping, a key of it, what is there, and what is there during the call."""
 
 
 def _keep_none(name: str) -> bool:
@@ -104,7 +99,7 @@ def _replace_items(
         during = _visit(item, change, keeps, replaced)
         if during is not item:
             container[key] = during
-            replaced.append(Replaced(container, key, item, during))
+            replaced.append((container, key, item, during))
 
 
 def hook_arguments(module: torch.nn.Module, change: Change, patches: Patches) -> None:

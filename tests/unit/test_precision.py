@@ -15,7 +15,6 @@ from stopdown.errors import OptionError
 from stopdown.plans.precision import (
     ComponentFacts,
     PrecisionRequest,
-    Wanted,
     choose_precision,
     decide_precisions,
     parse_request,
@@ -226,12 +225,11 @@ def test_the_order_of_parts_says_nothing(parts: list[str], sign: str) -> None:
     }
 
 
-def test_a_component_and_its_method_are_two_fields() -> None:
-    """A parsed request has them apart; a plan's file is a request of its own, whatever its path."""
-    assert parse_request("transformer=bf16,vae.decode=fp32").parts == (
-        Wanted("transformer", "", "bf16"),
-        Wanted("vae", "decode", "fp32"),
-    )
+def test_a_request_says_what_each_precision_is_for() -> None:
+    """A component, a method of one, or all; a plan's file is a request of its own, whatever its path."""
+    asked = parse_request("transformer=bf16,vae.decode=fp32")
+    assert asked.parts == {"transformer": "bf16", "vae.decode": "fp32"}
+    assert parse_request("fp16").parts == {"": "fp16"}
     assert parse_request(" runs/a=1,b=2/plan.json ") == PrecisionRequest(
         plan="runs/a=1,b=2/plan.json"
     )

@@ -19,6 +19,7 @@ from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, RevisionOption, SizeOptions
 from stopdown.app.remedies import name_source
 from stopdown.app.request_options import check_counts, refuse_unknown_device
+from stopdown.component_call_names import split_call
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.outputs import check_target, written_beside
@@ -257,7 +258,7 @@ def _refuse_unmendable(options: CheckOptions) -> None:
     asked = parse_request(options.precision or "auto")
     if asked.plan is not None:
         read_plan(asked.plan)
-    if options.fix and (asked.plan is not None or any(part.method for part in asked.parts)):
+    if options.fix and (asked.plan is not None or any(split_call(part)[1] for part in asked.parts)):
         raise OptionError(
             f"--fix was given with --precision {options.precision}.",
             expected="It repairs a model in one precision for each component, without a plan.",

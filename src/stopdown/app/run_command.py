@@ -221,7 +221,7 @@ def _find_start(options: ScriptOptions) -> Callable[[], Any]:
 def _check_options(options: ScriptOptions) -> str | None:
     """The path of the plan, None without one; refused are options that a script cannot have."""
     asked = parse_request(options.precision)
-    if any(part.component for part in asked.parts):
+    if any(asked.parts):
         raise OptionError(
             f"--precision {options.precision} was given for a script.",
             expected="For a script, give a plan, or one precision for everything that it loads in a 16-bit "

@@ -248,7 +248,7 @@ def _widen(value: Any) -> Any:
     return value
 
 
-def _wrap(node: Node, values: Mapping[Node, Interval], center: Any, radius: Any) -> Any:
+def _wrap(values: Mapping[Node, Interval], center: Any, radius: Any) -> Any:
     batched = any(x.batched for x in values.values())
     if isinstance(center, (tuple, list)):
         return [Interval(c, r, batched) for c, r in zip(center, radius, strict=True)]
@@ -265,11 +265,11 @@ def _move(node: Node, values: Mapping[Node, Interval]) -> Any:
     radius = _run(node, {n: Interval(x.center, x.radius) for n, x in values.items()}, "radius")
     peak = _run(node, values, "largest")
     if not isinstance(radius, torch.Tensor):
-        made = _wrap(node, values, center, radius)
+        made = _wrap(values, center, radius)
         for one, largest in zip(made, peak, strict=True):
             vars(one)["largest"] = largest
         return made
-    made = _wrap(node, values, center, radius.abs())
+    made = _wrap(values, center, radius.abs())
     vars(made)["largest"] = peak.abs()
     return made
 

@@ -61,7 +61,7 @@ def _parse_entry(entry: str) -> str:
     request = parse_request(entry, OWN_WORDS)
     if request.plan is not None:
         return request.plan
-    named = [f"{part.target}={part.precision}" for part in request.parts]
+    named = [f"{name}={precision}" for name, precision in request.parts.items()]
     return request.everywhere or "+".join(named)
 
 

@@ -77,7 +77,6 @@ class Checked:
         profile: the device that was judged for.
         precisions: component → format that it was judged in, or call → format where the methods of a
             component differ; empty for a live pipeline as it stands.
-        stored: component → format of most of its weights on disk, as far as headers were there.
         callees: of a program in memory, each call that was or can be made.
     """
 
@@ -85,7 +84,6 @@ class Checked:
     seen: Examination
     profile: Profile
     precisions: dict[str, str] = field(default_factory=dict)
-    stored: dict[str, str] = field(default_factory=dict)
     callees: tuple[Callee, ...] = ()
 
 
@@ -489,7 +487,7 @@ def _join(
             *environment_findings.check_unseen(seen),
         ]
     )
-    return Checked(findings, seen, profile, chosen, stored)
+    return Checked(findings, seen, profile, chosen)
 
 
 def _is_kept_away(finding: Finding, rescaled: Collection[str]) -> bool:

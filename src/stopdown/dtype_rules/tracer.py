@@ -173,7 +173,7 @@ class Walk(TorchFunctionMode):
             must_cast = self._judge(step)
         known = _compute_known(func, args, kwargs)
         if must_cast:
-            args, kwargs = self._unite(name, args, kwargs)
+            args, kwargs = self._unite(args, kwargs)
         output = _run(func, args, kwargs)
         if must_cast:
             output = _heal(output, step, self._main)
@@ -182,7 +182,7 @@ class Walk(TorchFunctionMode):
         if known is not None:
             with unset_fake_temporarily():
                 self._judge.watch(step, next(iter(step.known.values()), None), known)
-        self._count(step, func, args, kwargs, output)
+        self._count(step, output)
         return output
 
     def _describe(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Step:
@@ -198,7 +198,7 @@ class Walk(TorchFunctionMode):
         path = self._paths.current if self._paths is not None else ""
         return Step(path, name, tuple(operands), known, arguments, list_autocast())
 
-    def _unite(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _unite(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         floats = [x for x in iterate_tensors((args, kwargs)) if x.is_floating_point()]
         wanted = self._main if self._main in {x.dtype for x in floats} else floats[-1].dtype
         with torch._C.DisableTorchFunction():
@@ -221,7 +221,7 @@ class Walk(TorchFunctionMode):
             if tensor.is_floating_point():
                 set_origin(tensor, _trace(step, tensor.dtype))
 
-    def _count(self, step: Step, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _count(self, step: Step, output: Any) -> None:
         outputs = _direct_tensors(output)
         if is_product(step.name) and outputs:
             dtype = next((o.dtype for o in step.operands), outputs[0].dtype)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.component_call_names import name_call, split_call
+from stopdown.component_call_names import split_call
 from stopdown.environment import Support
 from stopdown.errors import OptionError
 from stopdown.number_formats import FP16, find_format, parse_precision
@@ -51,35 +51,15 @@ class ComponentFacts:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One part of a request.
-
-    Attributes:
-        component: `vae`; "" for every component.
-        method: `encode` or `decode`; "" for every method of the component.
-        precision: `fp32`, `bf16`, `fp16` or `auto`.
-    """
-
-    component: str
-    method: str
-    precision: str
-
-    @property
-    def target(self) -> str:
-        """What it is for, as it is typed: `vae.decode`."""
-        return name_call(self.component, self.method)
-
-
-@dataclass(frozen=True)
 class PrecisionRequest:
     """What a `--precision` asks for.
 
     Attributes:
-        parts: one for all components, or one for each that was named.
+        parts: what each is for (`vae`, `vae.decode`, or "" for all components) to the precision.
         plan: path of a plan, which says everything; None without one.
     """
 
-    parts: tuple[Wanted, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
     plan: str | None = None
 
     @property
@@ -89,8 +69,7 @@ class PrecisionRequest:
     @property
     def everywhere(self) -> str | None:
         """The one precision of all components; None for a plan, or where components are named."""
-        whole = len(self.parts) == 1 and not self.parts[0].component
-        return self.parts[0].precision if whole else None
+        return self.parts.get("")
 
 
 def write_request(asked: str | Path | torch.dtype | Mapping[str, Any]) -> str:
@@ -135,17 +114,16 @@ def parse_request(text: str, also: Iterable[str] = ()) -> PrecisionRequest:
     if text.endswith(".json"):
         return PrecisionRequest(plan=text)
     if "=" not in text:
-        return PrecisionRequest((Wanted("", "", _parse_choice(text, also)),))
-    found: dict[str, Wanted] = {}
+        return PrecisionRequest({"": _parse_choice(text, also)})
+    found: dict[str, str] = {}
     for entry in text.replace("+", ",").split(","):
         name, sign, precision = (part.strip() for part in entry.partition("="))
         if not (sign and name):
             raise _incomplete_entry(entry)
-        component, method = split_call(name)
-        wanted = Wanted(component, method, _parse_choice(precision, also))
+        wanted = _parse_choice(precision, also)
         if found.setdefault(name, wanted) != wanted:
-            raise _contradiction(found[name], wanted)
-    return PrecisionRequest(tuple(found.values()))
+            raise _contradiction(name, found[name], wanted)
+    return PrecisionRequest(found)
 
 
 def resolve_request(
@@ -162,14 +140,12 @@ def resolve_request(
     """
     known = sorted({*components, *(call for calls in components.values() for call in calls)})
     chosen: dict[str, str] = {}
-    for wanted in sorted(request.parts, key=lambda part: bool(part.method)):
-        if wanted.component and wanted.target not in known:
-            raise _unknown_component(wanted.target, known)
+    for target in sorted(request.parts, key=lambda part: bool(split_call(part)[1])):
+        if target and target not in known:
+            raise _unknown_component(target, known)
         for name, calls in components.items():
-            if wanted.target in ("", name):
-                chosen |= dict.fromkeys(calls, wanted.precision)
-            elif wanted.target in calls:
-                chosen[wanted.target] = wanted.precision
+            taken = calls if target in ("", name) else {target} & {*calls}
+            chosen |= dict.fromkeys(taken, request.parts[target])
     return {call: precision for call, precision in chosen.items() if precision != "auto"}
 
 
@@ -184,7 +160,7 @@ def parse_fp16(text: str, what: str) -> dict[str, str]:
         OptionError: another precision was asked for, for all of it or a method.
     """
     asked = parse_request(text)
-    others = {x.component: x.precision for x in asked.parts if x.component and not x.method}
+    others = {name: x for name, x in asked.parts.items() if name and not split_call(name)[1]}
     if asked.everywhere not in ("fp16", "auto") and (not others or len(others) < len(asked.parts)):
         raise OptionError(
             f"{what} for {text.strip()} was asked for.",
@@ -230,9 +206,9 @@ def _incomplete_entry(entry: str) -> OptionError:
     )
 
 
-def _contradiction(one: Wanted, other: Wanted) -> OptionError:
+def _contradiction(name: str, one: str, other: str) -> OptionError:
     return OptionError(
-        f"The precision asks for {one.target}={one.precision} and for {other.target}={other.precision}.",
+        f"The precision asks for {name}={one} and for {name}={other}.",
         expected="Each component has one precision, and each of its methods can have its own.",
         remedy="Leave one of the two out.",
     )

@@ -33,7 +33,6 @@ from stopdown.patches import Patches
 
 _HIDING = ("clamp", "nan_to_num")
 _SENTINEL = -FP16.largest
-_MOST_LINKS = 12
 _LAST = 2**40
 
 
@@ -50,7 +49,6 @@ class Culprit:
         dtype: of what it gave.
         operands: largest finite magnitude of each floating operand, with dtype and shape.
         reached: what it reaches in fp32; NaN when that is unknown.
-        chain: modules from there to the output, at most 12.
         around: the modules that it happened in, innermost first, without those that do no more
             than hand its value on: in fp32 these would give what does not fit all the same.
         order: which operation of the call it is; that of an exchange between ranks comes last, because
@@ -63,7 +61,6 @@ class Culprit:
     dtype: str = ""
     operands: tuple[str, ...] = ()
     reached: float = math.nan
-    chain: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
     order: int = 0
 
@@ -248,14 +245,10 @@ class _Tracer(TorchDispatchMode):
 
 
 def _trace_back(event: _Event, kind: str) -> Culprit:
-    chain: list[str] = []
     while event.causes:
-        if not chain or chain[-1] != event.path:
-            chain.append(event.path)
         event = min(event.causes, key=lambda cause: cause.index)
     is_too_large = event.kind == "range" and event.reached > torch.finfo(event.dtype).max
     hopeless = event.returned_by if is_too_large else ()
-    links = [path for path in reversed(chain) if path and path != event.path]
     found = event.kind or "unknown"
     return Culprit(
         kind if kind and found in ("range", "unknown") else found,
@@ -264,7 +257,6 @@ def _trace_back(event: _Event, kind: str) -> Culprit:
         name_dtype(event.dtype),
         event.operands,
         event.reached,
-        tuple(links[:_MOST_LINKS]),
         tuple(path for path in event.around if path not in hopeless),
         event.index + _LAST * event.is_exchange,
     )
