@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from stopdown.pipelines.library_imports import import_libraries
 
 
 class Display:
-    """What a run tells a person while it goes on."""
+    """What a run tells a person while it goes on; a context manager."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing is open."""
 
     def progress(self, stage: str, what: str, done: int, total: int) -> None:
         """A stage (`load`, `encode`, `denoise`, `decode`) has come this far; `total` 0 when its end is

@@ -9,7 +9,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions
 from rich.padding import Padding
@@ -96,63 +96,6 @@ def _print_item(console: Console, line: Text, indent: int, hanging: int) -> None
         console.print(Text.assemble(" " * indent, mark, part), soft_wrap=True)
 
 
-class Bars(Display):
-    """A display with a bar for each stage, on a console that is a terminal; as a context manager.
-
-    Args:
-        console: on standard error.
-        verbose: details are shown.
-    """
-
-    def __init__(self, console: Console, *, verbose: bool = False) -> None:
-        self._progress = Progress(
-            SpinnerColumn(finished_text="✓"),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[detail]}", markup=False),
-            TextColumn("elapsed"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._verbose = verbose
-        self._tasks: dict[str, TaskID] = {}
-
-    def progress(self, stage: str, what: str, done: int, total: int) -> None:
-        """A stage has come this far; `total` 0 when its end is unknown."""
-        if stage not in self._tasks:
-            label = f"{STAGES.get(stage, stage):<11}"
-            self._tasks[stage] = self._progress.add_task(label, total=None, detail="")
-        self._progress.update(self._tasks[stage], visible=True)
-        if stage != "import" and "import" in self._tasks:
-            self._progress.update(self._tasks["import"], visible=False)
-        detail = _word(stage, what, done, total)
-        if stage in ("encode", "decode"):
-            done, total = 1, 1
-        self._progress.update(
-            self._tasks[stage], completed=done, total=total or None, detail=detail
-        )
-        if stage == "import":
-            self._progress.refresh()  # at once: the import keeps the thread that draws from its turn
-
-    def announce(self, text: str) -> None:
-        """Above the bars, whole."""
-        print_prose(self._progress.console, text, "yellow")
-
-    def detail(self, text: str) -> None:
-        """Above the bars, where details are wanted."""
-        if self._verbose:
-            print_prose(self._progress.console, text)
-
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
 class Lines(Display):
     """A display of plain lines, for logs: each stage when it begins, and at each tenth of its way.
 
@@ -162,6 +105,8 @@ class Lines(Display):
         verbose: details are shown.
         clock: seconds.
     """
+
+    _style = ""
 
     def __init__(
         self,
@@ -195,21 +140,65 @@ class Lines(Display):
 
     def announce(self, text: str) -> None:
         """A line of its own."""
-        print_prose(self._console, text)
+        print_prose(self._console, text, self._style)
 
     def detail(self, text: str) -> None:
         """A line of its own, where details are wanted."""
         if self._verbose:
             print_prose(self._console, text)
 
-    def __enter__(self) -> Lines:
+
+class Bars(Lines):
+    """A display with a bar for each stage, on a console that is a terminal; as a context manager.
+
+    Args:
+        console: on standard error.
+        verbose: details are shown.
+    """
+
+    _style = "yellow"
+
+    def __init__(self, console: Console, *, verbose: bool = False) -> None:
+        super().__init__(console, verbose=verbose)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="✓"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[detail]}", markup=False),
+            TextColumn("elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def progress(self, stage: str, what: str, done: int, total: int) -> None:
+        """A stage has come this far; `total` 0 when its end is unknown."""
+        if stage not in self._tasks:
+            label = f"{STAGES.get(stage, stage):<11}"
+            self._tasks[stage] = self._progress.add_task(label, total=None, detail="")
+        self._progress.update(self._tasks[stage], visible=True)
+        if stage != "import" and "import" in self._tasks:
+            self._progress.update(self._tasks["import"], visible=False)
+        detail = _word(stage, what, done, total)
+        if stage in ("encode", "decode"):
+            done, total = 1, 1
+        self._progress.update(
+            self._tasks[stage], completed=done, total=total or None, detail=detail
+        )
+        if stage == "import":
+            self._progress.refresh()  # at once: the import keeps the thread that draws from its turn
+
+    def __enter__(self) -> Self:
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is open."""
+        self._progress.stop()
 
 
-def open_display(options: CommandOptions, *, is_short: bool = False) -> Bars | Lines:
+def open_display(options: CommandOptions, *, is_short: bool = False) -> Display:
     """What shows the progress of a command on standard error: bars in a terminal, else lines.
 
     Nothing is shown with `--quiet`, and with `--json` only in a terminal: a program reads there.

@@ -43,17 +43,6 @@ _TRUNCATION = re.compile(
 )
 
 
-class _NoiseFilter(logging.Filter):
-    """Lets everything pass but some sentences."""
-
-    def __init__(self, noise: re.Pattern[str]) -> None:
-        super().__init__()
-        self._noise = noise
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not self._noise.search(record.getMessage())
-
-
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Without bars and noise of Diffusers and Transformers, which are put back as they were.
@@ -90,11 +79,14 @@ def drop_empty_remarks(patches: Patches) -> None:
 
 def _drop(noise: re.Pattern[str], patches: Patches) -> None:
     """Leave sentences out of what Diffusers and Transformers log, until `patches` is undone."""
+
+    def is_heard(record: logging.LogRecord) -> bool:
+        return not noise.search(record.getMessage())
+
     for name in ("diffusers", "transformers"):
         for handler in logging.getLogger(name).handlers:
-            added = _NoiseFilter(noise)
-            handler.addFilter(added)
-            patches.defer(functools.partial(handler.removeFilter, added))
+            handler.addFilter(is_heard)
+            patches.defer(functools.partial(handler.removeFilter, is_heard))
 
 
 def _hide_bars(patches: Patches) -> None:
