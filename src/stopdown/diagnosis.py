@@ -269,7 +269,8 @@ def condense(text: str, end: str = "") -> tuple[str, list[int]]:
     """
     lines: dict[str, tuple[int, str]] = {}
     seen: set[str] = set()
-    for number, line in _number_lines(text, end):
+    numbered = [*enumerate(text.splitlines(), 1), *((0, line) for line in end.splitlines())]
+    for number, line in numbered:
         cut = line[:LONGEST_LINE]
         if cut not in seen:
             seen.add(cut)
@@ -277,11 +278,6 @@ def condense(text: str, end: str = "") -> tuple[str, list[int]]:
             lines.setdefault(_DIGITS.sub("0", clean), (number, clean))
     kept = _drop_middle(list(lines.values()))
     return "\n".join(line for _, line in kept), [number for number, _ in kept]
-
-
-def _number_lines(text: str, end: str) -> Iterator[tuple[int, str]]:
-    yield from enumerate(text.splitlines(), 1)
-    yield from ((0, line) for line in end.splitlines())
 
 
 _DIGITS = re.compile(r"\d+")

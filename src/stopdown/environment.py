@@ -9,6 +9,7 @@ because emulation counts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -146,7 +147,9 @@ def describe_machine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": read_cpu_model(),
         "cores": psutil.cpu_count(logical=False),
-        "threads": _count_threads(),
+        "threads": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         "torch_threads": torch.get_num_threads() if torch else None,
         "memory_bytes": _read_memory_bytes(),
     }
@@ -213,12 +216,6 @@ def read_cpu_model() -> str:
 def has_avx512() -> bool:
     """Whether Linux says that this CPU has AVX-512."""
     return bool(re.search(r"^flags\s*:.*\bavx512f\b", _read_text("/proc/cpuinfo"), re.MULTILINE))
-
-
-def _count_threads() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _read_memory_bytes() -> int:
@@ -327,7 +324,7 @@ def choose_device(name: str = "auto") -> Device:
 def select_device(name: str, devices: list[Device]) -> Device:
     """As `choose_device`, among given devices, the best of them first."""
     asked = name.strip().lower()
-    matches = devices if asked == "auto" else [d for d in devices if _answers_to(d, asked)]
+    matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
     if not matches:
         here = ", ".join(str(device) for device in devices)
         raise OptionError(
@@ -339,11 +336,7 @@ def select_device(name: str, devices: list[Device]) -> Device:
         )
     chosen = matches[0]
     reason = f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices)
-    return Device(**{**vars(chosen), "reason": reason})
-
-
-def _answers_to(device: Device, asked: str) -> bool:
-    return asked in (device.type, f"{device.type}:{device.index}")
+    return dataclasses.replace(chosen, reason=reason)
 
 
 def _explain_auto(devices: list[Device]) -> str:
@@ -687,8 +680,8 @@ def _time_formats(device: Device) -> dict[str, Timing]:
         for name in PRECISIONS:
             try:
                 made = _make_operations(device, FORMATS[name].torch_dtype)
-                for operation in made:
-                    _warm_up(operation)
+                if not all(bool(torch.isfinite(operation()).all()) for operation in made):
+                    raise ArithmeticError("a sum of products of 0.125 was not finite")
                 operations |= {(name, at): operation for at, operation in enumerate(made)}
             except (RuntimeError, TypeError, NotImplementedError, ArithmeticError) as error:
                 failures[name] = f"{take_first_line(error).rstrip('.')}."
@@ -699,13 +692,6 @@ def _time_formats(device: Device) -> dict[str, Timing]:
         else _sum_up(samples[name, 0], samples[name, 1])
         for name in PRECISIONS
     }
-
-
-def _warm_up(operation: _Operation) -> None:
-    import torch
-
-    if not bool(torch.isfinite(operation()).all()):
-        raise ArithmeticError("a sum of products of 0.125 was not finite")
 
 
 def _sample(

@@ -103,7 +103,8 @@ def bench(options: BenchOptions, display: Display) -> tuple[Benchmark, Path]:
     from stopdown.benchmark.session import begin, go_on
 
     device = choose_device(options.device)
-    path = options.output or Path(f"stopdown-bench-{_make_slug(device.name)}.json")
+    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-") or "device"
+    path = options.output or Path(f"stopdown-bench-{slug}.json")
     made = begin(
         device,
         subjects := list_subjects(options, device),
@@ -146,10 +147,6 @@ def _check_options(options: BenchOptions) -> None:
 
 
 _describe_other = functools.partial(describe_other, "benchmark")
-
-
-def _make_slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "device"
 
 
 def _list_ways(options: BenchOptions) -> list[str]:

@@ -153,6 +153,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     from stopdown.runtime.scripts import ScriptGuard
 
     plan = read_plan(path) if path is not None else None
+    wanted = find_format(options.precision.strip())  # None for the script's own, or a plan's
     remarks: list[str] = []
 
     def remark(text: str) -> None:
@@ -166,7 +167,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         remark,
         plan,
         tuple(filter(None, (options.components or "").split(","))),
-        _read_dtype(options.precision),
+        None if wanted is None else wanted.torch_dtype,
     )
     with Patches() as patches, _as_main(options, patches):
         drop_empty_remarks(patches)
@@ -236,12 +237,6 @@ def _check_options(options: ScriptOptions) -> str | None:
             remedy="Make a plan: stopdown plan SOURCE -o plan.json, and add --precision plan.json.",
         )
     return asked.plan
-
-
-def _read_dtype(precision: str) -> Any:
-    """What the script's components are to run in; None where that is its own choice, or a plan's."""
-    found = find_format(precision.strip())
-    return None if found is None else found.torch_dtype
 
 
 _OWN = ("--on-fault", "--keep-repairs", "--plan", "--precision", "--strict", "--json", "--device")

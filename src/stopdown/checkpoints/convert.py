@@ -263,8 +263,10 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
 
     @functools.cache
     def record() -> Mapping[str, Sequence[RecordedCall]]:
+        if work.source.parts and request.arguments:
+            return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
         if work.source.parts:
-            return _record_parts(work, request)
+            return draw_calls(work.source, request)
         requests = list_requests(
             work.pipe,
             work.plan.prompts,
@@ -294,13 +296,6 @@ def _express_all(work: _Work, allow_eps: bool, request: Request, progress: Progr
         work.expressed[name] = found
         if found.effect > EFFECT_LIMIT and not allow_eps:
             work.problems[name] = describe_effect(found)
-
-
-def _record_parts(work: _Work, request: Request) -> Mapping[str, Sequence[RecordedCall]]:
-    """The call that was given of a file's components, or drawn ones."""
-    if request.arguments:
-        return record_run(work.pipe, lambda: play_calls(work.pipe, [request.arguments]))
-    return draw_calls(work.source, request)
 
 
 def _refuse(work: _Work, allow_eps: bool) -> None:
@@ -342,11 +337,14 @@ def _write(work: _Work, part: Path, progress: Progress | None) -> tuple[str, ...
     names = [name for name in work.source.components if (work.source.described / name).is_dir()]
     copy_descriptions(work.source.described, part, held or names, with_index=not held)
     for number, entry in enumerate(work.plan.components):
-        _tell(progress, "write", entry.component, number, len(work.plan.components))
-        if _is_left(work, entry):
-            _write_as_stored(work, entry.component, part)
+        name = entry.component
+        _tell(progress, "write", name, number, len(work.plan.components))
+        if not _is_left(work, entry):
+            _write_component(work, name, part / name)
+        elif work.source.kind != "file":
+            copy_weights(work.source.path / name, part / name, work.source.variant)
         else:
-            _write_component(work, entry.component, part / entry.component)
+            write_weights(_restore(work, name), part / name)
     _tell(progress, "write", "done", len(work.plan.components), len(work.plan.components))
     return ()
 
@@ -466,14 +464,6 @@ def _list_fields(work: _Work, name: str) -> dict[str, Any]:
     if is_autoencoder(module) and getattr(module.config, "force_upcast", False):
         fields["force_upcast"] = False
     return fields
-
-
-def _write_as_stored(work: _Work, name: str, part: Path) -> None:
-    """A component that is left: its own files, or from a single file, in the dtype stored there."""
-    if work.source.kind != "file":
-        copy_weights(work.source.path / name, part / name, work.source.variant)
-        return
-    write_weights(_restore(work, name), part / name)
 
 
 def _find_stored(work: _Work, name: str) -> str:

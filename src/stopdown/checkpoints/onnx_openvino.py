@@ -128,10 +128,6 @@ def export_plan(
     return written
 
 
-def _halve(value: torch.Tensor) -> torch.Tensor:
-    return value.half() if value.dtype == torch.float32 else value
-
-
 def _choose_calls(calls: Sequence[RecordedCall]) -> list[RecordedCall]:
     """The first call of each method that the pipeline makes."""
     return list({call.callee.name: call for call in reversed(calls) if not call.made_up}.values())
@@ -171,7 +167,10 @@ def export_component(
         function, *given_to = call.place(module)
         leaves, spec = pytree.tree_flatten(tuple(given_to))
         if is_cast:
-            leaves = pytree.tree_map_only(torch.Tensor, _halve, leaves)
+            leaves = [
+                x.half() if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x
+                for x in leaves
+            ]
         traced = _Traced(module, function, leaves, spec).eval()
         given = tuple(x for x in leaves if isinstance(x, torch.Tensor))
         names = list(list_inputs(module, call))

@@ -123,18 +123,14 @@ def judge_variant(variant: Variant, rows: Sequence[Row]) -> Variant:
     if variant.error or not cells:
         return dataclasses.replace(variant, verdict="failed", reasons=(variant.error,))
     verdict = min((cell.verdict for cell in cells), key=WORST_FIRST.index)
+    strategy = f"To stay within the memory limit it ran as {variant.strategy}."
     return dataclasses.replace(
         variant,
         verdict=verdict,
-        reasons=(*_summarise(cells, verdict), *_explain_strategy(variant)),
+        reasons=(*_summarise(cells, verdict), *([strategy] if variant.strategy else ())),
         time_ratios=_find_ratios(rows, variant.name),
         peak_bytes=max(cell.peak_bytes for cell in cells),
     )
-
-
-def _explain_strategy(variant: Variant) -> Iterable[str]:
-    if variant.strategy:
-        yield f"To stay within the memory limit it ran as {variant.strategy}."
 
 
 def _summarise(cells: Sequence[Cell], verdict: str) -> Iterable[str]:

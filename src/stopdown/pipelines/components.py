@@ -226,18 +226,10 @@ def list_calls(name: str, module: Any) -> tuple[str, ...]:
     )
 
 
-def _is_pipeline(program: Any) -> bool:
-    return isinstance(getattr(program, "components", None), Mapping)
-
-
 def _find_parts(pipe: Any) -> dict[str, torch.nn.Module]:
     return {
         name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)
     }
-
-
-def _list_pipeline_calls(pipe: Any) -> tuple[Callee, ...]:
-    return list_component_calls(_find_parts(pipe))
 
 
 def list_component_calls(modules: Mapping[str, torch.nn.Module]) -> tuple[Callee, ...]:
@@ -258,7 +250,13 @@ def list_methods(name: str, module: torch.nn.Module) -> tuple[Callee, ...]:
     )
 
 
-DIFFUSERS = Adapter("diffusers", _is_pipeline, _find_parts, _list_pipeline_calls, is_pipeline=True)
+DIFFUSERS = Adapter(
+    "diffusers",
+    lambda program: isinstance(getattr(program, "components", None), Mapping),
+    _find_parts,
+    lambda pipe: list_component_calls(_find_parts(pipe)),
+    is_pipeline=True,
+)
 """Pipelines of Diffusers, and whatever names its `components` as they do."""
 
 ONE_CALL = Adapter(
@@ -268,11 +266,6 @@ ONE_CALL = Adapter(
     lambda callee: (callee,),
 )
 """A single component call."""
-
-
-def _holds_network(program: Any) -> bool:
-    """Whether this is ComfyUI's MODEL, CLIP or VAE: an object with a patcher, or a patcher itself."""
-    return hasattr(getattr(program, "patcher", program), "patches_uuid")
 
 
 def _find_networks(program: Any) -> dict[str, torch.nn.Module]:
@@ -312,7 +305,11 @@ def _read_sigmas(kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 COMFYUI = Adapter(
-    "comfyui", _holds_network, _find_networks, _list_network_calls, read_step=_read_sigmas
+    "comfyui",
+    lambda program: hasattr(getattr(program, "patcher", program), "patches_uuid"),
+    _find_networks,
+    _list_network_calls,
+    read_step=_read_sigmas,
 )
 """ComfyUI's MODEL, CLIP and VAE, as they are loaded at a call."""
 
@@ -335,12 +332,9 @@ def _list_named_calls(program: Any) -> tuple[Callee, ...]:
         for callee in list_methods(name, module)
     ]
     for name, (owner, method) in parts.methods.items():
-        callees.append(Callee(name, owner, method, _name_stage(method)))
+        stage = method if method in ("encode", "decode") else "call"
+        callees.append(Callee(name, owner, method, stage))
     return tuple(dataclasses.replace(callee, keeps=GENERAL_KEEPS) for callee in callees)
-
-
-def _name_stage(method: str) -> str:
-    return method if method in ("encode", "decode") else "call"
 
 
 GENERAL = Adapter(

@@ -247,16 +247,13 @@ def without_context_parallel(module: torch.nn.Module) -> Iterator[None]:
     """
     with Patches() as patches:
         if is_spread(module):
-            bypass_hooks(module, _is_split, patches)
+            kinds = (_SPLITTING, _GATHERING)
+            bypass_hooks(module, lambda hook: type(hook).__name__ in kinds, patches)
             for processor in _find_processors(module):
                 if getattr(processor, "_parallel_config", None) is not None:
                     patches.set_attribute(processor, "_parallel_config", None)
             patches.set_attribute(module, "_parallel_config", None)
         yield
-
-
-def _is_split(hook: Any) -> bool:
-    return type(hook).__name__ in (_SPLITTING, _GATHERING)
 
 
 _SPLITTING, _GATHERING = "ContextParallelSplitHook", "ContextParallelGatherHook"

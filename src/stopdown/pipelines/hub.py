@@ -14,6 +14,7 @@ that goes on sending for ever.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
 import math
@@ -90,7 +91,7 @@ def download_snapshot(
         huggingface_hub.snapshot_download(
             repo,
             revision=commit,
-            allow_patterns=[_escape_pattern(name) for name in chosen],
+            allow_patterns=[glob.escape(name) for name in chosen],
             tqdm_class=_make_bar_class(progress),
         )
     _check_files(absent, repo)
@@ -194,7 +195,8 @@ def _careful_client() -> Iterator[None]:
         waits.vain = getattr(waits, "vain", 0) + is_silence
         waits.since = now
         if waits.vain == MOST_UNANSWERED:
-            raise _describe_silence()
+            said = {"hub": _read_endpoint(), "most": MOST_UNANSWERED, "patience": f"{most:g}"}
+            raise make_error("silence", **said)
         limits = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {
             name: min(limits.get(name) or most, most)
@@ -269,11 +271,6 @@ def _check_name(header: str, text: str | None) -> None:
     name = (text or "").removeprefix("W/").strip('"')
     if text and (re.search(r"[/\\\x00-\x1f]", name) or name in ("", ".", "..") or len(name) > 128):
         raise make_error("bad-name", hub=_read_endpoint(), header=header, text=text[:100])
-
-
-def _describe_silence() -> SourceError:
-    patience = f"{_read_patience():g}"
-    return make_error("silence", hub=_read_endpoint(), most=MOST_UNANSWERED, patience=patience)
 
 
 Headers = Sequence[tuple[str, Any]]
@@ -447,10 +444,6 @@ def _list_files(repo: str, commit: str) -> list[str] | None:
         if _find_root_cause(error).__class__.__module__.startswith("http"):
             return None  # no connection: what is in the cache may be enough
         raise failure from error
-
-
-def _escape_pattern(name: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _make_bar_class(progress: Progress | None) -> Any:

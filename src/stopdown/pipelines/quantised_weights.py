@@ -129,7 +129,8 @@ def read_methods(
     """
     said: dict[str, str] = {}
     for name, content in marks.items():
-        said[name.removesuffix("comfy_quant").removesuffix(".")] = _read_format(content)
+        layer = name.removesuffix("comfy_quant").removesuffix(".")
+        said[layer] = str(_parse(content.decode("utf-8", "replace")).get("format", ""))
     for layer, entry in (
         _parse(metadata.get("_quantization_metadata", "")).get("layers", {}).items()
     ):
@@ -138,10 +139,6 @@ def read_methods(
         if name.endswith(".weight") and f"{name[:-7]}._weight_qdata" in tensors:
             said[name[:-7]] = f"torchao {_parse(text).get('_type', '')}"
     return {layer: method[:60] for layer, method in said.items() if method}
-
-
-def _read_format(content: bytes) -> str:
-    return str(_parse(content.decode("utf-8", "replace")).get("format", ""))
 
 
 def _parse(text: str) -> dict:

@@ -113,7 +113,7 @@ def trace_rows(source: Source) -> Rows:
         component: tuple(
             name
             for name, found in named.items()
-            if not _is_moved(found, down[component][name], last)
+            if bool((found + down[component][name] != last + 1).any() or (found < 1).any())
         )
         for component, named in up.items()
     }
@@ -149,10 +149,6 @@ def _number(shape: Sequence[int], start: int | None, counted_from: int) -> torch
     rows = torch.arange(start, start + (shape[0] if shape else 1), dtype=torch.float32)
     rows = counted_from - rows if counted_from else rows
     return rows.view(-1, *(1 for _ in shape[1:])).expand(tuple(shape)) if shape else rows[0]
-
-
-def _is_moved(up: torch.Tensor, down: torch.Tensor, last: int) -> bool:
-    return bool((up + down == last + 1).all()) and bool((up >= 1).all())
 
 
 def spread_exponents(

@@ -184,10 +184,6 @@ def _drop_pairs(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _make_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 def _choose_loaded(
     kind: type, dtype: torch.dtype, name: str, tensor: torch.Tensor, is_weight: bool
 ) -> torch.dtype:
@@ -211,7 +207,7 @@ class _Memo:
 
     below: Rank | None = None
     keeps_device: bool = False
-    mode: FakeTensorMode = field(default_factory=_make_mode)
+    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     copies: dict[int, Any] = field(default_factory=dict)
 
     def make_fake(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -480,7 +480,7 @@ def _check_configurations(
         elif not path.name.endswith(".index.json"):
             yield from _check_configuration(path)
     wanted = _name_configuration(class_name)
-    if wanted and not may_lack and not any(_is_there(folder / name) for name in wanted):
+    if wanted and not may_lack and not any(map(os.path.lexists, (folder / x for x in wanted))):
         yield make_problem(
             "no-configuration", folder=folder, wanted=wanted[0], class_name=class_name
         )
@@ -494,11 +494,6 @@ def _check_side_files(folder: Path) -> Iterator[Problem]:
             what = f"has {path.stat().st_size} bytes" if path.is_file() else "is no regular file"
             if path.suffix in hub.SIDE_FILES or not path.is_file():
                 yield make_problem("side-file", path=path, what=what, most=MOST_BYTES)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether a name is taken, by whatever: what cannot be read is another problem."""
-    return path.exists() or path.is_symlink()
 
 
 def _check_configuration(path: Path) -> Iterator[Problem]:

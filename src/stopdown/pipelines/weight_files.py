@@ -146,7 +146,8 @@ def open_weight_file(path: Path) -> WeightFile:
         if name in by_codes:
             weights.append(_describe_quantised(path, tensors, by_codes[name]))
         elif name not in parts and not _is_mark(name):
-            read = partial(_read_plain, path, name) if entry.dtype in FORMATS else _read_nothing
+            is_known = entry.dtype in FORMATS
+            read: Any = partial(_read_plain, path, name) if is_known else partial(iter, ())
             weights.append(FileWeight(name, entry.shape, entry.dtype, entry.size_bytes, read))
     return WeightFile(path, "safetensors", metadata, tuple(weights))
 
@@ -177,10 +178,6 @@ def _get(path: Path, name: str) -> torch.Tensor:
 
     with safe_open(str(path), framework="pt") as file:
         return file.get_tensor(name)
-
-
-def _read_nothing() -> Iterator[torch.Tensor]:
-    return iter(())
 
 
 def _read_plain(path: Path, name: str) -> Iterator[torch.Tensor]:
