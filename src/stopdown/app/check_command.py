@@ -25,12 +25,13 @@ from stopdown.number_formats import FORMATS, format_bytes
 from stopdown.outputs import check_target, written_beside
 from stopdown.pipelines.headers import WEIGHT_FILES, DamagedFileError
 from stopdown.pipelines.sources import (
+    Source,
     describe_damage,
     find_kind,
     find_missing,
     refuse,
     refuse_ignored,
-    resolve_name,
+    resolve_source,
     verify_source,
 )
 from stopdown.plans.plan_files import read_plan
@@ -196,7 +197,7 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     begun = time.perf_counter()
     _refuse(options)
 
-    found = resolve_name(options, with_weights=False)
+    found = _resolve(options, with_weights=False)
     if found.kind in ("bundled", "folder"):
         refuse(found.name, find_missing(found))
     load_libraries(display or Display())
@@ -280,10 +281,15 @@ def _fix(options: CheckOptions, checked: Checked) -> tuple[list[Finding], tuple[
     return [*mending.remaining, *about_files], done
 
 
+def _resolve(options: CheckOptions, *, with_weights: bool = True) -> Source:
+    named = {name: getattr(options, name) for name in ("revision", "config", "variant")}
+    return resolve_source(options.source, **named, with_weights=with_weights)
+
+
 def _load(options: CheckOptions, checked: Checked) -> Any:
     from stopdown.pipelines.loader import load_pipeline
 
-    source = resolve_name(options)
+    source = _resolve(options)
     verify_source(source)
     dtypes = {name: FORMATS[entry].torch_dtype for name, entry in checked.precisions.items()}
     return load_pipeline(source, torch_dtypes=dtypes)

@@ -302,6 +302,7 @@ def _generate(
     run: _Run,
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
+    from stopdown.plans.plan_choice import choose_loader
     from stopdown.runtime.memory_limits import Limit, fit_run
     from stopdown.runtime.runs import describe_run
 
@@ -313,7 +314,14 @@ def _generate(
         load = lambda: known  # noqa: E731 - the other way to have it is a partial
     else:
         loader = follow(
-            run.ranks, lambda: _choose_loader(chosen, options, request, device, display)
+            run.ranks,
+            lambda: choose_loader(
+                chosen.source,
+                options.precision,
+                device,
+                request=request,
+                progress=display.progress,
+            ),
         )
         load = functools.partial(_load, loader, options, display, stages)
     stages["prepare"] = time.perf_counter() - run.started
@@ -380,15 +388,6 @@ def _choose(
         memory=options.memory,
     )
     return chosen
-
-
-def _choose_loader(
-    chosen: Selection, options: GenerateOptions, request: Request, device: Device, display: Display
-) -> Callable[..., Loaded]:
-    from stopdown.plans.plan_choice import choose_loader
-
-    source, told = chosen.source, display.progress
-    return choose_loader(source, options.precision, device, request=request, progress=told)
 
 
 @contextlib.contextmanager

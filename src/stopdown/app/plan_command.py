@@ -25,8 +25,6 @@ from stopdown.app.request_options import RequestOptions, find_source, read_reque
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
 from stopdown.outputs import check_target, find_free
-from stopdown.pipelines.requests import Request
-from stopdown.pipelines.sources import Source
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
 from stopdown.records import ComponentPlan, Plan
@@ -177,6 +175,7 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     load_libraries(display)
     from stopdown.pipelines.library_messages import quiet_libraries
     from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
 
@@ -184,7 +183,13 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         refuse_unmeasurable(source, request, options.device, display, precision="fp32")
     with quiet_libraries():
         made = (
-            _certify(source, options, request, display)
+            certify_plan(
+                source,
+                precision=options.precision,
+                request=request,
+                residual=options.residual,
+                progress=display.progress,
+            )
             if options.certify
             else make_plan(
                 source,
@@ -240,20 +245,6 @@ def _check_accumulate(options: PlanOptions) -> None:
             f"--accumulate {options.accumulate} was given, and ranges are measured.",
             expected="Sums in fp16 are only safe with bounds that hold for every input.",
             remedy="Add --ranges auto, or --certify.",
-        )
-
-
-def _certify(source: Source, options: PlanOptions, request: Request, display: Display) -> Plan:
-    from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.plans.certified import certify_plan
-
-    with quiet_libraries():
-        return certify_plan(
-            source,
-            precision=options.precision,
-            request=request,
-            residual=options.residual,
-            progress=display.progress,
         )
 
 

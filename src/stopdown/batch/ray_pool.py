@@ -274,7 +274,7 @@ class RayActors(Workers):
         except self._ray.exceptions.RayTaskError as error:
             raise _unwrap(error) from error
         except self._ray.exceptions.RayError as error:
-            return f"died: {_describe_death(error)}"
+            return f"died: {take_first_line(error)[:200].strip().rstrip('.')}"
 
 
 class _Actor:
@@ -288,12 +288,6 @@ class _Actor:
     def make(self, task: Task, plan: Plan | None) -> Answer:
         """As `Worker.make`."""
         return self._worker.make(task, plan)
-
-
-def _describe_death(error: Exception) -> str:
-    """The first words of what Ray says about a death."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__)[:200].rstrip(".")
 
 
 def _unwrap(error: Any) -> StopdownError:

@@ -128,9 +128,7 @@ class _Bench:
         try:
             with quiet_libraries():
                 if self.reference is None:
-                    with self._running(WAYS["fp32"]) as (pipe, _):
-                        run = partial(_run, pipe, self.subject.request)
-                        self.reference, _ = _read(pipe, run)
+                    self.reference = self._find_reference()
                 return self._measure(row, WAYS[name])
         except Exception as error:  # whatever a device refuses; the other ways go on
             what = "It did not fit: " if is_out_of_memory(error) else ""
@@ -162,6 +160,10 @@ class _Bench:
     def _running(self, way: Way) -> Any:
         predict = partial(self._predict, way)
         return running(self.subject.build, way, self.device, self._find_plan, predict)
+
+    def _find_reference(self) -> torch.Tensor:  # by itself: its pipeline is let go when it returns
+        with self._running(WAYS["fp32"]) as (pipe, _):
+            return _read(pipe, partial(_run, pipe, self.subject.request))[0]
 
     def _find_plan(self, residual: str) -> Plan:
         if residual not in self.plans:

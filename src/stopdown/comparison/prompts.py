@@ -49,8 +49,9 @@ def read_prompts(path: Path) -> tuple[list[tuple[int, str]], list[BadLine]]:
         elif read:
             good.append((number, read))
     if not good:
+        said = "; ".join(f"line {x.line}: {x.reason.rstrip('.').lower()}" for x in bad[:3])
         raise InputError(
-            f"The prompt file {path} holds no prompt: {_describe_bad(bad)}.",
+            f"The prompt file {path} holds no prompt: {said or 'it is empty'}.",
             expected="Prompts are a text file with one prompt on each line, in UTF-8.",
             remedy=f'Write one: echo "a red circle moving left" > {path}',
         )
@@ -66,9 +67,3 @@ def _read_line(number: int, line: bytes) -> str | BadLine:
     if text and (reason := find_text_fault(text)):  # of lines, so no line break is in it
         return BadLine(number, (text if text.isprintable() else ascii(text))[:60], reason)
     return text
-
-
-def _describe_bad(bad: list[BadLine]) -> str:
-    if not bad:
-        return "it is empty"
-    return "; ".join(f"line {x.line}: {x.reason.rstrip('.').lower()}" for x in bad[:3])

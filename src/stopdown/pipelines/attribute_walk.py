@@ -47,7 +47,11 @@ def find_parts(program: Any) -> Parts:
         InputError: it holds no module, or names a method that is none.
     """
     held = dict(program) if isinstance(program, Mapping) else {"": program}
-    methods = {str(name): value for name, value in held.items() if _is_method(value)}
+    methods = {
+        str(name): value
+        for name, value in held.items()
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
+    }
     modules: dict[str, torch.nn.Module] = {}
     for name, value in held.items():
         if str(name) not in methods:
@@ -98,10 +102,6 @@ def _name_modules(value: Any, name: str) -> dict[str, torch.nn.Module]:
                 known.add(id(part))
                 named[_join(name, _join(path, inner)) or type(part).__name__] = part
     return named
-
-
-def _is_method(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], str)
 
 
 def _check_method(name: str, owner: Any, method: str) -> None:

@@ -20,18 +20,25 @@ from stopdown.pipelines.headers import DamagedFileError, read_header, read_resca
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.sources import (
     Source,
-    SourceName,
     list_library_classes,
     list_weight_files,
-    resolve_name,
+    resolve_source,
     verify_descriptions,
     verify_source,
 )
 
 
-class NamedSource(SourceName, Protocol):
-    """What names a model, and what stands on it."""
+class NamedSource(Protocol):
+    """What names a model, and what stands on it: the options of a command, or the settings of a batch."""
 
+    @property
+    def source(self) -> str: ...
+    @property
+    def revision(self) -> str | None: ...
+    @property
+    def config(self) -> str | None: ...
+    @property
+    def variant(self) -> str | None: ...
     @property
     def lora(self) -> tuple[str, ...]: ...
     @property
@@ -49,7 +56,14 @@ def resolve_whole(
     """
     loras = tuple(parse_lora(text) for text in name.lora)
     scheduler = find_scheduler(name.scheduler) if name.scheduler else ""
-    found = resolve_name(name, progress=progress, with_weights=with_weights)
+    found = resolve_source(
+        name.source,
+        revision=name.revision,
+        config=name.config,
+        variant=name.variant,
+        progress=progress,
+        with_weights=with_weights,
+    )
     if with_weights:
         verify_source(found)
     elif found.kind != "file":

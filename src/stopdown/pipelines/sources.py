@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
@@ -157,33 +157,6 @@ def resolve_source(
     if any(list_weight_files(found).values()) and not _has_variant(found):
         raise make_error("no-variant", name=text_of(source), variant=variant)
     return found
-
-
-class SourceName(Protocol):
-    """What names a model: the options of a command, or the settings of a batch."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def revision(self) -> str | None: ...
-    @property
-    def config(self) -> str | None: ...
-    @property
-    def variant(self) -> str | None: ...
-
-
-def resolve_name(
-    name: SourceName, *, progress: Progress | None = None, with_weights: bool = True
-) -> Source:
-    """As `resolve_source`, for whatever has the fields that name a model."""
-    return resolve_source(
-        name.source,
-        revision=name.revision,
-        config=name.config,
-        variant=name.variant,
-        progress=progress,
-        with_weights=with_weights,
-    )
 
 
 def text_of(source: str | Path) -> str:
