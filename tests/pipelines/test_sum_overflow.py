@@ -17,7 +17,7 @@ from stopdown.dtype_rules.findings import is_fault
 from stopdown.records import Finding
 
 MODULE_PATH = "down_blocks.0.attentions.0.transformer_blocks.0.attn1"
-SMALL = {"height": 32, "width": 32, "num_frames": 2}
+SMALL = {"height": 32, "width": 32, "num_frames": 2, "num_inference_steps": 2}
 
 
 @pytest.fixture(scope="module")

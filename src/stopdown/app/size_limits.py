@@ -11,7 +11,7 @@ memory only the size of the result is looked at: what a strategy takes is judged
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stopdown.app.display import Display
 from stopdown.app.memory_command import find_ways
@@ -33,7 +33,6 @@ from stopdown.pipelines.sources import Source
 if TYPE_CHECKING:
     from stopdown.memory.forecast import Fit
     from stopdown.memory.smaller_requests import Size
-    from stopdown.plans.precision_and_memory import Way
 
 DECODED_BYTES = 1024
 """128 channels in 16 bits, four values alive at a time: what Diffusers' autoencoders have at full size."""
@@ -74,16 +73,21 @@ def refuse_too_large(
     limit = read_limit(memory) or device.memory_bytes
     if not limit or (request.frames or 16) * max(sides, default=0) ** 2 * DECODED_BYTES <= limit:
         return
+    from stopdown.memory.forecast import predict_resident
     from stopdown.memory.smaller_requests import find_largest
+    from stopdown.pipelines.dry_run import Answer
+    from stopdown.plans.precision_and_memory import build_way
     from stopdown.runtime.memory_limits import shrink_request
 
     way = find_ways(source, precision, describe_device(device), None)[0]
-    asked = _find_size(source, way, request)
+    pipe, answers = build_way(source, way), dict[str, Answer]()  # at all sizes the text is the same
+    asked = _find_size(pipe, request)
 
     def predict(size: Size) -> Fit:
         display.progress("predict", f"{size} in {way.name}", 0, 0)
         smaller = shrink_request(dataclasses.replace(request, steps=1), size)
-        return _predict(source, way, smaller, is_cpu=device.type == "cpu")
+        arguments = build_arguments(pipe, smaller)
+        return predict_resident(pipe, arguments, on_cpu=device.type == "cpu", answers=answers)
 
     least = asked.pixels * RETURNED_BYTES
     if least <= limit and memory is None:
@@ -127,25 +131,14 @@ def refuse_unmeasurable(
         refuse_too_large(found, request, where, display, precision=precision, offloads=False)
 
 
-def _predict(source: Source, way: Way, request: Request, *, is_cpu: bool) -> Fit:
-    """What one step takes with all weights on the device, and nothing else tried."""
-    from stopdown.memory.forecast import predict_resident
-    from stopdown.plans.precision_and_memory import build_way
-
-    pipe = build_way(source, way)
-    return predict_resident(pipe, build_arguments(pipe, request), on_cpu=is_cpu)
-
-
 def _find_peak(fit: Fit) -> int:
     return fit.predictions[0].peak_bytes
 
 
-def _find_size(source: Source, way: Way, request: Request) -> Size:
+def _find_size(pipe: Any, request: Request) -> Size:
     """Frames, height and width of what is asked for; a side that was not asked for is as the other."""
     from stopdown.memory.smaller_requests import Size
-    from stopdown.plans.precision_and_memory import build_way
 
-    pipe = build_way(source, way)
     height, width = request.height or request.width, request.width or request.height
     frames = find_frames(pipe, build_arguments(pipe, request))
     return Size(frames, int(height or 0), int(width or 0))

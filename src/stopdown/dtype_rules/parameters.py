@@ -176,13 +176,11 @@ def check_values(
     Cost: a few passes over every weight that is in memory.
     """
     for name, module in components.items():
+        kept_fp32 = find_kept_parameters(module, "fp16")
         for path, parameter in module.named_parameters():
             if parameter.is_floating_point() and not parameter.is_meta:
                 target = precisions.get(name) or name_dtype(parameter.dtype)
-                is_kept = (
-                    path in find_kept_parameters(module, target) if target == "fp16" else False
-                )
-                target = "fp32" if is_kept else target
+                target = "fp32" if target == "fp16" and path in kept_fp32 else target
                 yield from check_tensor(name_module_path(name, path), parameter.detach(), target)
 
 

@@ -103,10 +103,16 @@ def predict_all(
     return Fit(predictions, plain.strays, _find_sides(plain))
 
 
-def predict_resident(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> Fit:
-    """What one step takes with all weights on the device, and nothing else tried."""
+def predict_resident(
+    pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool, answers: Answers | None = None
+) -> Fit:
+    """What one step takes with all weights on the device, and nothing else tried.
+
+    Args:
+        answers: as for `predict_all`.
+    """
     given = {**arguments, "num_inference_steps": 1}
-    run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu))
+    run = listen_to_run(pipe, given, MemoryListener(on_cpu=on_cpu), answers)
     return Fit((predict(run, Strategy(), steps=1),), sides=_find_sides(run))
 
 
