@@ -281,7 +281,7 @@ def test_a_project_gives_defaults(run: Any, here: Path) -> None:
     (here / "pyproject.toml").write_text('[tool.stopdown.generate]\non-fault = "no"\n')
     assert "'no' is not one of 'repair', 'raise'" in run("generate", "shapes", "a")[2]
     (here / "pyproject.toml").write_text("not TOML")
-    assert read_defaults({"generate": ["device"]}, here)[0] is None
+    assert read_defaults({"generate": ["device"]})[0] is None
 
 
 @pytest.mark.parametrize(

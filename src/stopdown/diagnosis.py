@@ -179,11 +179,11 @@ def explain(subject: str | BaseException | Path) -> Diagnosis:
     return explain_text(subject)
 
 
-def explain_text(text: str, knowledge: Knowledge | None = None) -> Diagnosis:
+def explain_text(text: str) -> Diagnosis:
     """As `explain`, for the text of a message, a traceback or a log."""
     half = MOST_BYTES // 2
     ends = [text] if len(text) <= MOST_BYTES else [text[:half], text[-half:]]
-    return _explain_ends(ends, knowledge or read_knowledge())
+    return _explain_ends(ends)
 
 
 def explain_stream(stream: BinaryIO) -> Diagnosis:
@@ -194,7 +194,7 @@ def explain_stream(stream: BinaryIO) -> Diagnosis:
         if not piece:
             break
         tail = (tail + piece)[-MOST_BYTES // 2 :]
-    return _explain_ends(_decode(head, tail), read_knowledge())
+    return _explain_ends(_decode(head, tail))
 
 
 def _decode(head: bytes, tail: bytes) -> list[str]:
@@ -214,7 +214,8 @@ def _find_coding(head: bytes) -> str:
     )
 
 
-def _explain_ends(ends: Iterable[str], known: Knowledge) -> Diagnosis:
+def _explain_ends(ends: Iterable[str]) -> Diagnosis:
+    known = read_knowledge()
     text, numbers = condense(*ends)
     signs = [(sign, hits) for sign in known.signs if (hits := _find_all(sign.match, text))]
     weighed = [found for cause in known.causes if (found := _weigh(cause, text, signs))]
@@ -428,7 +429,7 @@ def explain_file(path: Path) -> Diagnosis:
         return _explain_clip(path, media.iterate_frames(path, MOST_FRAMES + 1))
     if path.suffix.lower() in PICTURES:
         return _explain_clip(path, iter([media.read_image(path)]))
-    return _explain_ends(_read_log(path), read_knowledge())
+    return _explain_ends(_read_log(path))
 
 
 def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:

@@ -286,13 +286,11 @@ def to_uint8(frames: np.ndarray[Any, Any]) -> Frames:
     return np.asarray(np.rint(scaled).astype(np.uint8))
 
 
-def draw_preview(frames: Frames, *, count: int = 4, height: int = 72) -> str:
-    """A few frames of a clip side by side, small, as WebP in base64.
+def draw_preview(frames: Frames) -> str:
+    """Four frames of a clip at most side by side, 72 pixels high or as they are, as WebP in base64.
 
     Args:
         frames: `[T, H, W, 3]` uint8.
-        count: how many of them at most, the first and the last among them.
-        height: of the strip in pixels; frames that are smaller keep their size.
     """
     import base64
     import io
@@ -300,10 +298,10 @@ def draw_preview(frames: Frames, *, count: int = 4, height: int = 72) -> str:
     import numpy as np
     from PIL import Image
 
-    chosen = frames[np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)]
+    chosen = frames[np.linspace(0, len(frames) - 1, min(4, len(frames))).round().astype(int)]
     strip = Image.fromarray(np.concatenate(list(chosen), axis=1))
-    if strip.height > height:
-        strip = strip.resize((max(1, round(strip.width * height / strip.height)), height))
+    if strip.height > 72:
+        strip = strip.resize((max(1, round(strip.width * 72 / strip.height)), 72))
     held = io.BytesIO()
     strip.save(held, "WEBP", quality=70)
     return base64.b64encode(held.getvalue()).decode("ascii")

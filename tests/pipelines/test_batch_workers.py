@@ -102,14 +102,14 @@ def test_an_item_that_kills_its_workers_fails(
 ) -> None:
     """A worker's death is retried up to --tries; then it is the item's result, and the rest is made."""
     from stopdown.batch import dispatch
-    from stopdown.batch.pools import Died, InProcess
+    from stopdown.batch.pools import InProcess
 
     wait = InProcess.wait
 
     def die(pool: Any) -> Any:
         if pool._given and "blue" in pool._given[0].request.prompt:
             pool._given = None
-            return [(0, Died("Worker 0 ended with SIGKILL."))]
+            return [(0, "Worker 0 ended with SIGKILL.")]
         return wait(pool)
 
     monkeypatch.setattr(InProcess, "wait", die)

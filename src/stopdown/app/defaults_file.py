@@ -27,19 +27,17 @@ _MOST_BYTES = 2**16
 
 
 def read_defaults(
-    commands: Mapping[str, Collection[str]], folder: Path | None = None
+    commands: Mapping[str, Collection[str]],
 ) -> tuple[Path | None, dict[str, dict[str, Any]]]:
     """The file that gives defaults, and those of each command; None without such a file.
 
     Args:
         commands: the options of each command, by their names in Python.
-        folder: of the command; None for the working directory.
 
     Raises:
         OptionError: the file cannot be read, or sets what no command has.
     """
-    start = Path.cwd() if folder is None else folder
-    for place in (start, *start.parents):
+    for place in (Path.cwd(), *Path.cwd().parents):
         for path in (place / NAME, place / "pyproject.toml"):
             table = _read_table(path) if path.is_file() else None
             if table is not None:

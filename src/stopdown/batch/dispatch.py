@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from stopdown.batch.jobs import Task
 from stopdown.batch.limits import MOST_DEATHS, TRIES
 from stopdown.batch.plan_versions import PlanVersions
-from stopdown.batch.pools import Died, Pool
+from stopdown.batch.pools import Pool
 from stopdown.batch.records import ItemResult
 from stopdown.batch.worker import Answer, fail_task
 from stopdown.errors import StopdownError
@@ -72,11 +72,11 @@ class Dispatch:
             )
         return dataclasses.replace(answer.result, tries=self._begun[task.item])
 
-    def _mourn(self, task: Task, died: Died) -> ItemResult | None:
+    def _mourn(self, task: Task, reason: str) -> ItemResult | None:
         """The result of an item that was tried often enough; None when it is to be tried again."""
         self._deaths += 1
         tries = self._begun[task.item]
-        self.note(f"{died.reason} It was making {task.name}.")
+        self.note(f"{reason} It was making {task.name}.")
         if self._deaths >= MOST_DEATHS:
             raise StopdownError(
                 f"{self._deaths} workers died one after the other without finishing an item.",
@@ -85,5 +85,5 @@ class Dispatch:
             )
         if tries < self.tries:
             return None
-        said = f"Each of {tries} workers that tried it died. {died.reason}"
+        said = f"Each of {tries} workers that tried it died. {reason}"
         return fail_task(task, said, tries)

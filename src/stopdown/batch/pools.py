@@ -24,22 +24,11 @@ from stopdown.errors import StopdownError
 from stopdown.records import Plan
 from stopdown.runtime.guard import Observer
 
-
-@dataclass(frozen=True)
-class Died:
-    """A worker ended while it had a task.
-
-    Attributes:
-        reason: what is known of it, as a sentence.
-    """
-
-    reason: str
-
-
 _PRELOADED = ("stopdown.batch.worker", "diffusers.pipelines.pipeline_utils")
 
-Event = tuple[int, Answer | Died]
-"""The number of a worker, and what it answered or that it died; a new one stands in its place."""
+Event = tuple[int, Answer | str]
+"""The number of a worker, and what it answered; or of one that died how, as a sentence: a new one stands in
+its place."""
 
 
 class InProcess:
@@ -180,7 +169,7 @@ class Workers(abc.ABC):
                 remedy="Run stopdown doctor, or one item with stopdown generate, to see why.",
             )
         self._slots[number] = dataclasses.replace(self._begin(number), deaths=deaths)
-        return (number, Died(reason)) if was_busy else None
+        return (number, reason) if was_busy else None
 
 
 Pool = InProcess | Workers

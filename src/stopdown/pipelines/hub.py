@@ -98,9 +98,7 @@ def download_snapshot(
     return index.parent
 
 
-def download_component(
-    repo: str, folder: str = "", *, revision: str | None = None, progress: Progress | None = None
-) -> Path:
+def download_component(repo: str, folder: str = "", *, revision: str | None = None) -> Path:
     """The snapshot of a repository with one model of Transformers in it, or in one of its folders.
 
     Raises:
@@ -116,7 +114,7 @@ def download_component(
             revision=revision,
             allow_patterns=["model_index.json", *(f"{place}{name}" for name in names)],
             ignore_patterns=[] if folder else ["*/*"],
-            tqdm_class=_make_bar_class(progress),
+            tqdm_class=_make_bar_class(None),
         )
     root = Path(found)
     _check_files([path for path in (root / folder).glob("*") if path.is_file()], repo)

@@ -170,8 +170,8 @@ def spread_scale(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | Non
     return scale
 
 
-def iterate_rows(codes: torch.Tensor, most: int = 2**22) -> Iterator[slice]:
-    """Slices of rows with so many values at most."""
-    rows = max(1, most // max(1, codes[:1].numel()))
+def iterate_rows(codes: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows with 4 M values at most."""
+    rows = max(1, 2**22 // max(1, codes[:1].numel()))
     for start in range(0, len(codes), rows):
         yield slice(start, min(start + rows, len(codes)))
