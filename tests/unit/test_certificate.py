@@ -179,9 +179,11 @@ def test_tiny_stored_values_are_not_certified() -> None:
         unknown = problem.system.unknown(name)
         held, weight = replace(certain, least_stored=least), 0.0 if " " in name else 1.0
         problem.limits.append(Limit(unknown, held, torch.float16, name, weight))
-    assert find_uncertain(problem, lambda unknown: 0, ()) == (5, ())
-    assert find_uncertain(problem, lambda unknown: -13, ()) == (5, ("a (add)", "b.weight"))
-    assert find_uncertain(problem, lambda unknown: -20, ())[1] == (
+    limits = problem.list_narrow(())
+    assert len(limits) == 5
+    assert find_uncertain(limits, lambda unknown: 0) == ()
+    assert find_uncertain(limits, lambda unknown: -13) == ("a (add)", "b.weight")
+    assert find_uncertain(limits, lambda unknown: -20) == (
         "a (add)",
         "b.weight",
         "d.weight",
@@ -326,13 +328,13 @@ def test_bounds_that_are_updated_are_those_that_are_found_anew(
 def count_visits(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Gets each operation whose bound is computed."""
     visits: list[object] = []
-    visit = propagation._Propagation._visit_operation
+    visit = propagation.Propagation._visit_operation
 
-    def note(self: propagation._Propagation, node: torch.fx.Node) -> None:
+    def note(self: propagation.Propagation, node: torch.fx.Node) -> None:
         visits.append(node)
         visit(self, node)
 
-    monkeypatch.setattr(propagation._Propagation, "_visit_operation", note)
+    monkeypatch.setattr(propagation.Propagation, "_visit_operation", note)
     return visits
 
 

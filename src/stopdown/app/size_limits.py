@@ -114,7 +114,7 @@ def refuse_unmeasurable(
     Args:
         device: its name; None is whichever device holds the run, and no less than the host's memory.
     """
-    from stopdown.pipelines.class_selection import choose_class
+    from stopdown.pipelines.class_selection import select_class
     from stopdown.pipelines.loader import complete_source, find_class
 
     if request.height is None and request.width is None:
@@ -122,7 +122,7 @@ def refuse_unmeasurable(
     found = complete_source(source)
     if found.parts:  # its calls are recorded ones
         return
-    found = dataclasses.replace(found, pipeline_class=choose_class(found.pipeline_class, request))
+    found = select_class(found, request)
     needed = list_needed_fields(find_class("diffusers", found.pipeline_class))
     if "prompt" in needed:
         request = dataclasses.replace(request, prompt=request.prompt or PROMPTS[0])

@@ -246,6 +246,3 @@ def _move_most(products: Products, affine_rows: Sequence[AffineRow]) -> torch.Te
 
 def _sum_rest(affine_rows: Sequence[AffineRow]) -> torch.Tensor:
     return torch.stack([(x.largest + x.rest + x.basis[2]).sum() for x in affine_rows])
-
-
-__all__ = ["AffineRow", "AffineRows", "bound_image", "by_channel", "follow", "rounded"]

@@ -137,7 +137,7 @@ def bound_call(
 
     Cost: each weight is asked for about once, in the order of the graph, and read a few times.
     """
-    walk = _Propagation(capture, load, limits, blocks, frozenset(loose))
+    walk = Propagation(capture, load, limits, blocks, frozenset(loose))
     if before is not None:
         update = _Update(capture, load, limits, blocks, frozenset(loose))
         update.begin(before)
@@ -148,7 +148,7 @@ def bound_call(
     return walk.found
 
 
-class _Propagation:
+class Propagation:
     """Visits the nodes of a graph in order; answers what rules ask."""
 
     def __init__(
@@ -192,6 +192,7 @@ class _Propagation:
     # what rules ask
 
     def bound(self, value: Any) -> Bound | None:
+        """The bound of a node, of a parameter too; None when it has none."""
         held = self.held.get(value)
         if isinstance(held, Bound):
             return held
@@ -215,6 +216,7 @@ class _Propagation:
         return None if source is None else uniform(source.largest, shape_of(node))
 
     def load(self, node: Node) -> torch.Tensor | None:
+        """A parameter's values as they are stored; None when the node is no parameter."""
         name = self.capture.parameters.get(node.name)
         if name is None:
             return None
@@ -226,13 +228,16 @@ class _Propagation:
         return self._last[1]
 
     def floor(self, node: Node) -> float:
+        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude."""
         is_loose = self.capture.parameters.get(node.name) in self._loose
         return LOOSE_WEIGHT_FLOOR if is_loose else WEIGHT_FLOOR
 
     def affine_rows(self, node: Node) -> AffineRows:
+        """What is known of the rows of a value behind a norm; empty for nothing."""
         return self.rows.get(node, ())
 
     def exact(self, node: Node) -> Interval | None:
+        """A value that is known, or known but for its rounding; None for others."""
         held = self.held.get(node)
         return held if isinstance(held, Interval) else None
 
@@ -442,7 +447,7 @@ class _Propagation:
                 self._record(other, joined)
 
 
-class _Update(_Propagation):
+class _Update(Propagation):
     """Visits what parameters with the loose room change; the rest is taken from what was found before.
 
     Nothing passes a norm: its result rests on its own weights. Of other inputs a bound is known; what was
@@ -565,6 +570,3 @@ def _find_last_uses(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
     for source, node in last.items():
         spent.setdefault(node, []).append(source)
     return spent
-
-
-__all__ = ["Bounds", "InputLimits", "Timesteps", "bound_call"]

@@ -5,38 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from stopdown.bounds.intervals import Interval
-from stopdown.bounds.values import AffineRows, Bound, Shape, broadcast, make_bound, uniform
+from stopdown.bounds.values import Bound, Shape, broadcast, make_bound, uniform
 from stopdown.graph.nodes import arguments, shape_of
 from stopdown.number_formats import NEAR_FP16_END
+
+if TYPE_CHECKING:
+    from stopdown.bounds.propagation import Propagation
 
 
 class UnboundedError(Exception):
     """An argument has no bound, or the rule has none for such arguments."""
-
-
-class Known(Protocol):
-    """What a rule may ask about the values before it."""
-
-    def bound(self, value: Any) -> Bound | None:
-        """The bound of a node, of a parameter too; None when it has none."""
-
-    def load(self, node: Node) -> torch.Tensor | None:
-        """A parameter's values as they are stored; None when the node is no parameter."""
-
-    def floor(self, node: Node) -> float:
-        """Room for what is subnormal in fp16 of a parameter, relative to its largest magnitude."""
-
-    def exact(self, node: Node) -> Interval | None:
-        """A value that is known, or known but for its rounding; None for others."""
-
-    def affine_rows(self, node: Node) -> AffineRows:
-        """What is known of the rows of a value behind a norm; empty for nothing."""
 
 
 @dataclass
@@ -44,12 +27,13 @@ class Operands:
     """One operation whose result is to be bounded.
 
     Attributes:
+        known: what is known of the values before it.
         parts: what a rule knows of the parts of the result's sums, where the bound of the result is
             none of theirs; it broadcasts to the result.
     """
 
     node: Node
-    known: Known
+    known: Propagation
     parts: torch.Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -7,10 +7,10 @@ All arithmetic is in float64.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
@@ -66,12 +66,12 @@ class AffineRow:
     table: torch.Tensor
     rest: torch.Tensor
 
-    @cached_property
+    @functools.cached_property
     def largest(self) -> torch.Tensor:
         """`[d]`: the largest magnitude of each channel of the table."""
         return _find_largest(x.abs() for x in self.table.split(TIMESTEPS_AT_ONCE)).double()
 
-    @cached_property
+    @functools.cached_property
     def basis(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The table as `coefficients @ rows`, and the largest magnitude that is left, by channel."""
         if len(self.table) <= BASIS:
@@ -127,17 +127,13 @@ def uniform(magnitude: float, shape: Shape, typical: float | None = None) -> Bou
 
 def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
     """The same bound with fewer entries: the largest of tokens, frames or rows, not of channels."""
-    channel = _find_channel(shape)
+    channel = len(shape) - 1
     while bound.numel() > MOST_ENTRIES:
         sizes = [(size, -abs(dim - channel), dim) for dim, size in enumerate(bound.shape)]
         others = [x for x in sizes if x[2] != channel and x[0] > 1]
         dim = max(others)[2] if others else channel
         bound = bound.amax(dim, keepdim=True)
     return bound
-
-
-def _find_channel(shape: Shape) -> int:
-    return len(shape) - 1
 
 
 def _fit(norm: torch.Tensor, dims: frozenset[int]) -> torch.Tensor:
@@ -200,12 +196,11 @@ def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
         shape: of the first.
         other: of the second; a part of the first, or a view of it.
     """
-    alike = len(shape) == len(other)
-    if not alike:
-        return _join_loosely(first, second, shape)
+    typical = max(first.typical, second.typical)
+    if len(shape) != len(other):
+        return make_bound(first.peak.clamp(min=second.largest), shape, typical=typical)
     cut = [dim for dim in range(len(shape)) if shape[dim] != other[dim]]
     peak = torch.maximum(first.peak, largest_over(second.peak, cut))
-    typical = max(first.typical, second.typical)
     dims = first.rows & second.rows
     if not dims or set(cut) & dims:
         return make_bound(peak, shape, typical=typical)
@@ -214,44 +209,32 @@ def join(first: Bound, second: Bound, shape: Shape, other: Shape) -> Bound:
     return make_bound(peak, shape, typical=typical, norm=norm, rows=dims)
 
 
-def _join_loosely(first: Bound, second: Bound, shape: Shape) -> Bound:
-    peak = first.peak.clamp(min=second.largest)
-    return make_bound(peak, shape, typical=max(first.typical, second.typical))
-
-
 def reshape(bound: Bound, shape: Shape, target: Shape) -> Bound:
     """The bound of a value that was viewed in another shape."""
-    peak, norm, rows = bound.peak, bound.norm, set[int]()
-    pieces_peak: list[Shape] = []
-    pieces_norm: list[Shape] = []
-    for source, result in group_dims(shape, target):
-        sizes = [shape[d] for d in source]
+    groups = group_dims(shape, target)
+    norm, rows = bound.norm, set[int]()
+    for source, result in groups:
         inside = [d in bound.rows for d in source if shape[d] > 1]
-        if inside and any(inside) and not all(inside):
-            extra = [d for d in source if d not in bound.rows]
-            norm = sum_squares(norm**2, shape, extra).sqrt()
+        if any(inside) and not all(inside):
+            norm = sum_squares(norm**2, shape, [d for d in source if d not in bound.rows]).sqrt()
         if any(inside):
             rows |= {d for d in result if target[d] > 1}
-        whole = math.prod(sizes)
-        peak, made = _merge(peak, source, sizes, whole)
-        pieces_peak.append(tuple(target[d] if made else 1 for d in result))
-        norm, made = _merge(norm, source, sizes, whole)
-        pieces_norm.append(tuple(target[d] if made else 1 for d in result))
-    peak = peak.reshape([size for piece in pieces_peak for size in piece])
-    norm = norm.reshape([size for piece in pieces_norm for size in piece])
+    peak, norm = (_regroup(x, groups, shape, target) for x in (bound.peak, norm))
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=rows)
 
 
-def _merge(
-    tensor: torch.Tensor, source: Sequence[int], sizes: Sequence[int], whole: int
-) -> tuple[torch.Tensor, bool]:
-    """Give the source dimensions of a group their full sizes when one of them has its own."""
-    if all(tensor.shape[d] == 1 for d in source) and whole != 1:
-        return tensor, False
-    sizes_now = list(tensor.shape)
-    for dim, size in zip(source, sizes, strict=True):
-        sizes_now[dim] = size
-    return tensor.expand(sizes_now), True
+def _regroup(
+    tensor: torch.Tensor, groups: list[tuple[list[int], list[int]]], shape: Shape, target: Shape
+) -> torch.Tensor:
+    """What is known of a value by its new dimensions: one number where it was one for all of a group."""
+    sizes, pieces = list(tensor.shape), list[int]()
+    for source, result in groups:
+        whole = math.prod(shape[d] for d in source)
+        is_one = whole != 1 and all(tensor.shape[d] == 1 for d in source)
+        for d in () if is_one else source:
+            sizes[d] = shape[d]
+        pieces += [1 if is_one else target[d] for d in result]
+    return tensor.expand(sizes).reshape(pieces)
 
 
 def group_dims(shape: Shape, target: Shape) -> list[tuple[list[int], list[int]]]:
@@ -295,17 +278,13 @@ def permute(bound: Bound, order: Sequence[int]) -> Bound:
 
 def take(bound: Bound, target: Shape, dim: int, start: int, stop: int, op: int = 1) -> Bound:
     """The bound of a slice along one dimension."""
-    peak, norm = bound.peak, bound.norm
-    if peak.shape[dim] > 1:
-        peak = _slice(peak, dim, start, stop, op)
-    if norm.shape[dim] > 1:
-        norm = _slice(norm, dim, start, stop, op)
+    peak, norm = (_slice(x, dim, start, stop, op) for x in (bound.peak, bound.norm))
     return make_bound(peak, target, typical=bound.typical, norm=norm, rows=bound.rows)
 
 
 def _slice(tensor: torch.Tensor, dim: int, start: int, stop: int, op: int) -> torch.Tensor:
     index = [slice(None)] * tensor.dim()
-    index[dim] = slice(start, stop, op)
+    index[dim] = slice(start, stop, op) if tensor.shape[dim] > 1 else slice(None)
     return tensor[tuple(index)]
 
 
@@ -318,17 +297,10 @@ def concatenate(bounds: Sequence[Bound], shapes: Sequence[Shape], target: Shape,
         return make_bound(peak, target, typical=typical)
     norms = [norm_over(b, s, dims) for b, s in zip(bounds, shapes, strict=True)]
     if dim in dims:
-        norm = _largest_shape([x**2 for x in norms], add=True).sqrt()
+        norm = functools.reduce(torch.add, [x**2 for x in norms]).sqrt()
     else:
         norm = _cat(norms, shapes, target, dim)
     return make_bound(peak, target, typical=typical, norm=norm, rows=dims)
-
-
-def _largest_shape(tensors: Sequence[torch.Tensor], *, add: bool) -> torch.Tensor:
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor if add else torch.maximum(total, tensor)
-    return total
 
 
 def _cat(
@@ -338,8 +310,7 @@ def _cat(
     sizes = [max(t.shape[d] for t in tensors) for d in range(len(target))]
     sizes[dim] = target[dim]
     if math.prod(sizes) > MOST_ENTRIES or (dim != len(target) - 1 and target[dim] > 4096):
-        flat = [t.amax(dim, keepdim=True) for t in tensors]
-        return _largest_shape(flat, add=False)
+        return functools.reduce(torch.maximum, [t.amax(dim, keepdim=True) for t in tensors])
     parts = [
         tensor.expand([shape[dim] if d == dim else size for d, size in enumerate(sizes)])
         for tensor, shape in zip(tensors, shapes, strict=True)

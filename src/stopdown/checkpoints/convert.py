@@ -55,7 +55,7 @@ from stopdown.errors import (
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
-from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.components import find_kept_fp32, is_autoencoder
 from stopdown.pipelines.eps_fields import find_eps_fields
 from stopdown.pipelines.folders import (
@@ -226,9 +226,7 @@ def _open(
 ) -> _Work:
     """The pipeline in fp32, after a look whether plan and options belong to it."""
     check_source(plan, source)
-    source = complete_source(source)
-    chosen = choose_class(source.pipeline_class, request or Request())
-    source = dataclasses.replace(source, pipeline_class=chosen)
+    source = select_class(complete_source(source), request)
     names = [entry.component for entry in plan.components]
     for name in leave:
         if name not in names:

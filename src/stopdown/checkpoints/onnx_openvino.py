@@ -12,7 +12,6 @@ override, exporters that are not installed or refuse the code.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import io
 import warnings
@@ -28,7 +27,7 @@ from stopdown.errors import OptionError, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.outputs import check_target, written_beside
 from stopdown.patches import Patches
-from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
@@ -110,11 +109,9 @@ def export_plan(
                 expected=f"Those are {', '.join(entries) or 'none'}.",
                 remedy=f'Use component="{next(iter(entries), "NAME")}".',
             )
-    source = complete_source(source)
-    wanted = request or Request()
-    source = dataclasses.replace(source, pipeline_class=choose_class(source.pipeline_class, wanted))
+    source = select_class(complete_source(source), request)
     program = load_program(source, torch_dtypes=torch.float32)
-    calls = draw_calls(source, wanted)
+    calls = draw_calls(source, request or Request())
     written = list[Path]()
     with written_beside(output, option="as OUT") as part:
         part.mkdir(exist_ok=True)

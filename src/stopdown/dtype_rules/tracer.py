@@ -16,7 +16,7 @@ import functools
 import inspect
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -35,6 +35,9 @@ from stopdown.graph import operations
 from stopdown.graph.operations import list_kinds, read_calls
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
+
+if TYPE_CHECKING:
+    from stopdown.dtype_rules.observations import Judge
 
 LARGEST_KNOWN = 1 << 18
 """Values are computed for tensors up to this size; a mask of 512 by 512 tokens fits."""
@@ -115,16 +118,6 @@ class Work:
     peak_bytes: int = 0
 
 
-class StepJudge(Protocol):
-    """Who is told of each step."""
-
-    def __call__(self, step: Step) -> bool:
-        """Before a step: True when its operands cannot go together and must be cast to go on."""
-
-    def watch(self, step: Step, given: Any, made: Any) -> None:
-        """After a step whose result is known: its first known operand, and the result."""
-
-
 class Walk(TorchFunctionMode):
     """The walk through one call; see the head of this file.
 
@@ -137,7 +130,7 @@ class Walk(TorchFunctionMode):
 
     def __init__(
         self,
-        judge: StepJudge,
+        judge: Judge,
         main: torch.dtype | None,
         device: str = "cpu",
         paths: ModulePaths | None = None,

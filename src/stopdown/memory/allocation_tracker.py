@@ -38,16 +38,13 @@ class StorageTracker(TorchDispatchMode):
         kind: of tensors that are counted; others stand for nothing that a device would hold.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, on_cpu: bool = True) -> None:
+    def __init__(self, *, on_cpu: bool = True) -> None:
         """
         Args:
             on_cpu: whether the kernels are those of the CPU, whose convolutions take memory too.
-            limit_bytes: an operation that takes more raises `torch.OutOfMemoryError`, as a device of
-                this size would; None for no limit.
         """
         super().__init__()
         self.live_bytes = self.peak_bytes = self.flops = 0
-        self.limit_bytes = limit_bytes
         self._on_cpu = on_cpu
         self.on_operation: Callable[[Any], None] | None = None
         self.kind: type[torch.Tensor] = torch.Tensor
@@ -63,7 +60,7 @@ class StorageTracker(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if id(storage) not in self._known:
-                self._add(storage.nbytes())
+                self.add(storage.nbytes())
                 self._watch(storage, storage.nbytes())
 
     def restart(self) -> int:
@@ -86,12 +83,8 @@ class StorageTracker(TorchDispatchMode):
         self.flops += _count_flops(func.overloadpacket, args, kwargs or {}, output)
         return output
 
-    def _add(self, nbytes: int) -> None:
-        if self.limit_bytes is not None and self.live_bytes + nbytes > self.limit_bytes:
-            raise torch.OutOfMemoryError(
-                f"out of memory: tried to allocate {nbytes} bytes; {self.live_bytes} of "
-                f"{self.limit_bytes} bytes are taken"
-            )
+    def add(self, nbytes: int) -> None:
+        """A storage is made."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 

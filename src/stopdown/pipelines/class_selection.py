@@ -43,6 +43,12 @@ class Selection:
         )
 
 
+def select_class(source: Source, request: Request | None) -> Source:
+    """A source with the class that serves a request from it."""
+    chosen = choose_class(source.pipeline_class, request or Request())
+    return dataclasses.replace(source, pipeline_class=chosen)
+
+
 def choose_class(class_name: str, request: Request) -> str:
     """The class that serves a request from a checkpoint: its own, or a sister for picture or video.
 
@@ -92,9 +98,7 @@ def select_pipeline(
         SourceError: a single file cannot be identified, or its configuration cannot be read.
         OptionError: as `Selection.check_request`.
     """
-    found = complete_source(source, progress=progress)
-    chosen = choose_class(found.pipeline_class, request)
-    found = dataclasses.replace(found, pipeline_class=chosen)
+    found = select_class(complete_source(source, progress=progress), request)
     configs = read_configs(found.described)
     known = {name: configs[name] for name in found.components if name in configs}
     selection = Selection(found, known)

@@ -28,7 +28,7 @@ from stopdown.errors import OptionError
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.components import (
     explain_run,
     find_adapter,
@@ -225,9 +225,7 @@ def _open(
     if not isinstance(source, Source):
         source = resolve_source(source)
         verify_source(source)
-    source = complete_source(source)
-    chosen = choose_class(source.pipeline_class, request)
-    source = dataclasses.replace(source, pipeline_class=chosen)
+    source = select_class(complete_source(source), request)
     stored = {name: dict(counts) for name, counts in read_stored_dtypes(source).items()}
 
     pipe = load_program(source, torch_dtypes=torch.float32, progress=progress)

@@ -28,7 +28,7 @@ from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
-from stopdown.pipelines.class_selection import choose_class
+from stopdown.pipelines.class_selection import select_class
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program
 from stopdown.pipelines.requests import Request
@@ -131,9 +131,7 @@ def certify_plan(
         verify_source(source)
     source = complete_source(source)
     check_components(others, list_planned(source))
-    source = dataclasses.replace(
-        source, pipeline_class=choose_class(source.pipeline_class, request or Request())
-    )
+    source = select_class(source, request)
     calls, unseen = list_source_calls(source)
     if source.loras:  # bounds of the matrices that are added are bounds of their layers' values
         program = load_program(source, torch_dtypes=torch.float32)

@@ -13,7 +13,7 @@ rounding is enough.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from stopdown.number_formats import FP16
 from stopdown.records import Scaling, SumBound
 from stopdown.scaling.headroom import CALIBRATED_BITS
 from stopdown.scaling.measurement import Kind
-from stopdown.scaling.problem import Measured, Problem, split_values
+from stopdown.scaling.problem import Limit, Measured, split_values
 
 RANGES = ("measured", "bound", "auto")
 """What the exponents of a component can rest on."""
@@ -164,40 +164,27 @@ def _widen(seen: Range) -> Range:
     return replace(seen, amax=seen.amax * 2.0**CALIBRATED_BITS)
 
 
-def find_uncertain(
-    problem: Problem, exponent: Callable[[int], int], fp32_modules: Sequence[str]
-) -> tuple[int, tuple[str, ...]]:
-    """How many fp16 values there are, and the places of those that rest on no bound.
+def find_uncertain(limits: Iterable[Limit], exponent: Callable[[int], int]) -> tuple[str, ...]:
+    """The places of those fp16 values that rest on no bound.
 
     A bound has room for what is subnormal only where the value's largest is not tiny as it is
     stored; it counts as uncertain otherwise, and so does a weight. What only moves values rounds none.
     """
-    count, uncertain = 0, []
-    for limit in problem.limits:
-        if limit.dtype != torch.float16 or set(limit.interiors) & set(fp32_modules):
-            continue
+    uncertain = []
+    for limit in limits:
         stored = limit.range.amax * 2.0 ** exponent(limit.unknown)
         is_bias = limit.weight > 0 and limit.place.endswith("bias")  # rounds as what it is added to
         keeps = is_bias or limit.place.rpartition("(")[2].rstrip(")") in list_with("unrounded")
         least = limit.range.least_stored
-        count += 1
         if not (limit.range.certain or limit.weight) or (0 < stored < least and not keeps):
             uncertain.append(limit.place)
-    return count, tuple(uncertain)
+    return tuple(uncertain)
 
 
-def bound_sums(
-    problem: Problem, exponent: Callable[[int], int], fp32_modules: Sequence[str]
-) -> dict[str, SumBound]:
+def bound_sums(limits: Iterable[Limit], exponent: Callable[[int], int]) -> dict[str, SumBound]:
     """The sums of each linear layer in fp16, by its path; empty where nothing rests on a bound."""
     found: dict[str, SumBound] = {}
-    for limit in problem.limits:
-        if (
-            not limit.terms
-            or limit.dtype != torch.float16
-            or set(limit.interiors) & set(fp32_modules)
-        ):
-            continue
+    for limit in (x for x in limits if x.terms):
         path = limit.place.partition(":")[2].rpartition(" ")[0]
         before = found.get(path, SumBound(limit.terms, 0.0)).largest
         largest = limit.range.amax * 2.0 ** exponent(limit.unknown) if limit.range.certain else None

@@ -17,38 +17,17 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from stopdown.graph.nodes import arguments, is_float, is_kind, is_range_clamp, is_split, operation
 from stopdown.graph.operations import find_operation
-from stopdown.scaling.linear_system import ZERO, System
+from stopdown.scaling.linear_system import ZERO
 
-
-class RuleContext(Protocol):
-    """What a rule may ask about the graph that it stands in."""
-
-    system: System
-
-    def unknown(self, node: Node, block: int | None, user: Node) -> int:
-        """The exponent of a value as its user sees it, of one of its blocks when it has several."""
-
-    def eps_unknown(self, node: Node, value: float | None) -> int | None:
-        """The exponent of the eps that a node uses, None when it is no module's attribute."""
-
-    def least(self, node: Node) -> float:
-        """Smallest positive magnitude seen in a value, 0 when none was measured."""
-
-    def keeps_clamp(self, node: Node) -> bool:
-        """True when a clamp at the end of fp16's range is part of what the model computes."""
-
-    def bound_below(self, node: Node, magnitude: float) -> None:
-        """Demand that the scaled value stays above a magnitude."""
-
-    def keep_from_zero(self, node: Node) -> None:
-        """Demand that the scaled value, of which a reciprocal is taken, does not become 0 in fp16."""
+if TYPE_CHECKING:
+    from stopdown.scaling.problem import CallStatement
 
 
 @dataclass
@@ -57,7 +36,7 @@ class Operation:
 
     node: Node
     block: int | None
-    around: RuleContext
+    around: CallStatement
 
     def __post_init__(self) -> None:
         self.given: dict[str, Any] = arguments(self.node)

@@ -116,6 +116,11 @@ class Problem:
     bounds: list[tuple[int, str, FoldBound]] = field(default_factory=list)
     apart: System | None = None
 
+    def list_narrow(self, fp32_modules: Collection[str]) -> list[Limit]:
+        """The limits of what is fp16 while these modules stay in fp32."""
+        wide = {*fp32_modules}
+        return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]
+
 
 def split_values(capture: Capture) -> dict[Node, Blocks]:
     """The values of a capture that carry several exponents."""
@@ -183,7 +188,7 @@ def state_problem(
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
     for index, call in enumerate(calls):
-        _Stater(problem, module, call, index, multiplies, closed, narrow).state()
+        CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
     work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
     problem.flops = {path: size / work for path, size in problem.flops.items()}
     _unite_blocks(problem)
@@ -245,7 +250,7 @@ def _bound_folds(problem: Problem, bounds: Mapping[str, FoldBound]) -> None:
         problem.system.equate(*unknowns)
 
 
-class _Stater:
+class CallStatement:
     """States one call's equations and limits; answers what rules ask."""
 
     def __init__(
@@ -581,20 +586,3 @@ def count_flops(node: Node) -> float:
     shapes = {key: shape_of(x) for key, x in given.items() if is_float(x)}
     is_transposed = bool(given.get("transposed"))
     return numerics.count_flops(operation(node), shapes, shape_of(node), transposed=is_transposed)
-
-
-__all__ = [
-    "ZERO",
-    "Limit",
-    "Measured",
-    "Problem",
-    "count_flops",
-    "find_eps",
-    "find_exits",
-    "find_interiors",
-    "find_kept_clamps",
-    "find_wide_outputs",
-    "list_outputs",
-    "split_values",
-    "state_problem",
-]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import torch
-
 from stopdown.fold_names import split_name
 from stopdown.graph.mixed_dtypes import merge_operands
 from stopdown.numerics import headroom_bits
 from stopdown.records import Operands, Scaling
 from stopdown.scaling.certificate import bound_sums, find_uncertain
-from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 from stopdown.scaling.solver import Solution
 
@@ -21,13 +18,18 @@ Of = TypeVar("Of", int, tuple[int, int])
 
 def describe_solution(problem: Problem, solution: Solution) -> Scaling:
     """A solution as plain data, by names instead of unknowns."""
-    at = _Reader(problem, solution).exponent
+
+    def at(unknown: int) -> int:
+        return solution.exponents[problem.system.find(unknown)]
+
     folds = {name: at(unknown) for name, unknown in problem.parameters.items()}
     eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
-    headroom, tightest = _find_tightest(problem, solution)
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
-    values, uncertain = find_uncertain(problem, at, solution.fp32_modules)
+    limits = problem.list_narrow(solution.fp32_modules)
+    rooms = ((headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place) for x in limits)
+    headroom, tightest = min(rooms, default=(None, ""))
+    values, uncertain = len(limits), find_uncertain(limits, at)
     return Scaling(
         exponents=_without_zeros(_join_columns(folds)),
         eps=_without_zeros(eps),
@@ -44,7 +46,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
         kept_buffers=tuple(sorted(problem.kept_buffers)),
         outputs=outputs,
         layers=_list_layers(problem, at),
-        sums=bound_sums(problem, at, solution.fp32_modules),
+        sums=bound_sums(limits, at),
         operands=_find_operands(problem, solution.fp32_modules),
     )
 
@@ -63,27 +65,6 @@ def _find_operands(problem: Problem, fp32_modules: tuple[str, ...]) -> Operands:
     """What makes operands one, where modules from elsewhere run inside of fp32 modules."""
     guests = {name for path in fp32_modules for name in problem.guests.get(path, ())}
     return merge_operands(problem.operands, Operands(fp32_parameters=tuple(guests)))
-
-
-class _Reader:
-    """Exponents of unknowns in a solution."""
-
-    def __init__(self, problem: Problem, solution: Solution) -> None:
-        self._system, self._exponents = problem.system, solution.exponents
-
-    def exponent(self, unknown: int) -> int:
-        root = self._system.find(unknown)
-        return 0 if root == ZERO else self._exponents[root]
-
-
-def _find_tightest(problem: Problem, solution: Solution) -> tuple[float | None, str]:
-    at = _Reader(problem, solution).exponent
-    rooms = [
-        (headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place)
-        for x in problem.limits
-        if x.dtype == torch.float16 and not set(x.interiors) & set(solution.fp32_modules)
-    ]
-    return min(rooms, default=(None, ""))
 
 
 def _join_columns(named: Mapping[str, Of]) -> dict[str, Of]:

@@ -134,8 +134,7 @@ def _list_beyond(problem: Problem) -> list[str]:
         return []
     beyond = list[tuple[int, str]]()
     for unknown, name, bound in problem.bounds:
-        root = problem.system.find(unknown)
-        exponent = 0 if root == ZERO else found.exponents[root]
+        exponent = found.exponents[problem.system.find(unknown)]
         if not bound.low <= exponent <= bound.high:
             limit = bound.low if exponent < bound.low else bound.high
             said = f"{name} needs 2**{exponent}, and {bound.reason} hold it to 2**{limit}"

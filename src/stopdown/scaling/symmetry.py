@@ -15,7 +15,6 @@ from dataclasses import replace
 import torch
 
 from stopdown.fold_names import split_name
-from stopdown.scaling.linear_system import ZERO
 from stopdown.scaling.problem import Problem
 
 
@@ -79,8 +78,8 @@ def keep_multiplies(problem: Problem, kept: frozenset[str]) -> Problem:
 
 def find_used(problem: Problem, exponents: Mapping[int, int]) -> frozenset[str]:
     """The modules whose multiply is not by 1, given the exponents of representatives."""
-    roots = {path: problem.system.find(unknown) for path, unknown in problem.multiplies.items()}
-    return frozenset(path for path, root in roots.items() if root != ZERO and exponents.get(root))
+    used = problem.multiplies.items()
+    return frozenset(path for path, unknown in used if exponents[problem.system.find(unknown)])
 
 
 def _describe(module: torch.nn.Module) -> Hashable:
