@@ -131,7 +131,9 @@ def main(options: CheckOptions) -> int:
         record = check_file(options, display) if is_file else check(options, display)
     draw: Any = print_file if is_file else print_check
     print_result(options, record, functools.partial(draw, record), highlight=False)
-    return choose_code(record)
+    from stopdown.dtype_rules.findings import is_fault
+
+    return int(any(is_fault(found.kind) for found in record.findings))
 
 
 def is_weight_file(options: CheckOptions) -> bool:
@@ -301,13 +303,6 @@ def _save(pipe: Any, folder: Path) -> None:
 
     with written_beside(folder) as part, told_as_oserror():
         pipe.save_pretrained(part)
-
-
-def choose_code(record: CheckRecord | FileCheck) -> int:
-    """Exit code: 0 without a finding of something wrong, 1 with one."""
-    from stopdown.dtype_rules.findings import is_fault
-
-    return 1 if any(is_fault(found.kind) for found in record.findings) else 0
 
 
 def print_check(record: CheckRecord, console: Console) -> None:

@@ -29,7 +29,7 @@ from stopdown.app.flags import (
 from stopdown.app.registration import describe_command
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
-from stopdown.comparison.precision_lists import parse_precisions, read_plans
+from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.prompts import read_prompts
 from stopdown.comparison.records import BadLine, Comparison
 from stopdown.comparison.thresholds import Thresholds
@@ -43,6 +43,7 @@ from stopdown.outputs import (
     written_beside,
 )
 from stopdown.pipelines.sources import Source
+from stopdown.plans.plan_files import read_plan
 from stopdown.records import describe_other, to_json
 from stopdown.report.pages import render_comparison
 
@@ -137,7 +138,8 @@ def main(options: CompareOptions) -> int:
         made, page = compare(options, display)
     draw = functools.partial(print_record, made, page)
     print_result(options, strip_pictures(made), draw, name=page)
-    return choose_code(made)
+    failed = any(cell.error for row in made.rows for cell in row.cells)
+    return 1 if failed or made.bad_lines else 0
 
 
 def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path]:
@@ -213,7 +215,9 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
 
 def _find_source(options: CompareOptions, display: Display) -> Source:
     """The model, after precisions and models that cannot be compared were refused."""
-    read_plans(parse_precisions(options.precisions))
+    for name in parse_precisions(options.precisions):
+        if name.endswith(".json"):
+            read_plan(name)
     source = find_source(options, display)
     load_libraries(display)
     return source
@@ -286,12 +290,6 @@ def check_page(output: Path, *, force: bool = True) -> None:
             remedy=f"Use -o {output.with_suffix('.html')}",
         )
     check_target(output, replaces=describe_no_page, force=force)
-
-
-def choose_code(made: Comparison) -> int:
-    """1 when a cell did not run or a line of the prompts was bad, else 0."""
-    failed = any(cell.error for row in made.rows for cell in row.cells)
-    return 1 if failed or made.bad_lines else 0
 
 
 def _read_prompts(options: CompareOptions) -> tuple[list[tuple[int, str]], list[BadLine]]:

@@ -55,18 +55,9 @@ def main(options: DoctorOptions) -> int:
         return 0
     with open_display(options, is_short=True) as display:
         load_libraries(display, has_pipelines=False)
-        health = diagnose(options.device)
+        health = examine(options.device)
     print_result(options, health, functools.partial(print_health, health), highlight=False)
     return 0
-
-
-def diagnose(device: str | None) -> MachineHealth:
-    """What is known of this machine, or of the one device that was named.
-
-    Raises:
-        OptionError: the device is neither here nor known.
-    """
-    return examine(device)
 
 
 def write_profile(device: str | None) -> str:

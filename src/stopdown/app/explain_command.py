@@ -55,7 +55,7 @@ def main(options: ExplainOptions) -> int:
     diagnosis = explain(_join(options.subject))
     draw = functools.partial(print_diagnosis, diagnosis)
     print_result(options, diagnosis, draw, highlight=False)
-    return choose_code(diagnosis)
+    return int(diagnosis.fault == UNKNOWN)
 
 
 def _join(words: tuple[str, ...]) -> str | None:
@@ -120,11 +120,6 @@ def _find_path(subject: str) -> Path | None:
             remedy="Name a file that exists, or give the message itself in quotes.",
         )
     return None
-
-
-def choose_code(diagnosis: Diagnosis) -> int:
-    """Exit code: 0 for an answer, 1 when the text is unknown."""
-    return 1 if diagnosis.fault == UNKNOWN else 0
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:

@@ -11,7 +11,7 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -81,7 +81,9 @@ def go_on(
     started, before = time.monotonic(), made.elapsed_s
     done = {(row.subject, row.way) for row in made.rows}
     benches = {subject.name: _Bench(device, subject, progress) for subject in subjects}
-    missing = sorted(list_missing(made), key=lambda pair: WAYS[pair[1]].compiled)  # slow ones last
+    asked = [(subject, way) for subject in made.subjects for way in made.options["ways"]]
+    missing = [pair for pair in asked if pair not in done]
+    missing.sort(key=lambda pair: WAYS[pair[1]].compiled)  # slow ones last
     longest = 0.0
     for subject, way in missing:
         passed = time.monotonic() - started
@@ -226,10 +228,3 @@ _PATHS = re.compile(r"(?<![\w.])(~|[A-Za-z]:)?[/\\][^\s'\"(),:;]*")
 def hide_paths(text: str) -> str:
     """A text without paths, which hold people's names."""
     return _PATHS.sub("PATH", text)
-
-
-def list_missing(made: Benchmark) -> Iterator[tuple[str, str]]:
-    """Subjects and ways that were not measured."""
-    done = {(row.subject, row.way) for row in made.rows}
-    for subject in made.subjects:
-        yield from ((subject, way) for way in made.options["ways"] if (subject, way) not in done)

@@ -35,19 +35,14 @@ def list_entries(
     listed = list(components)
     entries = {MARK: f"{read_version('stopdown')} plan {seal}"}
     if rescaled := [entry.component for entry in listed if entry.folded]:
-        entries[RESCALED_ENTRY] = word_rescaled(rescaled)
+        entries[RESCALED_ENTRY] = (
+            f"{', '.join(rescaled)}: weights are times powers of two; an adapter (LoRA) for the "
+            "original does not fit"
+        )
         entries[EXPONENTS_ENTRY] = json.dumps(dict(exponents))
     for entry in listed:
         entries[f"{MARK}.{entry.component}"] = " ".join(entry.reasons)
     return entries
-
-
-def word_rescaled(names: Iterable[str]) -> str:
-    """What the metadata of a file with these rescaled components says."""
-    return (
-        f"{', '.join(names)}: weights are times powers of two; an adapter (LoRA) for the original does "
-        "not fit"
-    )
 
 
 def refuse_rescaled(name: str, said: str, *, otherwise: str = "") -> None:

@@ -11,11 +11,9 @@ unpacked here, files that are rescaled already.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -23,7 +21,12 @@ from safetensors import safe_open
 from stopdown.checkpoints.cards import refuse_rescaled
 from stopdown.errors import ScalingError
 from stopdown.pipelines import gguf_files
-from stopdown.pipelines.headers import RESCALED_ENTRY, encode_header, read_header, read_header_bytes
+from stopdown.pipelines.headers import (
+    RESCALED_ENTRY,
+    copy_with_metadata,
+    read_header,
+    read_header_bytes,
+)
 from stopdown.pipelines.weight_files import FileWeight, open_weight_file
 from stopdown.plans.quantised_bounds import has_row_scales, is_power
 
@@ -59,35 +62,18 @@ def fold_file(
     if unknown := sorted(used.keys() - weights.keys()):
         raise ScalingError(f"{source} has no weight {unknown[0]}.")
     if source.suffix.lower() == ".gguf":
-        _fold_gguf(source, target, used, metadata)
-    else:
-        _fold_safetensors(source, target, weights, used, inputs, metadata)
-
-
-def _fold_safetensors(
-    source: Path,
-    target: Path,
-    weights: Mapping[str, FileWeight],
-    folds: Folds,
-    inputs: Mapping[str, int],
-    metadata: Mapping[str, str],
-) -> None:
-    header = json.loads(read_header_bytes(source)[8:])
-    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
-    places = read_header(source)
-    with source.open("rb") as old, target.open("wb") as new:
-        new.write(encode_header(header))
-        begin = new.tell()
-        old.seek(len(read_header_bytes(source)))
-        shutil.copyfileobj(old, new, 2**22)
-        with safe_open(str(source), framework="pt") as tensors:
-            for name, folded in _fold_tensors(tensors, weights, folds, inputs):
-                _overwrite(new, begin + places[name].start, folded)
-
-
-def _overwrite(file: BinaryIO, place: int, tensor: torch.Tensor) -> None:
-    file.seek(place)
-    file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        gguf_files.copy_with_texts(source, target, metadata)
+        for tensor in gguf_files.open_gguf(target, "r+").tensors:
+            if tensor.name in used:
+                gguf_files.fold_tensor(tensor, used[tensor.name])
+                tensor.data.flush()
+        return
+    copy_with_metadata(source, target, metadata)
+    begin, places = len(read_header_bytes(target)), read_header(target)
+    with target.open("r+b") as new, safe_open(str(source), framework="pt") as tensors:
+        for name, folded in _fold_tensors(tensors, weights, used, inputs):
+            new.seek(begin + places[name].start)
+            new.write(folded.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def _fold_tensors(
@@ -131,11 +117,3 @@ def _fold_rows(weight: FileWeight, value: torch.Tensor, rows: torch.Tensor) -> t
     if not bool(folded.float().isfinite().all()) and bool(value.float().isfinite().all()):
         raise ScalingError(f"The scales of {weight.name} leave their format times 2**{first}.")
     return folded
-
-
-def _fold_gguf(source: Path, target: Path, folds: Folds, metadata: Mapping[str, str]) -> None:
-    gguf_files.copy_with_texts(source, target, metadata)
-    for tensor in gguf_files.open_gguf(target, "r+").tensors:
-        if tensor.name in folds:
-            gguf_files.fold_tensor(tensor, folds[tensor.name])
-            tensor.data.flush()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from stopdown.errors import OptionError
-from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import parse_request
 
 OWN_WORDS = ("autocast", "clamp", "plan")
@@ -63,14 +62,3 @@ def _parse_entry(entry: str) -> str:
         return request.plan
     named = [f"{name}={precision}" for name, precision in request.parts.items()]
     return request.everywhere or "+".join(named)
-
-
-def read_plans(names: Iterable[str]) -> None:
-    """Refuse a list with a plan's file that cannot be read.
-
-    Raises:
-        PlanError: naming the file.
-    """
-    for name in names:
-        if name.endswith(".json"):
-            read_plan(name)

@@ -24,17 +24,13 @@ import torch
 from safetensors import SafetensorError
 
 from stopdown.pipelines.headers import (
-    encode_header,
+    copy_with_metadata,
     find_weights,
     read_header,
-    read_header_bytes,
 )
 
 _DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")
 """How the names of files end that describe a component."""
-
-_PIECE_BYTES = 1 << 24
-"""How much of a file is copied at a time."""
 
 _LEGAL = ("license", "licence", "notice", "readme")
 
@@ -80,15 +76,9 @@ def write_weights(
 
 
 def _add_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a file again with more entries in its metadata; the values follow as they are."""
-    raw = read_header_bytes(path)
-    header = json.loads(raw[8:])
-    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+    """Put more entries into the metadata of a file, which is written again."""
     part = path.with_name(f"{path.name}.part")
-    with path.open("rb") as old, part.open("wb") as new:
-        old.seek(len(raw))
-        new.write(encode_header(header))
-        shutil.copyfileobj(old, new, _PIECE_BYTES)
+    copy_with_metadata(path, part, metadata)
     shutil.copymode(path, part)
     part.replace(path)
 

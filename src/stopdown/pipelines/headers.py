@@ -17,6 +17,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,6 +137,17 @@ def read_rescaled(*paths: Path) -> str:
             if said := read_metadata(path).get(RESCALED_ENTRY, ""):
                 return said
     return ""
+
+
+def copy_with_metadata(source: Path, target: Path, metadata: Mapping[str, str]) -> None:
+    """Write a file again with more entries in its metadata; the values follow as they are."""
+    raw = read_header_bytes(source)
+    header = json.loads(raw[8:])
+    header["__metadata__"] = {**header.get("__metadata__", {}), **metadata}
+    with source.open("rb") as old, target.open("wb") as new:
+        old.seek(len(raw))
+        new.write(encode_header(header))
+        shutil.copyfileobj(old, new, 2**24)
 
 
 def read_samples(path: Path) -> bytes:

@@ -382,23 +382,17 @@ def describe_failure(error: Exception, repo: str, revision: str | None) -> Sourc
     """The error that tells a user why the Hub did not give a model."""
     from huggingface_hub import errors
 
-    said = {"repo": repo, "hub": _read_endpoint(), "revision": revision}
-    if isinstance(error, errors.GatedRepoError):
-        return make_error("gated", **said)
-    if isinstance(error, errors.RevisionNotFoundError):
-        return make_error("no-revision", **said)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return make_error("no-repository", **said)
-    if _is_missing_entry(error):
-        return make_error("no-index", **said)
-    return _describe_broken_connection(error, repo)
-
-
-def _is_missing_entry(error: Exception) -> bool:
-    from huggingface_hub import errors
-
-    is_local = isinstance(error, errors.LocalEntryNotFoundError)
-    return isinstance(error, errors.EntryNotFoundError) and not is_local
+    kinds: dict[type[Exception], str] = {  # the first that fits: some are kinds of others
+        errors.GatedRepoError: "gated",
+        errors.RevisionNotFoundError: "no-revision",
+        errors.RepositoryNotFoundError: "no-repository",
+        errors.LocalEntryNotFoundError: "",
+        errors.EntryNotFoundError: "no-index",
+    }
+    name = next((name for kind, name in kinds.items() if isinstance(error, kind)), "")
+    if not name:
+        return _describe_broken_connection(error, repo)
+    return make_error(name, repo=repo, hub=_read_endpoint(), revision=revision)
 
 
 def _describe_broken_connection(error: Exception, repo: str) -> SourceError:

@@ -67,11 +67,6 @@ class Layer:
         return f"{self.stored or f'{self.path}.'}{kind}"
 
 
-def is_adapter_name(name: str) -> bool:
-    """Whether a tensor of this name is a part of an adapter."""
-    return _ADAPTER.search(name) is not None
-
-
 def is_lora_file(path: Path) -> bool:
     """Whether a path is a safetensors file that holds an adapter and no model."""
     if path.suffix.lower() != ".safetensors" or not path.is_file():
@@ -80,7 +75,7 @@ def is_lora_file(path: Path) -> bool:
         names = list(read_header(path))
     except (DamagedFileError, OSError):
         return False
-    return bool(names) and sum(map(is_adapter_name, names)) > len(names) / 4
+    return sum(_ADAPTER.search(name) is not None for name in names) > len(names) / 4
 
 
 def is_factor(role: str) -> bool:

@@ -603,14 +603,9 @@ def fingerprint(source: Source) -> str:
         if source.kind != "file" and config.is_file():
             digest.update(_normalise(read_description(config)))
     for lora, weight in source.loras:
-        digest.update(f"{lora_digest(Path(lora).expanduser())} {weight}".encode())
+        with Path(lora).expanduser().open("rb") as file:  # whole: it is small
+            digest.update(f"{hashlib.file_digest(file, 'sha256').hexdigest()} {weight}".encode())
     return digest.hexdigest()
-
-
-def lora_digest(path: Path) -> str:
-    """SHA-256 of a whole LoRA, which is small."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _normalise(config: dict[str, Any]) -> bytes:
