@@ -14,6 +14,7 @@ from stopdown.checkpoints.file_exponents import EFFECT_LIMIT, Expressed
 from stopdown.checkpoints.output_places import RECORD_NAME, measure_files
 from stopdown.errors import OptionError
 from stopdown.fold_names import split_name
+from stopdown.number_formats import list_some
 from stopdown.pipelines.components import find_kept_fp32
 from stopdown.pipelines.folders import edit_config, find_dtype_field, write_card, write_weights
 from stopdown.records import Conversion, ConvertedComponent, to_json
@@ -84,10 +85,8 @@ def describe_component(
 
 def describe_effect(found: Expressed) -> str:
     """Why exponents whose eps no configuration sets are refused, as the part of a sentence."""
-    named = sorted(found.left)
-    rest = f" and {len(named) - 3} more" if len(named) > 3 else ""
     return (
-        f"no configuration sets {', '.join(named[:3])}{rest}, and without that its output is "
+        f"no configuration sets {list_some(sorted(found.left))}, and without that its output is "
         f"{found.effect:.1e} off in {found.calls} calls; up to {EFFECT_LIMIT:.1e} passes."
     )
 

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from stopdown.errors import OptionError, SourceError, make_printable
 from stopdown.json_files import MOST_BYTES, UnreadableError
+from stopdown.number_formats import list_some
 from stopdown.pipelines import hub
 from stopdown.pipelines.descriptions import (
     BUILT_IN,
@@ -550,8 +551,7 @@ def _check_index(index: Path, files: set[str]) -> Iterator[Problem]:
         return  # the weights are in one file, which comes first
     missing = find_missing_shards(index, shards)
     if missing:
-        rest = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        listed = f"{', '.join(missing[:5])}{rest}"
+        listed = list_some(missing, 5)
         yield make_problem("no-shards", folder=index.parent, missing=listed, index=index.name)
 
 

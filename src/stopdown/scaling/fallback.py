@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stopdown.errors import CaptureError, ScalingError, TrialError
 from stopdown.graph.capture import find_kept_buffers, name_parameters
+from stopdown.number_formats import list_some
 from stopdown.numerics import (
     count_attention_on_cpu,
     headroom_bits,
@@ -187,8 +188,7 @@ def _explain(seen: _Seen, narrow: list[str], share: float, failure: Failure) -> 
         f"{100 * share:.1f} % of the matmul work."
     )
     if beyond:
-        rest = f" and {len(beyond) - MOST_NAMED} more" if len(beyond) > MOST_NAMED else ""
-        text += f" Beyond fp16: {', '.join(beyond[:MOST_NAMED])}{rest}."
+        text += f" Beyond fp16: {list_some(beyond, MOST_NAMED)}."
     return text
 
 

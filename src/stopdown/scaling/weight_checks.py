@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stopdown.errors import ScalingError
+from stopdown.number_formats import list_some
 from stopdown.numerics import count_non_finite
 
 MOST_NAMED = 8
@@ -34,18 +35,13 @@ def find_quantised(module: torch.nn.Module) -> str:
     if not packed:
         return ""
     kinds = sorted({_name_kind(x) for x in packed.values()})
-    return f"{', '.join(kinds)}: {_list_names(list(packed))}"
+    return f"{', '.join(kinds)}: {list_some(list(packed), MOST_NAMED)}"
 
 
 def _name_kind(tensor: torch.Tensor) -> str:
     if is_traceable_wrapper_subclass(tensor):
         return type(tensor).__name__
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _list_names(names: list[str]) -> str:
-    rest = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def refuse_quantised(module: torch.nn.Module) -> None:
