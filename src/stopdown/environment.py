@@ -394,8 +394,17 @@ def _read_units() -> tuple[_Unit, ...]:
 _FP32 = Verdict(True, "fp32 is native on every device.")
 
 
-def _judge(backend: str, number: tuple[int, ...], name: str) -> dict[str, Verdict]:
-    """The verdicts of the first rows that fit."""
+def judge_accelerator(
+    backend: str, number: tuple[int, ...] = (), name: str = ""
+) -> dict[str, Verdict]:
+    """What an accelerator computes natively: the verdicts of the first rows that fit.
+
+    Args:
+        backend: `cuda`, `rocm` or `mps`.
+        number: compute capability, such as (7, 5); on mps the version of macOS, such as (14, 5).
+        name: of the device; of AMD's the architecture, such as `gfx90a`; on mps the chip, as
+            `read_cpu_model` gives it.
+    """
     verdicts = {"fp32": _FP32}
     written = ".".join(map(str, number))
     for unit in _read_units():
@@ -403,26 +412,6 @@ def _judge(backend: str, number: tuple[int, ...], name: str) -> dict[str, Verdic
             reason = unit.reason.format(number=written, name=name)
             verdicts[unit.format] = Verdict(unit.native, reason)
     return verdicts
-
-
-def judge_cuda(capability: tuple[int, int], name: str = "") -> dict[str, Verdict]:
-    """What a CUDA device computes natively, by its compute capability, such as (7, 5), and its name."""
-    return _judge("cuda", capability, name)
-
-
-def judge_rocm(architecture: str) -> dict[str, Verdict]:
-    """What an AMD device computes natively, by its architecture, such as `gfx90a` or `gfx1100`."""
-    return _judge("rocm", (), architecture.partition(":")[0])
-
-
-def judge_mps(chip: str, macos: tuple[int, ...]) -> dict[str, Verdict]:
-    """What an Apple GPU computes natively.
-
-    Args:
-        chip: as `read_cpu_model` gives it, such as `Apple M2 Pro`.
-        macos: version numbers, such as (14, 5).
-    """
-    return _judge("mps", macos, chip)
 
 
 @functools.cache
@@ -587,7 +576,8 @@ def judge_device(device: Device) -> dict[str, Verdict]:
     """What a device computes natively according to its maker."""
     if device.type == "mps":
         parts = platform.mac_ver()[0].split(".")
-        return judge_mps(device.name, tuple(int(part) for part in parts if part.isdigit()))
+        number = tuple(int(part) for part in parts if part.isdigit())
+        return judge_accelerator("mps", number, device.name)
     if device.type == "cpu":
         return judge_cpu(read_cpu_flags())
     if device.capability is None:
@@ -598,8 +588,9 @@ def judge_device(device: Device) -> dict[str, Verdict]:
     import torch
 
     if torch.version.hip:
-        return judge_rocm(str(torch.cuda.get_device_properties(device.index).gcnArchName))
-    return judge_cuda(device.capability, device.name)
+        name = str(torch.cuda.get_device_properties(device.index).gcnArchName)
+        return judge_accelerator("rocm", name=name.partition(":")[0])
+    return judge_accelerator("cuda", device.capability, device.name)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stopdown
-from stopdown.comparison.matrix import _list_given, _number_prompts
+from stopdown.comparison.matrix import number_prompts
 from stopdown.testing import make_pipeline
 
 CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -63,7 +63,7 @@ def test_a_dtype_is_a_precision_for_check(pipe: Any) -> None:
 
 def test_one_prompt_is_one_prompt() -> None:
     """A text is not taken for a list of its letters."""
-    assert _number_prompts(_list_given("a red circle")) == [(1, "a red circle")]
+    assert number_prompts("a red circle") == ([(1, "a red circle")], [])
 
 
 def test_handles_say_what_they_are(pipe: Any) -> None:

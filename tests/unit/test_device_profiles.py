@@ -18,7 +18,7 @@ from stopdown.device_profiles import (
     parse_profile,
     read_profiles,
 )
-from stopdown.environment import Device, judge_cpu, judge_cuda, judge_mps, judge_rocm
+from stopdown.environment import Device, judge_accelerator, judge_cpu
 from stopdown.errors import OptionError
 from stopdown.number_formats import PRECISIONS
 from stopdown.plans.precision import ComponentFacts, choose_precision, explain_plan
@@ -94,11 +94,13 @@ def test_every_fact_has_a_source(profile: Profile) -> None:
 def test_a_profile_agrees_with_what_its_device_would_say(profile: Profile) -> None:
     """A format is native in the profile exactly where the rules for a live device find it native."""
     if profile.number:
-        verdicts = judge_cuda(profile.number, "GTX 1660" if profile.name == "gtx16" else "")
+        verdicts = judge_accelerator(
+            "cuda", profile.number, "GTX 1660" if profile.name == "gtx16" else ""
+        )
     elif profile.kind == "cuda":
-        verdicts = judge_rocm(profile.architecture)
+        verdicts = judge_accelerator("rocm", (), profile.architecture)
     elif profile.kind == "mps":
-        verdicts = judge_mps(f"Apple {profile.architecture}", profile.macos)
+        verdicts = judge_accelerator("mps", profile.macos, f"Apple {profile.architecture}")
     else:
         assert profile.instructions
         verdicts = judge_cpu(profile.instructions)

@@ -30,10 +30,8 @@ from stopdown.environment import (
     cache_folder,
     choose_device,
     describe_machine,
+    judge_accelerator,
     judge_cpu,
-    judge_cuda,
-    judge_mps,
-    judge_rocm,
     list_devices,
     normalise_cpu_flags,
     probe_formats,
@@ -296,7 +294,7 @@ def test_cuda_devices_are_judged_by_capability(
     capability: tuple[int, int], name: str, fp16: bool, bf16: bool
 ) -> None:
     """fp16 is native from 7.0 and on a few before, bf16 from 8.0; every verdict has a reason."""
-    verdicts = judge_cuda(capability, name)
+    verdicts = judge_accelerator("cuda", capability, name)
     natives = {key: verdict.native for key, verdict in verdicts.items()}
     assert natives == {"fp32": True, "bf16": bf16, "fp16": fp16}
     assert all(verdict.reason.endswith(".") for verdict in verdicts.values())
@@ -304,12 +302,15 @@ def test_cuda_devices_are_judged_by_capability(
 
 def test_reasons_of_cuda_say_what_to_expect() -> None:
     """Emulated bf16, fp16 at 1/64 of the rate and the NaN of the GTX 16 series are said so."""
-    assert judge_cuda((7, 0))["bf16"].reason == (
+    assert judge_accelerator("cuda", (7, 0))["bf16"].reason == (
         "Compute capability 7.0 has no bf16 arithmetic (the first that has is 8.0); torch emulates "
         "it in fp32, and says that it is supported all the same."
     )
-    assert "at 1/64 of the rate of fp32" in judge_cuda((6, 1))["fp16"].reason
-    assert "give NaN for some shapes" in judge_cuda((7, 5), "GeForce GTX 1650")["fp16"].reason
+    assert "at 1/64 of the rate of fp32" in judge_accelerator("cuda", (6, 1))["fp16"].reason
+    assert (
+        "give NaN for some shapes"
+        in judge_accelerator("cuda", (7, 5), "GeForce GTX 1650")["fp16"].reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +328,7 @@ def test_reasons_of_cuda_say_what_to_expect() -> None:
 )
 def test_amd_devices_are_judged_by_architecture(architecture: str, fp16: bool, bf16: bool) -> None:
     """CDNA has bf16 from gfx908, RDNA from gfx11; packed fp16 is older."""
-    verdicts = judge_rocm(architecture)
+    verdicts = judge_accelerator("rocm", (), architecture)
     assert (verdicts["fp16"].native, verdicts["bf16"].native) == (fp16, bf16)
     assert ("has no bf16" in verdicts["bf16"].reason) is not bf16
 
@@ -348,7 +349,7 @@ def test_apple_devices_are_judged_by_chip_and_system(
     chip: str, macos: tuple[int, ...], bf16: bool, words: str
 ) -> None:
     """bf16 wants macOS 14 and is emulated before M3; fp16 is native on all."""
-    verdicts = judge_mps(chip, macos)
+    verdicts = judge_accelerator("mps", macos, chip)
     assert (verdicts["fp16"].native, verdicts["bf16"].native) == (True, bf16)
     assert words in verdicts["bf16"].reason
 

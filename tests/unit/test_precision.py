@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stopdown.environment import Support, Timing, judge_cpu, judge_cuda, weigh_support
+from stopdown.environment import Support, Timing, judge_accelerator, judge_cpu, weigh_support
 from stopdown.errors import OptionError
 from stopdown.plans.precision import (
     ComponentFacts,
@@ -31,7 +31,7 @@ def make_supports(bf16: Support, fp16: Support) -> dict[str, Support]:
 
 def weigh_cuda(capability: tuple[int, int], **ratios: float) -> dict[str, Support]:
     """What the probe says of a card with these times over those of fp32."""
-    verdicts = judge_cuda(capability)
+    verdicts = judge_accelerator("cuda", capability)
     base = Timing(1.0, 1.0)
     return {
         name: weigh_support(name, verdicts[name], Timing(ratio, ratio), base)

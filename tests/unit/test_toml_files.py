@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from stopdown.dtype_rules.findings import SEVERITIES, is_fault, make_finding, read_kinds
-from stopdown.environment import judge_rocm
+from stopdown.environment import judge_accelerator
 from stopdown.model_needs import Need, keeps_clamps, read_needs
 from stopdown.toml_files import parse_rows, read_folder, read_rules
 
@@ -74,4 +74,7 @@ def test_what_the_makers_say_has_its_source() -> None:
 
 def test_a_reason_agrees_with_its_verdict() -> None:
     """An AMD card before gfx900 has no packed fp16, and is not said to have it."""
-    assert judge_rocm("gfx803")["fp16"].reason == "gfx803 has no packed fp16 arithmetic."
+    assert (
+        judge_accelerator("rocm", (), "gfx803")["fp16"].reason
+        == "gfx803 has no packed fp16 arithmetic."
+    )

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 from stopdown.app.flags import CommandOptions
-from stopdown.diagnosis import (
-    EXPLAINED,
-    UNKNOWN,
-    explain_file,
-    explain_stream,
-    explain_text,
-)
+from stopdown.diagnosis import EXPLAINED, UNKNOWN, explain_file, explain_stream, explain_text
 from stopdown.errors import InputError, OptionError
 from stopdown.records import Diagnosis
 

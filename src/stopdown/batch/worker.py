@@ -26,13 +26,7 @@ from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, open_store, write_probe
 from stopdown.device_memory import peak_memory
 from stopdown.environment import choose_device
-from stopdown.errors import (
-    InputError,
-    OutputError,
-    SourceError,
-    StopdownError,
-    describe_error,
-)
+from stopdown.errors import InputError, OutputError, SourceError, StopdownError, describe_error
 from stopdown.media import SUFFIXES, draw_preview
 from stopdown.outputs import find_record_path
 from stopdown.pipelines.allowed_sizes import read_configs

@@ -39,19 +39,10 @@ from stopdown.checkpoints.file_exponents import (
     express_component,
     rests_on_bounds,
 )
-from stopdown.checkpoints.output_places import (
-    Form,
-    Target,
-    check_place,
-    choose_target,
-)
+from stopdown.checkpoints.output_places import Form, Target, check_place, choose_target
 from stopdown.checkpoints.quantised_files import fold_file
 from stopdown.environment import choose_device, read_version
-from stopdown.errors import (
-    CaptureError,
-    OptionError,
-    ScalingError,
-)
+from stopdown.errors import CaptureError, OptionError, ScalingError
 from stopdown.fold_names import Folds, list_folds, name_exponents, spread_columns, spread_rows
 from stopdown.number_formats import FORMATS
 from stopdown.outputs import written_beside
@@ -101,13 +92,7 @@ from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.quantised_bounds import put_file_bounds
-from stopdown.records import (
-    ComponentPlan,
-    Conversion,
-    ConvertedComponent,
-    Plan,
-    Scaling,
-)
+from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import cast_
 from stopdown.scaling.folds import read_headroom
 

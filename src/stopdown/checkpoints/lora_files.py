@@ -38,13 +38,7 @@ from stopdown.pipelines.headers import (
     read_metadata,
 )
 from stopdown.pipelines.loader import complete_source
-from stopdown.pipelines.lora_names import (
-    Layer,
-    find_layer,
-    index_layers,
-    list_layers,
-    split_name,
-)
+from stopdown.pipelines.lora_names import Layer, find_layer, index_layers, list_layers, split_name
 from stopdown.pipelines.loras_and_schedulers import name_lora_as_diffusers
 from stopdown.pipelines.single_files import spread_exponents, trace_columns, trace_rows
 from stopdown.pipelines.sources import Source, list_weight_files, resolve_source

@@ -46,24 +46,11 @@ from stopdown.environment import read_version
 from stopdown.errors import CaptureError, OptionError, ScalingError, SourceError
 from stopdown.graph.capture import capture_call, name_parameters
 from stopdown.outputs import written_beside
-from stopdown.pipelines.component_classes import (
-    describing_failures,
-    find_class,
-    limited_building,
-)
+from stopdown.pipelines.component_classes import describing_failures, find_class, limited_building
 from stopdown.pipelines.components import Callee, find_kept_fp32
 from stopdown.pipelines.descriptions import read_description
-from stopdown.pipelines.folders import (
-    copy_descriptions,
-    find_dtype_field,
-    told_as_oserror,
-)
-from stopdown.pipelines.headers import (
-    DamagedFileError,
-    find_weights,
-    read_header,
-    read_rescaled,
-)
+from stopdown.pipelines.folders import copy_descriptions, find_dtype_field, told_as_oserror
+from stopdown.pipelines.headers import DamagedFileError, find_weights, read_header, read_rescaled
 from stopdown.pipelines.hub import download_component
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.sources import Source, is_hub_id

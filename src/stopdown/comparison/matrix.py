@@ -24,13 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stopdown.comparison.cells import (
-    Outcome,
-    fail_cell,
-    read_outcome,
-    run_cell,
-    write_outcome,
-)
+from stopdown.comparison.cells import Outcome, fail_cell, read_outcome, run_cell, write_outcome
 from stopdown.comparison.measures import (
     draw_heats,
     find_parting,
@@ -42,20 +36,8 @@ from stopdown.comparison.measures import (
 )
 from stopdown.comparison.pictures import make_sheet, share_bytes
 from stopdown.comparison.precision_lists import parse_precisions
-from stopdown.comparison.records import (
-    Cell,
-    Comparison,
-    Heat,
-    Row,
-    Thresholds,
-    Variant,
-)
-from stopdown.comparison.subjects import (
-    Run,
-    Subject,
-    describe_subject,
-    explain_meaning,
-)
+from stopdown.comparison.records import Cell, Comparison, Heat, Row, Thresholds, Variant
+from stopdown.comparison.subjects import Run, Subject, describe_subject, explain_meaning
 from stopdown.comparison.verdicts import (
     choose_reference,
     compare_pairs,
@@ -277,11 +259,7 @@ def compare(
     names = parse_precisions(precisions)
     asked = request or Request()
     limits = thresholds or Thresholds()
-    listed = _list_given(prompts)
-    runs = [one for one in listed if callable(one)]
-    if 0 < len(runs) < len(listed):
-        raise explain_run("Texts and functions were given together.", "compare")
-    numbered = _number_prompts(["" if callable(one) else one for one in listed])
+    numbered, runs = number_prompts(prompts)
     told = progress or (lambda stage, what, done, total: None)
     first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)
     with ExitStack() as stack:
@@ -304,13 +282,20 @@ def compare(
         return _conclude(matrix, kept, needs_clamp)
 
 
-def _list_given(given: str | Run | Sequence[str | Prompt | Run]) -> Sequence[Any]:
-    """One text, or one function, is a list of one."""
-    return [given] if isinstance(given, str) or callable(given) else given
+def number_prompts(
+    given: str | Run | Sequence[str | Prompt | Run],
+) -> tuple[list[Prompt], list[Run]]:
+    """Texts with their numbers, and functions, each with an empty text; one alone is a list of one.
 
-
-def _number_prompts(prompts: Sequence[str | Prompt]) -> list[Prompt]:
-    return [(i, x) if isinstance(x, str) else x for i, x in enumerate(prompts, 1)]
+    Raises:
+        InputError: there are both.
+    """
+    listed: Any = [given] if isinstance(given, str) or callable(given) else given
+    runs = [one for one in listed if callable(one)]
+    if 0 < len(runs) < len(listed):
+        raise explain_run("Texts and functions were given together.", "compare")
+    texts = ["" if callable(one) else one for one in listed]
+    return [(i, x) if isinstance(x, str) else x for i, x in enumerate(texts, 1)], runs
 
 
 def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comparison:

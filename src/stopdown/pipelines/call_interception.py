@@ -29,12 +29,7 @@ from torch.utils import _pytree as pytree
 from stopdown.arguments import put_back, replace_tensors
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.components import (
-    DIFFUSERS_KEEPS,
-    GENERAL_KEEPS,
-    Callee,
-    find_adapter,
-)
+from stopdown.pipelines.components import DIFFUSERS_KEEPS, GENERAL_KEEPS, Callee, find_adapter
 from stopdown.pipelines.outermost_calls import entered, listen
 from stopdown.tracing import is_traced
 

@@ -23,11 +23,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from stopdown.pipelines.headers import (
-    copy_with_metadata,
-    find_weights,
-    read_header,
-)
+from stopdown.pipelines.headers import copy_with_metadata, find_weights, read_header
 
 _DESCRIBING = (".json", ".txt", ".model", ".jinja", ".md", ".vocab", ".spm", ".tiktoken")
 """How the names of files end that describe a component."""

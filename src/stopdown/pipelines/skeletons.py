@@ -26,12 +26,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stopdown.graph.capture import (
-    find_mode,
-    mark_as_parameter,
-    name_parameters,
-    renew_fakes,
-)
+from stopdown.graph.capture import find_mode, mark_as_parameter, name_parameters, renew_fakes
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Rank, bared, copy_layers

@@ -49,13 +49,7 @@ from stopdown.pipelines.headers import (
     read_shard_index,
 )
 from stopdown.pipelines.hub import Progress
-from stopdown.pipelines.source_problems import (
-    MISSING,
-    PICKLED,
-    Problem,
-    make_error,
-    make_problem,
-)
+from stopdown.pipelines.source_problems import MISSING, PICKLED, Problem, make_error, make_problem
 
 BUNDLED_FOLDER = Path(__file__).parent.parent / "models"
 OPTIONAL_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
