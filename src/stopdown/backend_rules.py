@@ -186,18 +186,18 @@ def find_operation(target: object) -> Operation | None:
 
 
 def judge_operands(
-    operation: Operation, place: Place, operands: Mapping[str, str | Sequence[str] | None]
+    operation: Operation, place: Place, operands: Mapping[str, Sequence[str]]
 ) -> Ruling:
     """Whether operands of these formats are taken together at a place.
 
     Args:
         operation: as `find_operation` gives it.
         place: where it would run.
-        operands: format by argument name; a sequence of formats for a list of tensors. Names that the
-            operation does not compare, and None, are passed over.
+        operands: formats by argument name, several for a list of tensors. Names that the operation
+            does not compare are passed over.
     """
     row = operation.rows.get(place.backend)
-    given = _flatten(operation, operands)
+    given = [(name, fmt) for name in operation.operands for fmt in operands.get(name, ())]
     if row is None or row.accepts == "promoted" or len({fmt for _, fmt in given}) < 2:
         return Ruling(True)
     positions = {name: at for at, name in enumerate(operation.operands)}
@@ -268,19 +268,6 @@ def _is_installed(fault: VersionFault, version: str | None) -> bool:
     from packaging.specifiers import SpecifierSet
 
     return bool(version) and SpecifierSet(fault.versions).contains(version or "", prereleases=True)
-
-
-def _flatten(
-    operation: Operation, operands: Mapping[str, str | Sequence[str] | None]
-) -> list[tuple[str, str]]:
-    given: list[tuple[str, str]] = []
-    for name in operation.operands:
-        value = operands.get(name)
-        if isinstance(value, str):
-            given.append((name, value))
-        else:
-            given += [(name, fmt) for fmt in value or ()]
-    return given
 
 
 def _describe_also(operation: Operation, also: Iterable[tuple[str, ...]]) -> str:

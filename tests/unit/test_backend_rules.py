@@ -211,7 +211,7 @@ def predict(operation: Operation, formats: tuple[str, ...]) -> bool:
     if len(operation.operands) == 1 and len(formats) > 1:
         operands = {operation.operands[0]: formats}
     else:
-        operands = dict(zip(operation.operands, formats, strict=False))
+        operands = {n: (f,) for n, f in zip(operation.operands, formats, strict=False)}
     pairing = judge_operands(operation, CPU, operands)
     return pairing.accepted and all(judge_format(operation, CPU, f).accepted for f in formats)
 
@@ -316,7 +316,7 @@ def test_mixed_operands_are_refused_with_the_reason() -> None:
     """The ruling names what was given, what would do, and where that is said."""
     operation = find_operation("aten.layer_norm.default")
     assert operation is not None
-    given = {"input": "fp16", "weight": "bf16", "bias": None}
+    given = {"input": ["fp16"], "weight": ["bf16"]}
     ruling = judge_operands(operation, CPU, given)
     assert ruling.reason == (
         "layer_norm on cpu takes operands of one dtype (or input fp16, weight fp32, bias fp32; or "
@@ -329,7 +329,7 @@ def test_cuda_refuses_what_the_cpu_takes() -> None:
     """fp32 weights of a norm beside fp16 values run on the CPU and fail on CUDA."""
     operation = find_operation(torch.ops.aten.group_norm.default)
     assert operation is not None
-    given = {"input": "fp16", "weight": "fp32", "bias": "fp32"}
+    given = {"input": ["fp16"], "weight": ["fp32"], "bias": ["fp32"]}
     assert judge_operands(operation, CPU, given).accepted
     assert not judge_operands(operation, Place("cuda"), given).accepted
 
@@ -348,9 +348,9 @@ def test_a_convolution_depends_on_the_instruction_sets(name: str, refused: set[s
     operation = find_operation("conv_transpose2d")
     assert operation is not None
     for main, bias in itertools.permutations(NAMES, 2):
-        given = {"input": main, "weight": main, "bias": bias}
+        given = {"input": [main], "weight": [main], "bias": [bias]}
         assert judge_operands(operation, place, given).accepted is (main not in refused), main
-        given["weight"] = bias
+        given["weight"] = [bias]
         assert not judge_operands(operation, place, given).accepted
 
 
@@ -359,7 +359,7 @@ def test_a_cpu_of_which_nothing_is_known_is_judged_as_the_strictest() -> None:
     operation = find_operation("convolution")
     assert operation is not None
     for name in ("fp32", "bf16", "fp16"):
-        given = {"input": name, "weight": name, "bias": "fp64"}
+        given = {"input": [name], "weight": [name], "bias": ["fp64"]}
         ruling = judge_operands(operation, Place("cpu"), given)
         assert ruling.reason == (
             "convolution on cpu takes operands of one dtype (or input fp64, weight fp64, bias *), "
@@ -370,7 +370,7 @@ def test_a_cpu_of_which_nothing_is_known_is_judged_as_the_strictest() -> None:
 def test_a_backend_without_a_row_is_not_judged() -> None:
     """Nothing is refused where nothing is known."""
     operation = Operation("x", ("aten.x",), ("a", "b"), {"cpu": Row("same", "here")})
-    assert judge_operands(operation, Place("mps"), {"a": "fp16", "b": "fp32"}).accepted
+    assert judge_operands(operation, Place("mps"), {"a": ["fp16"], "b": ["fp32"]}).accepted
     assert judge_format(operation, Place("mps"), "fp16").accepted
     assert find_operation("aten.unheard_of.default") is None
 

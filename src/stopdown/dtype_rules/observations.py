@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from stopdown.backend_rules import Operation, Place, find_operation, judge_format, judge_operands
+from stopdown.backend_rules import (
+    Operation,
+    Place,
+    Ruling,
+    find_operation,
+    judge_format,
+    judge_operands,
+)
 from stopdown.component_call_names import name_module_path
 from stopdown.dtype_rules.tracer import Operand, Origin, Step, is_product, wants_one_dtype
 from stopdown.number_formats import NEAR_FP16_END, name_dtype
@@ -135,13 +142,14 @@ class Judge:
         operation = find_operation(step.name)
         if step.name == "einsum" and not _contracts(step):
             return False  # a product of values, which are brought to one dtype
-        reason, source, refused = _rule(operation, step, self.case.place)
-        if refused:
+        ruling = _rule(operation, step, self.case.place)
+        if not ruling.accepted:
             odd = self._find_odd(step)
-            facts = {"reason": reason, "source": source, "operands": list_operands(step)}
+            facts = {"reason": ruling.reason, "source": ruling.source}
+            facts["operands"] = list_operands(step)
             facts |= {"main": str(self.case.main), **_describe_origin(odd)}
             self._observe(self._classify(odd, step), step, **facts)
-        return refused
+        return not ruling.accepted
 
     def _find_odd(self, step: Step) -> Operand:
         """The operand that is at fault: of another dtype than the component, best an argument."""
@@ -225,14 +233,13 @@ def _widens_itself(step: Step) -> bool:
     return casts and step.path in owners
 
 
-def _rule(operation: Operation | None, step: Step, place: Place) -> tuple[str, str, bool]:
+def _rule(operation: Operation | None, step: Step, place: Place) -> Ruling:
     """Why a place refuses a step's operands, by its rules or, without one, by their kind."""
     if operation is not None and place.backend in operation.rows:
-        ruling = judge_operands(operation, place, _name_formats(operation, step))
-        return ruling.reason, ruling.source, not ruling.accepted
-    refused = wants_one_dtype(step.name) and step.name != "rms_norm"
+        return judge_operands(operation, place, _name_formats(operation, step))
+    accepted = not wants_one_dtype(step.name) or step.name == "rms_norm"
     reason = f"{step.name} takes operands of one dtype, and got {list_operands(step)}."
-    return reason, "", refused
+    return Ruling(accepted, reason)
 
 
 def _name_formats(operation: Operation, step: Step) -> dict[str, list[str]]:

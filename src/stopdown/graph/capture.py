@@ -87,11 +87,11 @@ class Capture:
     kept_buffers: frozenset[str]
     component: str
     single_outputs: frozenset[str]
-    method: str = ""
-    answers: Answers = ()
-    outputs: int = 0
-    replaceable: frozenset[str] = frozenset()
-    operands: Operands = NO_OPERANDS
+    method: str
+    answers: Answers
+    outputs: int
+    replaceable: frozenset[str]
+    operands: Operands
 
 
 def capture_call(
@@ -119,9 +119,10 @@ def capture_call(
         CaptureError: the code cannot be traced; the message names the line.
     """
     failure: CaptureError | None = None
-    for attempt in _list_attempts(call, args, kwargs or {}, wide, answers):
+    first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
+    for attempt in _list_attempts(first, answers):
         try:
-            return _export(call, args, dict(kwargs or {}), dtype, attempt, operands)
+            return _export(attempt)
         except CaptureError as error:
             failure = failure or error
     assert failure is not None
@@ -138,29 +139,22 @@ def find_call_operands(
 
     Cost: one run on fake tensors.
     """
-    attempt = _Attempt(False, True, frozenset())
-    return _Tracing(call, args, dict(kwargs or {}), dtype, attempt).find_operands()
+    return _Tracing(_Attempt(call, args, dict(kwargs or {}), dtype)).find_operands()
 
 
-def _list_attempts(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    wide: frozenset[str],
-    answers: Answers | None,
-) -> Iterator[_Attempt]:
+def _list_attempts(first: _Attempt, answers: Answers | None) -> Iterator[_Attempt]:
     """The ways to capture a call, cheapest first; each is for when those before have failed."""
-    yield _Attempt(False, True, wide)
-    yield _Attempt(False, False, wide)
-    if not _is_real(owner_of(call)):
+    yield first
+    yield replace(first, keeps_buffers=False)
+    if any(isinstance(x, FakeTensor) or x.is_meta for x in name_parameters(first.owner).values()):
         return
-    yield _Attempt(True, True, wide)
+    yield replace(first, is_real=True)
     if answers is None:
         with contextlib.suppress(Exception):  # a call that fails has no answers: say why untraced
-            answers = note_answers(call, args, kwargs)
+            answers = note_answers(first.call, first.args, first.kwargs)
     if answers:
-        yield _Attempt(False, True, wide, answers)
-        yield _Attempt(False, False, wide, answers)
+        yield replace(first, answers=answers)
+        yield replace(first, answers=answers, keeps_buffers=False)
 
 
 def note_answers(
@@ -277,14 +271,27 @@ def renew_fakes(
 
 @dataclass(frozen=True)
 class _Attempt:
-    """How a capture is tried: with real weights, with non-persistent buffers kept, what is fp32,
-    with answers to what the code asks tensors for, with operands made one."""
+    """One way to capture a call; what is not named here is as `capture_call` takes it.
 
-    real: bool
-    keep_buffers: bool
-    wide: frozenset[str]
+    Attributes:
+        is_real: with real weights.
+        keeps_buffers: buffers outside the checkpoint stay in their own dtype.
+    """
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    dtype: torch.dtype
+    wide: frozenset[str] = frozenset()
+    operands: Operands | None = None
     answers: Answers = ()
-    operands: Operands = NO_OPERANDS
+    is_real: bool = False
+    keeps_buffers: bool = True
+
+    @property
+    def owner(self) -> torch.nn.Module:
+        """The module that is called."""
+        return owner_of(self.call)
 
 
 class _Notes(TorchFunctionMode):
@@ -375,32 +382,18 @@ class _Call(torch.nn.Module):
         return (*found.values(), *notes.asked)
 
 
-def _export(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dtype: torch.dtype,
-    attempt: _Attempt,
-    operands: Operands | None,
-) -> Capture:
+def _export(attempt: _Attempt) -> Capture:
     """A capture; where the code mixes dtypes, one with its operands made one."""
-    if operands is not None:
-        wide = attempt.wide | {*operands.fp32_parameters}
-        attempt = replace(attempt, operands=operands, wide=wide)
-    tracing = _Tracing(call, args, kwargs, dtype, attempt)
     try:
-        capture = tracing.export()
+        capture = _Tracing(attempt).export()
         mixed = find_mixed_operands(capture.graph) or _find_mixed_norms(capture.graph)
         failure = None
     except CaptureError as error:
         capture, mixed, failure = None, [], error
     if not mixed and capture is not None:
         return capture
-    found = NO_OPERANDS
-    if operands is None:
-        found = _Tracing(call, args, kwargs, dtype, attempt).find_operands()
-    if found:
-        return _export(call, args, kwargs, dtype, attempt, found)
+    if attempt.operands is None and (found := _Tracing(attempt).find_operands()):
+        return _export(replace(attempt, operands=found))
     if capture is None:
         assert failure is not None
         raise failure
@@ -416,21 +409,14 @@ def _export(
 class _Tracing:
     """One call of a shadow of its module, ready to be traced."""
 
-    def __init__(
-        self,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        dtype: torch.dtype,
-        attempt: _Attempt,
-    ) -> None:
-        self._module, self._dtype, self._attempt = owner_of(call), dtype, attempt
-        self._method = "" if call is self._module else getattr(call, "__name__", "")
-        self._mode = find_mode(self._module)
-        self._shadow, self._kept = _make_shadow(self._module, dtype, self._mode, attempt)
-        leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    def __init__(self, attempt: _Attempt) -> None:
+        self._module, self._attempt = attempt.owner, attempt
+        self._method = "" if attempt.call is self._module else getattr(attempt.call, "__name__", "")
+        self._mode, own = find_mode(self._module), own_dtype(self._module) or attempt.dtype
+        self._shadow, self._kept = _make_shadow(attempt, self._mode)
+        leaves, spec = pytree.tree_flatten((attempt.args, dict(sorted(attempt.kwargs.items()))))
         self._given = tuple(
-            _make_like(x, _cast_to(x, self._module, dtype), self._mode, attempt.real)
+            _make_like(x, attempt.dtype if x.dtype == own else x.dtype, self._mode, attempt.is_real)
             for x in leaves
             if isinstance(x, torch.Tensor)
         )
@@ -441,7 +427,7 @@ class _Tracing:
 
     def find_operands(self) -> Operands:
         """What makes the call's operands one."""
-        fakes = contextlib.nullcontext() if self._attempt.real else self._mode
+        fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
         with torch.no_grad(), warnings.catch_warnings(), fakes:
             warnings.simplefilter("ignore")
             return find_operands(lambda: self._traced(*self._given), self._shadow)
@@ -459,17 +445,24 @@ class _Tracing:
                 program = torch.export.export(self._traced, self._given, strict=False)
             except Exception as error:
                 raise describe_failure(error, self._module) from error
-            returned = frozenset(path for path, single in singles.items() if single)
-            capture = _read_program(program, self._module, self._dtype, self._kept, returned)
-            used = _list_used(capture)
+            graph, parameters, constants, inputs = _read_program(program, self._module)
+            holders = (x for x in graph.graph.nodes if x.op == "placeholder" and x.users)
+            used = {parameters[x.name] for x in holders if x.name in parameters}
             replaceable = _find_replaceable(self._shadow, tables, used, self._mode)
-        return replace(
-            capture,
+        return Capture(
+            graph=graph,
+            dtype=self._attempt.dtype,
+            parameters=parameters,
+            constants=constants,
+            inputs=tuple(inputs),
+            kept_buffers=self._kept,
+            component=type(self._module).__name__,
+            single_outputs=frozenset(path for path, single in singles.items() if single),
             method=self._method,
             answers=self._attempt.answers,
             outputs=self._counts[-1],
             replaceable=replaceable,
-            operands=self._attempt.operands,
+            operands=self._attempt.operands or NO_OPERANDS,
         )
 
 
@@ -549,12 +542,6 @@ def _find_replaceable(
     return frozenset(found)
 
 
-def _list_used(capture: Capture) -> set[str]:
-    """The parameters and buffers that some operation reads."""
-    nodes = (x for x in capture.graph.graph.nodes if x.op == "placeholder" and x.users)
-    return {capture.parameters[x.name] for x in nodes if x.name in capture.parameters}
-
-
 def _list_doubled(call: tuple[Any, ...]) -> Iterator[Any]:
     """A call with one dimension of one of its tensors twice as long, for each of them."""
     leaves, spec = pytree.tree_flatten(call)
@@ -582,21 +569,17 @@ class _Read(TorchFunctionMode):
         return result
 
 
-def _is_real(module: torch.nn.Module) -> bool:
-    return not any(isinstance(x, FakeTensor) or x.is_meta for x in name_parameters(module).values())
-
-
-def _make_shadow(
-    module: torch.nn.Module, dtype: torch.dtype, mode: FakeTensorMode, attempt: _Attempt
-) -> tuple[torch.nn.Module, frozenset[str]]:
+def _make_shadow(attempt: _Attempt, mode: FakeTensorMode) -> tuple[torch.nn.Module, frozenset[str]]:
     """A copy of the module over fake parameters, and the names of the buffers left as they are."""
-    kept = find_kept_buffers(module) if attempt.keep_buffers else frozenset[str]()
+    module, dtype, operands = attempt.owner, attempt.dtype, attempt.operands or NO_OPERANDS
+    wide = {*attempt.wide, *operands.fp32_parameters}
+    kept = find_kept_buffers(module) if attempt.keeps_buffers else frozenset[str]()
     named = name_parameters(module)
     memo = renew_fakes(module, mode, {id(tensor) for tensor in named.values()})
     for name, tensor in named.items():
         wanted = dtype if tensor.is_floating_point() and name not in kept else tensor.dtype
-        wanted = torch.float32 if name in attempt.wide else wanted
-        made = _make_like(tensor, wanted, mode, attempt.real)
+        wanted = torch.float32 if name in wide else wanted
+        made = _make_like(tensor, wanted, mode, attempt.is_real)
         if isinstance(tensor, torch.nn.Parameter):
             made = mark_as_parameter(made)
         memo[id(tensor)] = made
@@ -605,7 +588,7 @@ def _make_shadow(
     except Exception as error:
         raise describe_failure(error, module) from error
     patches = Patches()  # never undone: the shadow is thrown away
-    cast_operands(shadow, attempt.operands, dtype, patches)
+    cast_operands(shadow, operands, dtype, patches)
     set_own_dtypes(shadow, own_dtype(module), dtype, patches)
     return shadow, kept
 
@@ -644,10 +627,6 @@ def _make_like(
         return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype, device=device)
 
 
-def _cast_to(tensor: torch.Tensor, module: torch.nn.Module, dtype: torch.dtype) -> torch.dtype:
-    return dtype if tensor.dtype == (own_dtype(module) or dtype) else tensor.dtype
-
-
 def own_dtype(module: torch.nn.Module) -> torch.dtype | None:
     """The dtype of a module's first floating parameter; None where it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
@@ -666,12 +645,9 @@ def set_own_dtypes(
 
 
 def _read_program(
-    program: Any,
-    module: torch.nn.Module,
-    dtype: torch.dtype,
-    kept: frozenset[str],
-    singles: frozenset[str],
-) -> Capture:
+    program: Any, module: torch.nn.Module
+) -> tuple[GraphModule, dict[str, str], dict[str, Any], list[str]]:
+    """The flat graph, and what its placeholders stand for: parameters, constants, inputs."""
     names = name_aliases(module)
     parameters: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -686,8 +662,7 @@ def _read_program(
             inputs.append(spec.arg.name)
     graph = inline_regions(program.graph_module)
     _complete_paths(graph, [path for path, _ in module.named_modules(remove_duplicate=False)])
-    component = type(module).__name__
-    return Capture(graph, dtype, parameters, constants, tuple(inputs), kept, component, singles)
+    return graph, parameters, constants, inputs
 
 
 def _complete_paths(graph: GraphModule, paths: list[str]) -> None:
