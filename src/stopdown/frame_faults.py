@@ -116,25 +116,36 @@ class _Look:
     """What is measured in one frame.
 
     Attributes:
-        uniform: its colour, when it is one all over.
+        colour: mean of its channels, when it is one colour all over.
+        spread: the largest standard deviation of these.
         noise: the largest correlation of neighbouring pixels, when it is noise.
         change: how far a block of 4x4 pixels is from that of the first frame, the largest until here;
             measured until it is above `_STILL`.
     """
 
-    uniform: _Uniform | None
+    colour: tuple[float, ...]
+    spread: float
     noise: float | None
     change: float
+
+    @property
+    def kind(self) -> str:
+        """Of a frame of one colour: `black`, `grey` or `flat`."""
+        if not self.colour:
+            return ""
+        if max(self.colour) <= _DARK:
+            return "black"
+        return "grey" if max(self.colour) - min(self.colour) <= _TINT else "flat"
 
 
 def _look_at(frames: Iterable[Frames]) -> Iterator[_Look]:
     first, change = None, 0.0
-    for index, frame in enumerate(frames):
+    for frame in frames:
         if first is None:
             first = _shrink(frame, 4)
         elif change <= _STILL:
             change = max(change, float(abs(_shrink(frame, 4) - first).max()))
-        yield _Look(_measure_uniform(index, frame), _measure_noise(frame), change)
+        yield _Look(*_measure_colour(frame), _measure_noise(frame), change)
 
 
 def find_frame_findings(frames: Frames, name: str) -> tuple[Finding, ...]:
@@ -162,51 +173,33 @@ def _shrink(picture: np.ndarray[Any, Any], factor: int) -> np.ndarray[Any, Any]:
     return np.asarray(blocks.reshape(shape).mean(axis=(1, 3)))
 
 
-@dataclass(frozen=True)
-class _Uniform:
-    index: int
-    means: tuple[float, float, float]
-    spread: float
-
-    @property
-    def kind(self) -> str:
-        if max(self.means) <= _DARK:
-            return "black"
-        return "grey" if max(self.means) - min(self.means) <= _TINT else "flat"
-
-
-def _measure_uniform(index: int, frame: Frames) -> _Uniform | None:
-    """The colour of a frame that is one colour all over, None for a frame that is not."""
+def _measure_colour(frame: Frames) -> tuple[tuple[float, ...], float]:
+    """The colour of a frame that is one all over, and its spread; () for a frame that is not."""
     # A quarter of the rows and columns holds 1/16 of the pixels: when its standard deviation is 4
     # times the limit, that of the frame is above the limit.
     if frame[::4, ::4].std(axis=(0, 1)).max() >= 4 * _SPREAD:
-        return None
+        return (), 0.0
     pixels = _shrink(frame, 1)
     means, spread = pixels.mean(axis=(0, 1)), float(pixels.std(axis=(0, 1)).max())
     if spread >= _SPREAD or abs(_shrink(frame, 4) - means).max() > _PEAK:
-        return None
-    red, green, blue = means.tolist()
-    return _Uniform(index, (red, green, blue), spread)
+        return (), 0.0
+    return tuple(means.tolist()), spread
 
 
 _UNIFORM = ("black", "grey", "flat")
 
 
-def _detect_uniform(looks: Sequence[_Look]) -> list[FrameFault]:
-    uniform = [look.uniform for look in looks if look.uniform is not None]
-    hits = {kind: [frame for frame in uniform if frame.kind == kind] for kind in _UNIFORM}
-    return [_report_uniform(kind, found, len(looks)) for kind, found in hits.items() if found]
-
-
-def _report_uniform(kind: str, hits: list[_Uniform], total: int) -> FrameFault:
-    indices, worst = tuple(hit.index for hit in hits), max(hit.spread for hit in hits)
-    red, green, blue = hits[0].means
-    evidence = (
-        f"{name_frames(indices, total).capitalize()}: mean colour ({red:.0f}, {green:.0f}, "
-        f"{blue:.0f}) of 255, standard deviation at most {worst:.2f} (a picture has more than "
-        f"{_SPREAD})."
-    )
-    return FrameFault(kind, indices, evidence)
+def _detect_uniform(looks: Sequence[_Look]) -> Iterator[FrameFault]:
+    for kind in _UNIFORM:
+        indices = tuple(index for index, look in enumerate(looks) if look.kind == kind)
+        if indices:
+            red, green, blue = looks[indices[0]].colour
+            evidence = (
+                f"{name_frames(indices, len(looks)).capitalize()}: mean colour ({red:.0f}, "
+                f"{green:.0f}, {blue:.0f}) of 255, standard deviation at most "
+                f"{max(looks[x].spread for x in indices):.2f} (a picture has more than {_SPREAD})."
+            )
+            yield FrameFault(kind, indices, evidence)
 
 
 def _detect_frozen(looks: Sequence[_Look]) -> list[FrameFault]:
@@ -276,7 +269,7 @@ def _correlate_neighbours(luma: np.ndarray[Any, Any]) -> float:
     return float(np.max(np.abs([across, down])))
 
 
-_DETECTORS: dict[str, Callable[[Sequence[_Look]], list[FrameFault]]] = {
+_DETECTORS: dict[str, Callable[[Sequence[_Look]], Iterable[FrameFault]]] = {
     "uniform": _detect_uniform,
     "frozen": _detect_frozen,
     "noise": _detect_noise,

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,17 +131,15 @@ def write_media(
     return target
 
 
-@dataclass(frozen=True)
-class _Container:
-    """A kind of video file: container, codec, and the options of both."""
-
-    format: str
-    codec: str
-    container_options: Mapping[str, str]
-    codec_options: Mapping[str, str]
+_CODECS = {
+    "mp4": ("libx264", {"crf": "16"}, {"movflags": "+faststart"}),
+    "webm": ("libvpx-vp9", {"crf": "12", "b": "0", "row-mt": "1"}, {}),
+}
+"""Container to codec and the options of both, at a quality where what the codec loses stays below what half
+precision changes."""
 
 
-def _write_video(kind: _Container, part: Path, frames: Frames, fps: float) -> None:
+def _write_video(container: str, part: Path, frames: Frames, fps: float) -> None:
     """yuv420p wants even sizes: an odd height or width is padded by its last row or column."""
     import av
     import numpy as np
@@ -150,31 +147,29 @@ def _write_video(kind: _Container, part: Path, frames: Frames, fps: float) -> No
     height, width = frames.shape[1:3]
     even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     try:
-        _encode(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001), kind)
+        _encode(part, np.ascontiguousarray(even), Fraction(fps).limit_denominator(1001), container)
     except av.FFmpegError as error:
         if isinstance(error, OSError):  # explained by `written_beside`
             raise
         raise OutputError(
-            f"{kind.codec} cannot encode {len(frames)} frames of height {height} and width {width}: "
-            f"{_first_line(error)}.",
+            f"{_CODECS[container][0]} cannot encode {len(frames)} frames of height {height} and width "
+            f"{width}: {_first_line(error)}.",
             expected="The encoder takes sizes up to 16384.",
             remedy="Write a folder of frames with -o frames/, or a smaller `height` and `width`.",
         ) from error
 
 
-def _encode(part: Path, frames: Frames, rate: Fraction, kind: _Container) -> None:
+def _encode(part: Path, frames: Frames, rate: Fraction, kind: str) -> None:
     import av
     from av.video.reformatter import Colorspace
 
-    codec_options = dict(kind.codec_options)
-    if kind.codec == "libx264" and has_avx512():
+    codec, codec_options, options = _CODECS[kind]
+    if codec == "libx264" and has_avx512():
         # x264's code for AVX-512 reads memory that nobody wrote (MALLOC_PERTURB_ shows it), so that
         # the same frames gave other bytes now and then; that for AVX2 gives the bytes of plain C.
-        codec_options["x264-params"] = "asm=AVX2"
-    with av.open(
-        str(part), "w", format=kind.format, options=dict(kind.container_options)
-    ) as container:
-        stream: Any = container.add_stream(kind.codec, rate=rate, options=codec_options)
+        codec_options = {**codec_options, "x264-params": "asm=AVX2"}
+    with av.open(str(part), "w", format=kind, options=options) as container:
+        stream: Any = container.add_stream(codec, rate=rate, options=codec_options)
         stream.height, stream.width = frames.shape[1], frames.shape[2]
         stream.pix_fmt = "yuv420p"
         context = stream.codec_context
@@ -242,15 +237,9 @@ def _write_folder(part: Path, frames: Frames, fps: float) -> None:
         _write_png(part / f"frame_{index:04d}.png", frame[None], fps)
 
 
-_MP4 = _Container("mp4", "libx264", {"movflags": "+faststart"}, {"crf": "16"})
-"""At a quality where the codec's loss stays below what half precision changes."""
-
-_WEBM = _Container("webm", "libvpx-vp9", {}, {"crf": "12", "b": "0", "row-mt": "1"})
-"""At a quality where its loss is about that of the mp4."""
-
 WRITERS: dict[str, Callable[[Path, Frames, float], None]] = {
-    ".mp4": functools.partial(_write_video, _MP4),
-    ".webm": functools.partial(_write_video, _WEBM),
+    ".mp4": functools.partial(_write_video, "mp4"),
+    ".webm": functools.partial(_write_video, "webm"),
     ".gif": _write_gif,
     ".png": _write_png,
 }
