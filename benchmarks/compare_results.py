@@ -211,9 +211,18 @@ def _is_time(field: object) -> bool:
 
 
 def read_reasons(path: Path = EXPLAINED) -> list[Reason]:
-    """The explanations."""
+    """The explanations; one that names several rows or fields is one for each of them."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
-    return [Reason(**entry) for entry in entries]
+    return [
+        Reason(entry["file"], row, entry["because"], field)
+        for entry in entries
+        for row in _list_patterns(entry["row"])
+        for field in _list_patterns(entry.get("field", "*"))
+    ]
+
+
+def _list_patterns(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
 
 
 def sort_differences(

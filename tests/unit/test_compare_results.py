@@ -63,6 +63,35 @@ def test_a_reason_explains_its_own_row_and_field(script: ModuleType) -> None:
     assert open_ones == found[1:]
 
 
+def test_one_reason_may_stand_for_several_rows_and_fields(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    """Lists of patterns are one reason for each pair; without a field it is every field."""
+    path = tmp_path / "reasons.toml"
+    path.write_text(
+        """
+        [[difference]]
+        file = "check.json"
+        row = ["a", "b"]
+        field = ["values", "note"]
+        because = "several"
+
+        [[difference]]
+        file = "check.json"
+        row = "c"
+        because = "one"
+        """
+    )
+    reasons = script.read_reasons(path)
+    assert [(x.row, x.field, x.because) for x in reasons] == [
+        ("a", "values", "several"),
+        ("a", "note", "several"),
+        ("b", "values", "several"),
+        ("b", "note", "several"),
+        ("c", "*", "one"),
+    ]
+
+
 def test_tables_of_pages_are_rows(script: ModuleType) -> None:
     """Rows of Markdown are named by heading and first cell."""
     rows = script.read_tables("# Reports\n\n| report | answer |\n|---|---|\n| a#1 | dtype |\n")
