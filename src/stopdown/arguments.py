@@ -31,17 +31,13 @@ Replaced = tuple[Any, Any, Any, Any]
 """A caller's list or mapping, a key of it, what is there, and what is there during the call."""
 
 
-def _keep_none(name: str) -> bool:
-    return False
-
-
 def replace_tensors(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     change: Change,
     *,
     names: Iterable[str] = (),
-    keeps: Keeps = _keep_none,
+    keeps: Keeps = lambda name: False,
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Replaced]]:
     """Arguments of a call with its tensors changed, and what `put_back` is given after it.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -574,9 +575,10 @@ def apply_linear(weight: torch.Tensor, value: Interval) -> Interval:
     x, w = graph.placeholder("x"), graph.placeholder("w")
     node = graph.call_function(torch.ops.aten.linear.default, (x, w))
     node.meta["val"] = torch.empty(value.center.shape[1], weight.shape[0])
-    made = evaluate(
-        node, {x: value}.get, lambda n: weight if n is w else None, lambda n: WEIGHT_FLOOR
+    known: Any = SimpleNamespace(
+        held={x: value}, load={w: weight}.get, floor=lambda n: WEIGHT_FLOOR
     )
+    made = evaluate(node, known)
     assert isinstance(made, Interval)
     return made
 

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -24,6 +24,9 @@ from stopdown.bounds.values import Bound, Shape, make_bound
 from stopdown.graph.nodes import arguments, find_slope, has_trait, is_kind, operation
 from stopdown.graph.operations import kind_of
 from stopdown.numerics import CACHED_VALUES, multiply_matrices
+
+if TYPE_CHECKING:
+    from stopdown.bounds.propagation import Propagation
 
 ROUNDING = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-22}
 """Relative error of one operation by the dtype of its result, each at least twice the unit roundoff."""
@@ -148,25 +151,11 @@ def writes_in_place(node: Node) -> bool:
     return name.endswith("_") and not name.startswith("__") and name != "detach_"
 
 
-Held = Callable[[Node], Any]
-"""Gives what is held for a node."""
-
-
-def evaluate(
-    node: Node,
-    held: Held,
-    load: Callable[[Node], torch.Tensor | None],
-    floor: Callable[[Node], float],
-) -> Any:
-    """What a node gives when all its inputs are exact; None when it does not stay so.
-
-    Args:
-        held: node to its interval, or a list of them, or something else.
-        load: node to a parameter's values as they are stored, None when it is no parameter.
-        floor: node to the room for what is subnormal of a parameter.
-    """
-    sources = [x for x in node.all_input_nodes if isinstance(held(x), (Interval, list))]
-    values = [held(x) for x in sources]
+def evaluate(node: Node, known: Propagation) -> Any:
+    """What a node gives when all its inputs are exact; None when it does not stay so."""
+    held = {x: known.held.get(x) for x in node.all_input_nodes}
+    sources = [x for x, value in held.items() if isinstance(value, (Interval, list))]
+    values: list[Any] = [held[x] for x in sources]
     if is_kind(node, "part"):
         number: Any = node.args[1]
         return values[0][number] if isinstance(values[0], list) else None
@@ -174,7 +163,7 @@ def evaluate(
         return None
     if len(sources) < len(node.all_input_nodes):
         is_linear = is_kind(node, "linear") and bool(values)
-        return _apply_linear(node, values[0], load, floor) if is_linear else None
+        return _apply_linear(node, values[0], known) if is_linear else None
     rule = _choose_rule(node, values)
     return None if rule is None else rule(node, dict(zip(sources, values, strict=True)))
 
@@ -381,17 +370,12 @@ _RULES: dict[str, Rule] = {
 _CONSTANTS = ("constant", "counting", "filled")
 
 
-def _apply_linear(
-    node: Node,
-    value: Any,
-    load: Callable[[Node], torch.Tensor | None],
-    floor: Callable[[Node], float],
-) -> Any:
+def _apply_linear(node: Node, value: Any, known: Propagation) -> Any:
     given = arguments(node)
-    weight = load(given["weight"]) if isinstance(given["weight"], Node) else None
+    weight = known.load(given["weight"]) if isinstance(given["weight"], Node) else None
     if not isinstance(value, Interval) or weight is None or not isinstance(given["input"], Node):
         return None
-    bias = load(given["bias"]) if isinstance(given.get("bias"), Node) else None
+    bias = known.load(given["bias"]) if isinstance(given.get("bias"), Node) else None
     few = _find_repeated(value.center)
     flat = few.reshape(-1, few.shape[-1])  # one product, not one for each timestep
     wide = torch.promote_types(weight.dtype, torch.float32)
@@ -399,7 +383,7 @@ def _apply_linear(
     if not math.isfinite(float(center.sum())):
         return None  # fp32 ends sooner than float64
     center = (center if bias is None else center.add_(bias.to(wide))).reshape(*few.shape[:-1], -1)
-    made = _bound_errors(node, value, weight, bias, floor(given["weight"]))
+    made = _bound_errors(node, value, weight, bias, known.floor(given["weight"]))
     center = center.expand(*value.center.shape[:-1], -1)
     return _round(node, replace(made, center=center))
 

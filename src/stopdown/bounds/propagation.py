@@ -348,7 +348,7 @@ class Propagation:
         if not sources and node.all_input_nodes:
             return None
         try:
-            return evaluate(node, self.held.get, self.load, self.floor)
+            return evaluate(node, self)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):
             return None  # bounded like any other value then
 
