@@ -12,57 +12,45 @@ from torch.fx import Node
 
 from stopdown.bounds.row_sums import WEIGHT_ROUNDING
 from stopdown.bounds.rule_inputs import Operands
-from stopdown.bounds.values import Bound, largest_over
+from stopdown.bounds.values import Bound, largest_over, sum_squares
 from stopdown.graph.nodes import arguments, is_kind, shape_of, strip_casts
 
 
 def normalise(op: Operands) -> Bound:
     """Layer and RMS norm: a row of unit mean square, so no longer than the root of its length."""
-    count = math.prod(op.given["normalized_shape"])
-    rank = len(op.given["normalized_shape"])
-    dims = tuple(range(len(op.shape) - rank, len(op.shape)))
-    shape = [1] * (len(op.shape) - rank) + list(op.given["normalized_shape"])
-    return _affine_rows(op, count, dims, shape)
-
-
-def _affine_rows(op: Operands, count: int, dims: tuple[int, ...], shape: list[int]) -> Bound:
-    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
-    gain = gain.reshape(shape) if gain.numel() > 1 else gain.reshape([1] * len(shape))
-    shift = shift.reshape(shape) if shift.numel() > 1 else shift.reshape([1] * len(shape))
-    moved = shift.square()
-    for dim in dims:
-        moved = moved * op.shape[dim] if moved.shape[dim] == 1 else moved.sum(dim, keepdim=True)
-    norm = math.sqrt(count) * largest_over(gain, dims) + moved.sqrt()
+    inner, rank = list(op.given["normalized_shape"]), len(op.shape)
+    dims, shape = range(rank - len(inner), rank), [1] * (rank - len(inner)) + inner
+    gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
+    longest = math.sqrt(math.prod(inner))
+    norm = longest * largest_over(gain, dims) + sum_squares(shift.square(), op.shape, dims).sqrt()
     typical = float(gain.square().mean().sqrt())
-    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=dims)
+    return op.made(longest * gain + shift, typical, norm=norm, rows=dims)
 
 
 def normalise_groups(op: Operands) -> Bound:
     """Group norm: as `normalise` over the channels and places of a group, as many as the call has."""
-    groups = int(op.given["num_groups"])
+    groups, rank = int(op.given["num_groups"]), len(op.shape)
     count = math.prod(op.shape[1:]) // groups
-    shape = [1, op.shape[1]] + [1] * (len(op.shape) - 2)
-    gain, shift = _magnitudes(op, "weight"), _magnitudes(op, "bias")
-    gain = gain.reshape(shape if gain.numel() > 1 else [1] * len(shape))
-    shift = shift.reshape(shape if shift.numel() > 1 else [1] * len(shape))
-    places, dims = math.prod(op.shape[2:]), tuple(range(1, len(op.shape)))
+    shape, places = [1, op.shape[1]] + [1] * (rank - 2), math.prod(op.shape[2:])
+    gain, shift = _magnitudes(op, "weight", shape), _magnitudes(op, "bias", shape)
     moved = (shift.square().sum() * places * (1 if shift.numel() > 1 else op.shape[1])).sqrt()
-    norm = math.sqrt(count * groups) * gain.amax() + moved
-    peak = math.sqrt(count) * gain + shift
+    norm = (math.sqrt(count * groups) * gain.amax() + moved).reshape([1] * rank)
     typical = float(gain.square().mean().sqrt())
-    return op.made(peak, typical, norm=norm.reshape([1] * len(shape)), rows=dims)
+    return op.made(math.sqrt(count) * gain + shift, typical, norm=norm, rows=range(1, rank))
 
 
-def _magnitudes(op: Operands, name: str) -> torch.Tensor:
+def _magnitudes(op: Operands, name: str, shape: list[int]) -> torch.Tensor:
+    """Those of a norm's weight or bias, in this shape or as one number in as many dimensions."""
     given = op.given.get(name)
     if not isinstance(given, Node):
-        return torch.full((1,), 1.0 if name == "weight" else 0.0).double()
-    found = op.known.load(given)
-    if found is None:
+        size = torch.full((1,), 1.0 if name == "weight" else 0.0).double()
+    elif (found := op.known.load(given)) is not None:
+        size = found.double().abs().reshape(-1)
+        size = size * (1 + WEIGHT_ROUNDING) + op.known.floor(given) * float(size.max())
+    else:
         bound = op.find(given)
-        return torch.full((1,), math.inf if bound is None else bound.largest).double()
-    size = found.double().abs().reshape(-1)
-    return size * (1 + WEIGHT_ROUNDING) + op.known.floor(given) * float(size.max())
+        size = torch.full((1,), math.inf if bound is None else bound.largest).double()
+    return size.reshape(shape if size.numel() > 1 else [1] * len(shape))
 
 
 def bound_written_norm(op: Operands) -> Bound | None:

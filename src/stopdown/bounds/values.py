@@ -114,7 +114,7 @@ def make_bound(
         norm = derived
     else:
         norm = torch.minimum(collapse(norm.double(), shape), derived)
-        norm = _fit(norm, dims)
+        norm = largest_over(norm, dims)
         peak = collapse(torch.minimum(peak, norm), shape)
     return Bound(peak, norm, dims, min(typical, float(peak.max()) if peak.numel() else 0.0))
 
@@ -134,12 +134,6 @@ def collapse(bound: torch.Tensor, shape: Shape) -> torch.Tensor:
         dim = max(others)[2] if others else channel
         bound = bound.amax(dim, keepdim=True)
     return bound
-
-
-def _fit(norm: torch.Tensor, dims: frozenset[int]) -> torch.Tensor:
-    for dim in dims:
-        norm = norm.amax(dim, keepdim=True)
-    return norm
 
 
 def sum_squares(squares: torch.Tensor, shape: Shape, dims: Iterable[int]) -> torch.Tensor:
