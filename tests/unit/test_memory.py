@@ -28,7 +28,7 @@ from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
-from stopdown.memory.run_memory import RunMemory, listen_to_run
+from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
 from stopdown.memory.smaller_calls import put_variant
 from stopdown.memory.speed import Speed, find_speed, measure_speed
 from stopdown.memory.strategies import (
@@ -178,6 +178,35 @@ def test_a_dry_run_takes_what_the_run_takes(name: str, tmp_path: Any) -> None:
     predicted = max([run.between_bytes, *(call.peak_bytes for call in run.calls)])
     with torch.no_grad():
         assert predicted == pytest.approx(measure_allocator(lambda: pipe(**arguments)), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "wan"])
+def test_a_tile_like_another_is_not_run_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is predicted as if each were run. Wan's are, since its decoder writes into its cache."""
+    pipe = make_pipeline(name)
+    sides = ("min_height", "min_width", "stride_height", "stride_width")
+    pipe.vae.enable_tiling(**{f"tile_sample_{x}": 16 for x in sides if name == "wan"})
+    ran, kind = list[bool](), type(pipe.vae.decoder)
+    forward = kind.forward
+
+    def count(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(True)
+        return forward(self, *args, **kwargs)
+
+    def listen() -> tuple[RunMemory, int]:
+        ran.clear()
+        sizes = {"height": 32, "width": 32, "num_frames": 9}
+        return listen_to_run(
+            copy_skeleton(pipe), {"prompt": "a", "num_inference_steps": 1, **sizes}
+        ), len(ran)
+
+    monkeypatch.setattr(kind, "forward", count)
+    found, few = listen()
+    monkeypatch.setattr(MemoryListener, "_put_tiles", lambda *_: None)
+    expected, many = listen()
+    assert found == expected
+    assert many > 4
+    assert (few < many / 2) == (name == "cogvideox")
 
 
 def test_a_component_that_reads_values_is_named(tmp_path: Any) -> None:

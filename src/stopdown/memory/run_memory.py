@@ -26,9 +26,11 @@ from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.memory.eight_bits import Packing, weigh_packing
+from stopdown.memory.tiles import Given, Tile, describe_output
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import sign_arguments
 from stopdown.pipelines.components import find_blocks, find_components
 from stopdown.pipelines.dry_run import Answers, ComponentCall, ComponentFailed, Listener, dry_run
 
@@ -206,11 +208,54 @@ class MemoryListener(Listener):
         with _attention(self._fused), Patches() as patches:
             patches.set_attribute(tracker, "on_operation", note)
             patches.set_attribute(tracker, "kind", FakeTensor)
+            self._put_tiles(callee.owner, patches)
             with tracker:
                 yield
         self.leave("")
         self._call.flops = tracker.flops - flops
         call.kept["memory"] = self._call
+
+    def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
+        """Where an autoencoder works in tiles, have its code run once for those of the same shapes."""
+        for name in ("encoder", "decoder") if getattr(owner, "use_tiling", False) else ():
+            if isinstance(part := getattr(owner, name, None), torch.nn.Module):
+                once = functools.partial(self._run_tile, {}, part.forward)
+                patches.set_attribute(part, "forward", once)
+
+    def _run_tile(
+        self, known: dict[str, Tile], code: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """What a tile gives; one like an earlier one takes as much, on top of what is alive by then."""
+        self.leave(self._paths.current)
+        alive, call = self._tracker.live_bytes - self._begun, self._call
+        key = sign_arguments(args, kwargs)
+        if (tile := known.get(key)) is not None:
+            output = tile.make_output()
+            self._tracker.flops += tile.flops
+        else:
+            given = Given(args, kwargs)
+            output, tile = self._watch_tile(alive, functools.partial(code, *args, **kwargs))
+            if given.is_left_alone(output):
+                known[key] = tile
+        for path, peak in tile.peaks.items():
+            call.peaks[path] = max(alive + peak, call.peaks.get(path, alive + peak))
+        for path, count in tile.entries.items():
+            call.entries[path] = call.entries.get(path, 0) + count
+        return output
+
+    def _watch_tile(self, alive: int, code: Callable[[], Any]) -> tuple[Any, Tile]:
+        """What a tile gives and takes by itself."""
+        call, flops = self._call, self._tracker.flops
+        self._call = own = CallMemory(call.component, call.stage)
+        try:
+            output = code()
+            self.leave(self._paths.current)
+        finally:
+            self._call = call
+        peaks = {path: peak - alive for path, peak in own.peaks.items()}
+        return output, Tile(
+            peaks, own.entries, self._tracker.flops - flops, describe_output(output)
+        )
 
     def enter(self, path: str) -> None:
         """The module around it pauses."""
