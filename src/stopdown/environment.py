@@ -59,6 +59,16 @@ def read_numeric_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in _NUMERIC_VARIABLES if name in os.environ}
 
 
+def copy_variables() -> dict[str, str]:
+    """The environment, for a process that a fork server begins: it has that of the server's start."""
+    return dict(os.environ)
+
+
+def put_variables(variables: Mapping[str, str]) -> None:
+    """Take over the environment of another process."""
+    os.environ.update(variables)
+
+
 @dataclass(frozen=True)
 class RankSettings:
     """Which of several processes this is, as `torchrun` tells them.

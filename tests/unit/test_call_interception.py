@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,14 @@ def test_floats_are_cast_wherever_they_are() -> None:
     assert [cast[0].dtype, cast[1][0].dtype, cast[2]["a"].dtype] == [torch.float16] * 3
     assert (cast[1][1:], cast[2]["b"]) == ((3, None), "text")
     assert cast_floats(torch.ones(1, dtype=torch.int64), torch.float16).dtype == torch.int64
+    kept = cast_floats({"timesteps": torch.ones(1), "x": torch.Size([2])}, torch.float16)
+    assert (kept["timesteps"].dtype, kept["x"]) == (torch.float32, torch.Size([2]))
+    listed = cast_floats(UserList([torch.ones(1)]), torch.float16)
+    assert (type(listed), listed[0].dtype) == (UserList, torch.float16)
+
+
+class UserList(list[torch.Tensor]):
+    """A list that pytree does not know."""
 
 
 def test_a_distribution_is_cast() -> None:
@@ -223,4 +232,8 @@ def test_the_dtype_that_came_in_is_that_of_the_values() -> None:
         "hidden_states": [torch.ones(1, dtype=torch.bfloat16)],
     }
     assert find_float_dtype(arguments) == torch.bfloat16
+    nested = {"added": {"time_ids": torch.ones(1), "text_embeds": torch.ones(1).half()}}
+    assert find_float_dtype(nested) == torch.float16
+    cache = SimpleNamespace(keys=torch.ones(1).double())  # no part of what is cast
+    assert find_float_dtype({"cache": cache, "sample": torch.ones(1).half()}) == torch.float16
     assert find_float_dtype({"input_ids": torch.ones(1, dtype=torch.int64), "flag": True}) is None

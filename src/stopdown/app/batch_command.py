@@ -227,9 +227,10 @@ def _run(
     state.begin()
     for text in repeated:
         state.note(text)
+    opening = _open_pool(options, prepared, store, cluster, state) if waiting else None
     store.write(SUMMARY, to_json(state.summarise()).encode())
-    if waiting:
-        with _open_pool(options, prepared, store, cluster, state) as pool, state.kept(store):
+    if opening is not None:
+        with opening as pool, state.kept(store):
             state.workers = pool.devices
             dispatch = Dispatch(pool, versions, state.note, options.tries)
             for result in dispatch.run(waiting):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from stopdown.batch.limits import MOST_EARLY_DEATHS
 from stopdown.batch.settings import Job
 from stopdown.batch.stores import Store, check_probe
 from stopdown.batch.worker import Answer, Worker
+from stopdown.environment import copy_variables, put_variables
 from stopdown.errors import StopdownError
 from stopdown.records import Plan
 from stopdown.runtime.guard import Observer
@@ -204,7 +206,7 @@ class Processes(Workers):
     def _begin(self, number: int) -> Slot:
         ours, theirs = self._context.Pipe()
         share = (len(self._wanted), self._wanted.count(self._wanted[number]))
-        arguments = (theirs, self._job, self._wanted[number], share)
+        arguments = (theirs, self._job, self._wanted[number], share, copy_variables())
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -247,17 +249,27 @@ def _choose_context(devices: list[str]) -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # it imports, and should not tell of Ctrl-C
+        multiprocessing.forkserver.ensure_running()
+        signal.signal(signal.SIGINT, before)
     return context
 
 
-def _serve(pipe: Any, job: Job, device: str, share: tuple[int, int]) -> None:
+def _serve(
+    pipe: Any, job: Job, device: str, share: tuple[int, int], variables: dict[str, str]
+) -> None:
     """What a process does: one task after the other, until whoever gives them is gone.
 
     Args:
         share: how many processes there are, and how many on this device.
+        variables: the environment of whoever gives them.
     """
     import torch
 
+    put_variables(variables)
     torch.set_num_threads(max(1, torch.get_num_threads() // share[0]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is heard by whoever gives the tasks
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -27,7 +27,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.arguments import put_back, replace_tensors
-from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import DIFFUSERS_KEEPS, GENERAL_KEEPS, Callee, find_adapter
 from stopdown.pipelines.outermost_calls import entered, listen
@@ -259,28 +258,41 @@ def find_module(callee: Callee) -> torch.nn.Module:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same nest with floating tensors in `dtype`, all else as it is."""
-    return map_tensors(value, functools.partial(_cast, dtype=dtype))
+    """The same nest with floating tensors in `dtype`; times and positions in dicts stay as they are."""
+    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=_is_kept)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with every tensor changed, also inside what an autoencoder encodes to."""
+def map_tensors(
+    value: Any,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    keeps: Callable[[str], bool] = lambda name: False,
+) -> Any:
+    """The same nest with every tensor changed, also inside what an autoencoder encodes to.
+
+    Args:
+        keeps: whether what a dict has under a name stays as it is.
+    """
+    again = functools.partial(map_tensors, change=change, keeps=keeps)
 
     def visit(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
-        if isinstance(leaf, dict):  # a model output that nobody told pytree of
-            return type(leaf)(**{key: map_tensors(item, change) for key, item in leaf.items()})
+        if isinstance(leaf, dict):
+            changed = {k: x if keeps(str(k)) else again(x) for k, x in leaf.items()}
+            return changed if type(leaf) is dict else type(leaf)(**changed)
+        if isinstance(leaf, (list, tuple)):  # a class of these that pytree does not know
+            return type(leaf)(map(again, leaf))
         if _is_distribution(leaf):
             leaf = copy.copy(leaf)
-            vars(leaf).update({name: map_tensors(x, change) for name, x in vars(leaf).items()})
+            vars(leaf).update({name: again(x) for name, x in vars(leaf).items()})
         return leaf
 
-    return pytree.tree_map(visit, value)
+    return pytree.tree_map(visit, value, is_leaf=lambda x: isinstance(x, dict))
 
 
 def sign_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -303,8 +315,14 @@ def _is_distribution(value: Any) -> bool:
 
 def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
     """The dtype of the first floating tensor among arguments that are cast, None without one."""
-    cast = [value for name, value in arguments.items() if not _is_kept(name)]
-    return next((x.dtype for x in iterate_tensors(cast) if x.is_floating_point()), None)
+    found: list[torch.dtype] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.extend([tensor.dtype] * tensor.is_floating_point())
+        return tensor
+
+    map_tensors(arguments, note, keeps=_is_kept)
+    return next(iter(found), None)
 
 
 def _is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
