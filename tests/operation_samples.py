@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from stopdown.graph.capture import Capture
+from stopdown.graph.mixed_dtypes import NO_OPERANDS
 from stopdown.graph.nodes import operation
 from stopdown.graph.operations import read_operations
 
@@ -33,7 +34,9 @@ class Sample:
         """The graph as a component call of which every tensor is an input."""
         names = tuple(node.name for node in self.graph.graph.nodes if node.op == "placeholder")
         return Capture(
-            self.graph, torch.float32, {}, {}, names, frozenset(), "Sample", frozenset()
+            self.graph, torch.float32, parameters={}, constants={}, inputs=names,
+            kept_buffers=frozenset(), component="Sample", single_outputs=frozenset(), method="",
+            answers=(), outputs=0, replaceable=frozenset(), operands=NO_OPERANDS,
         )  # fmt: skip
 
 
