@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import random
 import shutil
 import signal
@@ -216,12 +217,14 @@ def test_a_flipped_bit_in_the_head_is_seen(folder: Path) -> None:
     with Journal(folder) as journal:
         head = journal._head
     assert head
-    for place in range(len(whole)):
-        changed = bytearray(whole)
-        changed[place] ^= 1 << place % 8
-        path.write_bytes(changed)
-        with Journal(folder) as journal:
-            assert journal._head == head or (journal._head is None and journal.use.notes)
+    with path.open(
+        "r+b", buffering=0
+    ) as file:  # in place: a file that is emptied waits for its disk
+        for place in range(len(whole)):
+            os.pwrite(file.fileno(), bytes([whole[place] ^ 1 << place % 8]), place)
+            with Journal(folder) as journal:
+                assert journal._head == head or (journal._head is None and journal.use.notes)
+            os.pwrite(file.fileno(), whole[place : place + 1], place)
 
 
 def test_a_folder_named_as_a_call_is_refused(folder: Path) -> None:
