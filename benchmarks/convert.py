@@ -17,6 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from conversions import WITHOUT_STOPDOWN
 from stopdown.environment import describe_machine
 from stopdown.pipelines.sources import resolve_source
 
@@ -30,13 +33,6 @@ PROMPTS = (
 )
 
 PLAIN = """
-import json, sys, warnings
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "stopdown":
-            raise ImportError("absent")
-sys.meta_path.insert(0, Absent())
-warnings.simplefilter("ignore")
 import diffusers, numpy as np, torch
 before, after, steps, *prompts = sys.argv[1:]
 
@@ -75,7 +71,8 @@ def main() -> None:
         record = json.loads(call("convert", "shapes", folder, "--plan", plan, "--json"))
         source = resolve_source("shapes").path
         prompts = PROMPTS[: options.prompts]
-        plain = [sys.executable, "-c", PLAIN, str(source), folder, str(options.steps), *prompts]
+        program = [sys.executable, "-c", WITHOUT_STOPDOWN + PLAIN]
+        plain = [*program, str(source), folder, str(options.steps), *prompts]
         done = subprocess.run(plain, capture_output=True, text=True, check=True)
     errors = json.loads(done.stdout.splitlines()[-1])
     pairs = zip(errors["bf16 plain"], errors["fp16 converted"], strict=True)

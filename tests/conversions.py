@@ -36,14 +36,19 @@ SIZES: dict[str, dict[str, Any]] = {
     "svd": {"height": 32, "width": 32, "frames": 3},
 }
 
-PLAIN = """
-import functools, json, sys, warnings
+WITHOUT_STOPDOWN = """
+import json, sys, warnings
 class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "stopdown":
             raise ImportError("absent")
 sys.meta_path.insert(0, Absent())
 warnings.simplefilter("ignore")
+"""
+"""How a program begins that cannot import Stopdown."""
+
+PLAIN = """
+import functools
 import diffusers, numpy as np, PIL.Image, torch
 
 @functools.cache
@@ -127,7 +132,10 @@ def run_plain(name: str, before: Path, after: Path) -> dict[str, float | None]:
 def _start_plain() -> subprocess.Popen[str]:
     """The process without Stopdown, one in each process that runs tests."""
     process = subprocess.Popen(
-        [sys.executable, "-c", PLAIN], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WITHOUT_STOPDOWN + PLAIN],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     atexit.register(process.communicate)
     return process

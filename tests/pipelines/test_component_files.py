@@ -14,33 +14,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_single_file import rename_unet, rename_vae
 
-from stopdown import testing
+import conversions
 from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
-from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
 from stopdown.pipelines.sources import Source, resolve_source, verify_source
-from stopdown.pipelines.tiny_pipelines import overflow_
 from stopdown.plans.calibrated import make_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.component_calls import read_call
 from stopdown.records import Plan
 
-SMALLEST = 2.0**-9
-"""Weights below are 0 here, so that eight bits of the others outlive a fold in fp16."""
-
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
     """A tiny Stable Diffusion that overflows in fp16, in bf16."""
-    made = testing.make_pipeline("sd")
-    overflow_(made.unet)
-    for module in find_components(made).values():
-        for tensor in module.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.masked_fill_(tensor.abs() < SMALLEST, 0)
-        module.to(torch.bfloat16)
-    return made
+    return conversions.build("sd")
 
 
 @pytest.fixture(scope="module")
