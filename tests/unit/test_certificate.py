@@ -179,7 +179,7 @@ def test_tiny_stored_values_are_not_certified() -> None:
         unknown = problem.system.unknown(name)
         held, weight = replace(certain, least_stored=least), 0.0 if " " in name else 1.0
         problem.limits.append(Limit(unknown, held, torch.float16, name, weight))
-    limits = problem.list_narrow(())
+    limits = problem.list_fp16_limits(())
     assert len(limits) == 5
     assert find_uncertain(limits, lambda unknown: 0) == ()
     assert find_uncertain(limits, lambda unknown: -13) == ("a (add)", "b.weight")

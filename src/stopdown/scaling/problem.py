@@ -116,7 +116,7 @@ class Problem:
     bounds: list[tuple[int, str, FoldBound]] = field(default_factory=list)
     apart: System | None = None
 
-    def list_narrow(self, fp32_modules: Collection[str]) -> list[Limit]:
+    def list_fp16_limits(self, fp32_modules: Collection[str]) -> list[Limit]:
         """The limits of what is fp16 while these modules stay in fp32."""
         wide = {*fp32_modules}
         return [x for x in self.limits if x.dtype == torch.float16 and not wide & {*x.interiors}]

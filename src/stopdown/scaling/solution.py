@@ -26,7 +26,7 @@ def describe_solution(problem: Problem, solution: Solution) -> Scaling:
     eps = {".".join(filter(None, key)): at(unknown) for key, unknown in problem.eps.items()}
     multiplies = {path: at(unknown) for path, unknown in problem.multiplies.items()}
     outputs = {number: at(unknown) for number, unknown in problem.outputs.items()}
-    limits = problem.list_narrow(solution.fp32_modules)
+    limits = problem.list_fp16_limits(solution.fp32_modules)
     rooms = ((headroom_bits(x.range.amax, x.dtype) - at(x.unknown), x.place) for x in limits)
     headroom, tightest = min(rooms, default=(None, ""))
     values, uncertain = len(limits), find_uncertain(limits, at)
