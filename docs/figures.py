@@ -261,6 +261,22 @@ def full_runs_table() -> str:
 
 
 @_figure
+def encoders_summary() -> str:
+    """What the table of encoders comes to."""
+    rows = _read("encoders")["rows"]
+    solved = [x for x in rows if math.isfinite(x.get("fp16", math.inf))]
+    ratio = statistics.median(x["bf16"] / x["fp16"] for x in solved)
+    shares = [x["certified"] or 0 for x in solved if x["ranges"] == "bound"]
+    return (
+        f"Of {len(rows)} calls of {len({x['class'] for x in rows})} classes, "
+        f"{sum(x.get('exact', False) for x in rows)} are the same in fp32 bit for bit, and {len(solved)} "
+        f"finite in fp16. Their error is {ratio:.1f} times (median) lower than bf16's. Bounds were "
+        f"asked for in {len(shares)} of these calls; they certify 90 % of the values or more in "
+        f"{sum(x >= 0.9 for x in shares)}."
+    )
+
+
+@_figure
 def full_5b_residual() -> str:
     return _full_error("CogVideoX-5B", "fp16 by certificate, fp32 residual")
 
@@ -628,21 +644,6 @@ def memory_error() -> str:
 
 
 @_figure
-def eight_bits_table() -> str:
-    """Peak and error of weights in 8 bits, beside everything resident."""
-    rows = []
-    for model, entry in _read("memory_measured")["results"].items():
-        own = {one["strategy"]: one for one in entry["strategies"]}
-        for name in ("resident+fp8", "resident+int8"):
-            if name in own:
-                ratio = own[name]["measured_bytes"] / own["resident"]["measured_bytes"]
-                allowed = f"`--allow {name.removeprefix('resident+')}`"
-                rows.append([model, allowed, f"{ratio:.2f}", _percent(own[name]["error"])])
-    headings = ("model", "option", "peak, all weights on the device = 1", "error")
-    return _make_table(headings, rows)
-
-
-@_figure
 def quantised_table() -> str:
     """What each format of quantised files holds, and fp16 with its exponents."""
     rows = []
@@ -753,7 +754,7 @@ def results_table() -> str:
         table = path.with_suffix(".md")
         shown = table if table.exists() else path
         name = f"[{path.stem}](../benchmarks/results/{shown.name})"
-        rows.append([name, f"`{_read(path.stem)['command']}`"])
+        rows.append([name, f"`{_name_command(path.stem)}`"])
     return "\n".join(
         ["| result | command |", "|---|---|", *(f"| {name} | {made} |" for name, made in rows)]
     )
@@ -786,6 +787,13 @@ def machine() -> str:
     return _name_machine("rescale")
 
 
+def _name_command(result: str) -> str:
+    """The command that made a result, or those that made its parts."""
+    known = _read(result)
+    parts = [known] if "command" in known else [x for x in known.values() if "command" in x]
+    return "`, `".join(part["command"] for part in parts)
+
+
 def _name_machine(result: str) -> str:
     known = _read(result)["machine"]
     versions = ", ".join(
@@ -801,7 +809,7 @@ TABLES = [path for path in sorted(RESULTS.glob("*.md")) if path.with_suffix(".js
 def sign(text: str, result: str) -> str:
     """A table with its origin as its last line: command, machine and versions."""
     body = text.partition(f"\n{ORIGIN}")[0].rstrip("\n")
-    return f"{body}\n\n{ORIGIN}{_read(result)['command']}` on {_name_machine(result)}.\n"
+    return f"{body}\n\n{ORIGIN}{_name_command(result)}` on {_name_machine(result)}.\n"
 
 
 def main() -> None:

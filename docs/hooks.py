@@ -93,9 +93,9 @@ def _is_beside(page: str) -> bool:
 @functools.cache
 def describe_commands() -> str:
     """The reference of every command, in Markdown, from what `--help` is made of."""
-    from stopdown.app import cli
+    from stopdown.app import commands
 
-    root = typer.main.get_command(cli.app)
+    root = typer.main.get_command(commands.app)
     parts = []
     for name, command in root.commands.items():  # type: ignore[attr-defined]
         with command.make_context(name, ["--help"], resilient_parsing=True) as context:

@@ -176,7 +176,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates by the machine's speed are those of one with 100 GFLOP/s and 10 GB/s, wherever it runs."""
     from stopdown.memory import speed
 
-    known = speed.Speed(1e11, 1e10, "Known.", widened_bytes_per_s=1e10)
+    known = speed.Speed(1e11, 1e10, "Known.")
     monkeypatch.setattr(speed, "measure_speed", lambda *_: known)
 
 
@@ -246,13 +246,13 @@ def save_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def save_planned(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Plan]]:
     """The folder of a tiny pipeline beyond fp16, and its plan, by name."""
     import conversions
-    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.calibrated import measure_plan
 
     @functools.cache
     def save(name: str) -> tuple[Path, Plan]:
         folder = tmp_path_factory.mktemp(f"planned-{name}") / "model"
         conversions.build(name).save_pretrained(folder)
-        return folder, make_plan(str(folder), **conversions.measured(name))
+        return folder, measure_plan(str(folder), **conversions.measured(name))
 
     return save
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 import typer
 
-from stopdown.app import cli
+from stopdown.app import commands
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -121,7 +121,7 @@ def check_command(command: str, expected: int, run: Run) -> None:
 
 def parse_command(command: str) -> str:
     """What the command line has against a command, without running it; "" when it takes it."""
-    root = typer.main.get_command(cli.app)
+    root = typer.main.get_command(commands.app)
     _, name, *words = shlex.split(command)
     context = click.Context(root, info_name="stopdown")
     found = root.get_command(context, name)  # type: ignore[attr-defined]
@@ -129,6 +129,9 @@ def parse_command(command: str) -> str:
         return f"there is no command {name}"
     if not words:
         return ""  # the command's name, as prose has it
+    hidden = {flag for x in found.params if getattr(x, "hidden", False) for flag in x.opts}
+    if used := hidden.intersection(words):
+        return f"{min(used)} is refused when the command runs"
     try:
         found.make_context(name, words, parent=context).close()
     except Exception as refused:  # Typer brings its own copy of click's exceptions

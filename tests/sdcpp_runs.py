@@ -31,7 +31,7 @@ from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.weight_files import load_weights
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from weight_file_samples import write_gguf
 
 SIZE, SEED = 128, 1
@@ -195,7 +195,7 @@ def measure_gguf(folder: Path) -> dict[str, dict[str, float]]:
         after = folder / f"{kind}-fp16.gguf"
         found = resolve_source(before, config=folder / "transformer")
         call = draw(find_model(DENOISER).call)
-        plan = make_plan(found, prompts=[call])
+        plan = measure_plan(found, prompts=[call])
         convert(found, after, plan, request=Request(arguments=call))
         exact = folder / f"{kind}.safetensors"
         save_file(load_weights(before), exact)

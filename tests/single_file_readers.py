@@ -30,7 +30,7 @@ from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import Source, resolve_source
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 
 RUNS = {
     "exact": ("before", "float32"),
@@ -83,7 +83,7 @@ def convert_model(name: str, folder: Path) -> tuple[Path, Path]:
     """The file of a model, and what it became by a plan from one call."""
     source, call = save_model(name, folder), draw(find_model(name).call)
     arguments: Mapping[str, Any] = {"vae.decode": call} if "vae" in name else call
-    plan = make_plan(source, prompts=[arguments])
+    plan = measure_plan(source, prompts=[arguments])
     output = folder / f"{name}-fp16.safetensors"
     convert(source, output, plan, request=Request(arguments=arguments))
     return source.path, output
@@ -147,7 +147,7 @@ def measure_checkpoint(root: str, folder: Path) -> dict[str, float]:
     """Errors of a whole Stable Diffusion, from a Diffusers folder to one file, read by ComfyUI."""
     build_pipeline().save_pretrained(folder / "model")
     request = Request(height=32, width=32, steps=2)
-    plan = make_plan(str(folder / "model"), prompts=["a ball"], request=request)
+    plan = measure_plan(str(folder / "model"), prompts=["a ball"], request=request)
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     convert(folder / "model", after, plan, request=request)
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.bfloat16)
@@ -227,7 +227,7 @@ def convert_svd(folder: Path) -> tuple[Path, Path]:
     """
     build_svd().save_pretrained(folder / "model")
     request = Request(height=32, width=32, frames=3, steps=2)
-    plan = make_plan(str(folder / "model"), prompts=[""], request=request)
+    plan = measure_plan(str(folder / "model"), prompts=[""], request=request)
     before, after = folder / "before.safetensors", folder / "after.safetensors"
     convert(folder / "model", after, plan, request=request)
     pipe = load_pipeline(resolve_source(folder / "model"), torch_dtypes=torch.float32)

@@ -51,9 +51,16 @@ def switch_off_checksum() -> None:
 
 def switch_off_lock() -> None:
     """Faults of several threads are worked on at once."""
-    from stopdown.runtime import fault_handler
+    from stopdown.runtime import component_locks
 
-    fault_handler._ONE_FAULT = contextlib.nullcontext()  # type: ignore[assignment]
+    component_locks._ONE_CHANGE = contextlib.nullcontext()  # type: ignore[assignment]
+
+
+def switch_off_waiting() -> None:
+    """A module is changed while other threads call it."""
+    from stopdown.runtime.component_locks import ComponentLock
+
+    ComponentLock.owned = lambda self: contextlib.nullcontext()  # type: ignore[assignment,method-assign]
 
 
 def switch_off_restore() -> None:
@@ -143,6 +150,10 @@ DETECTORS: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "lock": (
         switch_off_lock,
         ("pipelines/test_threads.py::test_faults_of_two_threads_are_worked_on_in_turn",),
+    ),
+    "waiting": (
+        switch_off_waiting,
+        ("pipelines/test_threads.py::test_a_change_waits_for_calls_of_other_threads",),
     ),
     "restore": (
         switch_off_restore,

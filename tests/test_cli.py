@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stopdown import __version__
-from stopdown.app import cli
+from stopdown.app import cli, messages
 from stopdown.media import read_video, write_media
 from stopdown.outputs import written_beside
 
@@ -107,7 +107,7 @@ def test_version(run: Any) -> None:
         (["paint"], "No such command 'paint'"),
         (["generate"], "Missing argument 'SOURCE'"),
         (["generate", "shapes", "--colour", "red"], "No such option: --colour"),
-        (["generate", "shapes", "a", "--steps", "many"], "Invalid value for '--steps'"),
+        (["generate", "shapes", "a", "--steps", "many"], "--steps many is not a whole number."),
         (["generate", "shapes", "a", "--on-fault", "no"], "'no' is not one of 'repair', 'raise'."),
         (["plan", "shapes", "--ranges", "wide"], "is not one of 'measured', 'bound', 'auto'."),
     ],
@@ -302,7 +302,7 @@ def test_remote_code_in_the_configs_of_a_single_file(
             ["--seed", "-1"],
             "--seed -1 is not a seed. A seed is a whole number from 0 to 2**63 - 1. Use --seed 0.",
         ),
-        (["--guidance", "nan"], "--guidance nan is not a number. Use --guidance 6."),
+        (["--guidance", "nan"], "--guidance nan is not a number. A number is written in "),
         (["--fps", "0"], "--fps 0 is not above 0 and up to 1000. Use --fps 8."),
         (
             ["--device", "t4"],
@@ -431,7 +431,7 @@ def test_a_plan_that_cannot_be_kept_costs_the_run_nothing(
     (here / "file").touch()
     monkeypatch.setenv("STOPDOWN_CACHE", str(here / "file" / "cache"))
     plan = Plan("shapes", "ab", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0)
-    assert keep_updated(plan, "The repair", None, False, said.append) is None
+    assert keep_updated(plan, None, False, said.append) is None
     assert said == [
         "The repair only lasts for this run, and was not kept. The output "
         f"{here}/file/cache/plans could not be written: Not a directory."
@@ -450,12 +450,12 @@ def test_a_plan_that_keeps_repairs_is_checked_before(
 
 def test_a_plan_replaces_only_a_plan(run: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody's JSON stays, --force replaces another plan, and without -o there is a number."""
-    from stopdown.plans import calibrated
+    from stopdown.plans import certified
     from stopdown.plans.plan_files import read_plan, seal_plan
     from stopdown.records import Plan
 
     made = seal_plan(Plan("shapes", "", "Tiny", "fp16", {}, (), (), 1, "cpu", 0.0))
-    monkeypatch.setattr(calibrated, "make_plan", lambda *given, **named: made)
+    monkeypatch.setattr(certified, "certify_plan", lambda *given, **named: made)
     (here / "data.json").write_text("{}")
     code, _, err = run("plan", "shapes", "-o", "data.json")
     assert code == 2
@@ -576,13 +576,13 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 )
 def test_ctrl_c_says_how_to_go_on(words: list[str], last: str) -> None:
     """Where the same command goes on, it says so; elsewhere it promises nothing."""
-    assert cli.describe_interrupt(words)[-1] == last
+    assert messages.describe_interrupt(words)[-1] == last
 
 
 def test_ctrl_c_denies_no_output_that_is_there() -> None:
     """Items of a batch, and the first outputs of several, may be finished."""
     for words in (["batch", "shapes"], ["generate", "shapes", "--num", "3"]):
-        assert "no output" not in " ".join(cli.describe_interrupt(words))
+        assert "no output" not in " ".join(messages.describe_interrupt(words))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -891,10 +891,10 @@ def test_nothing_is_ignored_with_a_bundled_model(run: Any) -> None:
         assert "was given, and shapes is a bundled model." in err
 
 
-def test_memory_is_planned_for_a_card_that_is_not_here(run: Any) -> None:
-    """A plan measures somewhere, and a profile is refused; with --memory nothing runs, and it is not."""
+def test_a_forecast_is_made_for_a_card_that_is_not_here(run: Any) -> None:
+    """A plan measures somewhere, and a profile is refused; for a forecast nothing runs, and it is not."""
     code, _, err = run("plan", "shapes", "--device", "t4")
     assert code == 2
     assert err.startswith("stopdown: --device t4 is a profile of the NVIDIA T4")
-    _, _, err = run("plan", "shapes", "--device", "t4", "--memory", "a lot")
+    _, _, err = run("fit", "shapes", "--device", "t4", "--memory", "a lot")
     assert "profile" not in err

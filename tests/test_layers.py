@@ -16,9 +16,17 @@ PACKAGE = Path(__file__).parents[1] / "src" / "stopdown"
 
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "json_files", "record_display"),
-    ("component_call_names", "number_formats", "outputs", "records", "toml_files"),
+    (
+        "argument_types",
+        "component_call_names",
+        "number_formats",
+        "outputs",
+        "records",
+        "toml_files",
+    ),
+    ("torch_builds",),  # tables that `environment` asks
     ("environment", "frame_faults", "numerics", "patches", "randomness", "tracing"),
-    ("device_memory", "fold_names", "mapped_weights", "media", "module_paths"),
+    ("device_memory", "fold_names", "media", "module_paths"),
     # a row of its own: these walk nested values with `numerics`, read pictures with `media`, and answer
     # as `environment` would for a device that is not here
     (
@@ -28,6 +36,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
         "backend_rules",
         "diagnosis",
         "device_profiles",
+        "mapped_weights",
         "model_needs",
     ),
     ("graph",),
@@ -52,12 +61,14 @@ SAVING = "comparison.records imports report"
 """The one way up: `Comparison.save` draws the record's own page, when it is called."""
 
 LIGHT = (
+    "argument_types",
     "errors",
     "json_files",
     "number_formats",
     "outputs",
     "records",
     "toml_files",
+    "torch_builds",
     "model_needs",
     "backend_rules",
     "environment",

@@ -21,7 +21,7 @@ from rich.console import Console
 
 import stopdown
 from documentation import parse_command
-from stopdown.app import cli
+from stopdown.app import commands
 from stopdown.app.defaults_file import read_defaults
 from stopdown.app.display import Display
 from stopdown.app.flags import CommandOptions
@@ -33,7 +33,7 @@ from stopdown.errors import OptionError, OutputError, StopdownError
 
 SaveTiny = Callable[..., Path]
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1")
-COMMANDS = sorted(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+COMMANDS = sorted(typer.main.get_command(commands.app).commands)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_the_first_sign_comes_before_pytorch() -> None:
     )
     for words in (
         ["generate", "shapes", "a", "-o", "x.mp4"],
-        ["plan", "shapes", "--memory", "1GiB"],
+        ["fit", "shapes", "--memory", "1GiB"],
     ):
         done = subprocess.run(
             [sys.executable, "-c", script, *words], capture_output=True, text=True
@@ -235,7 +235,7 @@ def test_the_package_names_no_flag() -> None:
         found += [f"{place}: {text}" for text in read_texts(path) if names_a_flag(text)]
     assert found == []
     assert names_a_flag("Use --frames 9.")
-    assert not names_a_flag("Type stopdown plan SOURCE --memory auto.")
+    assert not names_a_flag("Type stopdown fit SOURCE.")
 
 
 def read_texts(path: Path) -> list[str]:
@@ -522,5 +522,5 @@ def test_each_command_refuses_a_size_that_does_not_fit(
     assert (code, out) == (2, "")
     assert re.search(r"To make 9 frames of 96000x96000 takes at least .*iB", err)
     assert re.search(r"Use --height \d+ and --width \d+\.", err)
-    assert ("--memory auto" in err) == (command in ("generate", "batch"))
+    assert "--memory" not in err
     assert [x.name for x in here.iterdir() if not x.name.startswith(".")] == ["prompts.txt"]

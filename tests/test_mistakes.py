@@ -40,10 +40,14 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("paint", 2, "No such command 'paint'."),
     ("generate", 2, "Missing argument 'SOURCE'."),
     ("generate shapes a --colour red", 2, "No such option: --colour"),
-    ("generate shapes a --steps many", 2, "Invalid value for '--steps'"),
+    ("generate shapes a --steps many", 2, "--steps many is not a whole number. .* --steps 20."),
     ("generate shapes a --on-fault no", 2, "'no' is not one of 'repair', 'raise'."),
     ("run --on-fault ignore script.py", 2, "'ignore' is not one of 'repair', 'raise', 'warn'."),
     ("generate shapes ''", 2, "The prompt is empty. .* Write what it shows"),
+    ("generate shapes", 2, "CogVideoXPipeline needs PROMPT, and there is none. Give PROMPT, what is"),
+    ("generate shapes a -o ''", 2, "--output is an empty text. .* Leave --output out, or name a file."),
+    ("generate shapes a --image ''", 2, "--image is an empty text. .* a shell variable that is not set."),
+    ("convert shapes ''", 2, "OUTPUT is an empty text."),
     # models
     ("generate nonesuch a", 2, "The model 'nonesuch' is unknown. .*Write for example owner/name"),
     ("generate ./nowhere.safetensors a", 2, "There is no file or folder ./nowhere.safetensors."),
@@ -54,9 +58,20 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("generate shapes a --revision main", 2, "--revision main was given, and shapes is a bundled"),
     ("check shapes --config x", 2, "--config x was given, and shapes is a bundled model."),
     # sizes and numbers
+    ("generate shapes a --steps 1_000", 2, "--steps 1_000 is not a whole number. .* digits 0 to 9."),
+    ("generate shapes a --steps ١٠", 2, "--steps '١٠' is not a whole number."),
+    ("generate shapes a --steps 1e3", 2, r"--steps 1e3 is not a whole number. .* --steps 20."),
+    ("generate shapes a --steps +5", 2, r"--steps \+5 is not a whole number."),
+    ("generate shapes a --guidance 1_0", 2, "--guidance 1_0 is not a number. .* --guidance 6.5."),
+    ("generate shapes a --guidance -inf", 2, "--guidance -inf is not a number."),
+    ("generate shapes a --strength 1e999", 2, "--strength 1e999 is not a number."),
+    ("generate shapes a --memory ٨GiB", 2, "--memory '٨GiB' is not an amount of memory."),
+    ("generate shapes a --device cuda:١", 2, "The device 'cuda:١' is unknown."),
+    ("batch shapes --prompts notes.txt -o out --tries 1_0", 2, "--tries 1_0 is not a whole number."),
+    ("compare shapes --max-flicker nan", 2, "--max-flicker nan is not a number."),
     ("generate shapes a --steps 0", 2, "--steps 0 is less than 1. Use --steps 1 or more."),
     ("generate shapes a --seed -1", 2, "--seed -1 is not a seed. .* Use --seed 0."),
-    ("generate shapes a --guidance nan", 2, "--guidance nan is not a number. Use --guidance 6."),
+    ("generate shapes a --guidance nan", 2, "--guidance nan is not a number. .* --guidance 6.5."),
     ("generate shapes a --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and up to 1000. Use --fps 8."),
     ("generate shapes a --strength 1.5", 2, "--strength 1.5 is not above 0 and up to 1."),
     (
@@ -90,20 +105,31 @@ MISTAKES: tuple[tuple[str, int, str], ...] = (
     ("check shapes --device v1000", 2, "The device 'v1000' is unknown. .* Use --device v100."),
     # memory
     ("generate shapes a --memory 8", 2, "--memory 8 has no unit. .* Use --memory 8GiB."),
-    ("plan shapes --memory lots", 2, "--memory lots is not an amount of memory."),
-    ("generate shapes a --allow fp8", 2, "--allow fp8 was given without --memory."),
+    ("fit shapes --memory lots", 2, "--memory lots is not an amount of memory."),
+    ("fit shapes --host-memory 12", 2, "--host-memory 12 has no unit. .* Use --host-memory 12GiB."),
+    ("plan shapes --memory 8GiB", 2, "a plan has no limit .* Use stopdown fit shapes --memory 8GiB."),
+    ("generate shapes a --memory none --allow smaller", 2, "--allow smaller was given with --memory none."),
     # many prompts
     ("batch shapes --prompts none.txt -o out", 2, "The prompts none.txt cannot be read: "),
     ("batch shapes --prompts notes.txt -o out --memory 8", 2, "stopdown: --memory 8 has no unit."),
     ("batch shapes --prompts notes.txt -o out --device tpu", 2, "stopdown: The device 'tpu' is"),
     ("batch shapes --prompts notes.txt -o out --fps 1e9", 2, r"--fps 1e\+09 is not above 0 and up"),
     ("batch shapes --prompts notes.txt -o out --workers 0", 2, "--workers 0 is not above 0."),
-    ("batch shapes --prompts notes.txt -o out --allow fp8", 2, "--allow fp8 was given without"),
+    ("batch shapes --prompts notes.txt -o out --memory none --allow smaller", 2, "--allow smaller was"),
     ("batch shapes --prompts notes.txt -o out --steps 0", 2, "Line 1 of the prompts notes.txt: --st"),
     # outputs
     ("generate shapes a -o clip.avi", 2, "ends in .avi, which is not a format .* Use -o clip.mp4"),
     ("generate shapes a -o run.mp4.json", 2, "ends in .json, .* Use -o run.mp4, or -o run/ "),
     ("generate shapes a -o clip.mp4", 2, "clip.mp4 already exists. .* --force .*: clip-2.mp4."),
+    ("generate shapes a -o /", 2, "The output / is a folder that cannot be replaced. .* -o: /out"),
+    ("generate shapes a -o .", 2, r"The output \. is a folder .* inside of it with -o: out"),
+    ("generate shapes a -o .. --num 2", 2, r"The output \.\. is a folder that cannot be replaced."),
+    ("plan shapes -o /", 2, "The output / is a folder that cannot be replaced."),
+    ("bench -o /", 2, "The output / is a folder that cannot be replaced."),
+    ("compare shapes -o /", 2, "The output / is a folder that cannot be replaced."),
+    ("report run.mp4.json -o /", 2, "The output / is a folder that cannot be replaced."),
+    ("check shapes --fix -o /", 2, "The output / is a folder that cannot be replaced."),
+    ("export bad.json / --scales", 2, "The output / is a folder .* inside of it as OUT: /out"),
     ("generate shapes a -o run.mp4.json/p.png", 2, "run.mp4.json is a file and no folder."),
     ("generate shapes a -o nowhere/c.mp4", 2, "there is no folder .*nowhere. .*mkdir -p"),
     ("generate shapes a -o frames/", 2, "The output folder frames is not empty."),
@@ -150,6 +176,22 @@ def test_a_mistake_is_one_message(
     assert not re.search(r'\bSOURCE\b.*stopdown|stopdown \w+ SOURCE|\w="', err.split("Known")[0]), (
         err
     )
+
+
+@pytest.mark.parametrize("command", ["generate shapes a", "doctor", "explain black"])
+def test_a_working_folder_that_is_gone(
+    command: str, here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command says so in one message; help and version need none."""
+    monkeypatch.chdir(here / "empty")
+    (here / "empty").rmdir()
+    code, out, err = run(*split(command))
+    assert (code, out) == (2, "")
+    assert err == (
+        "stopdown: The folder that this command was started in is not there: No such file or directory. It "
+        "was deleted or moved after the shell had entered it. Go to a folder that exists: cd ~\n"
+    )
+    assert run("--version")[0] == 0
 
 
 def test_a_mistake_is_told_before_pytorch_is_imported(here: Path) -> None:

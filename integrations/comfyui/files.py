@@ -68,9 +68,9 @@ def _renew(call: Any, module: Any) -> Any:
 
 def _find_scaling(module: Any, calls: list[Any]) -> Any:
     """Exponents as files hold them."""
+    from stopdown import rescale_
     from stopdown.checkpoints.file_exponents import express_component
     from stopdown.records import ComponentPlan
-    from stopdown.scaling.rescale import rescale_
 
     given = [(module, call.args, call.kwargs) for call in calls]
     rescaling = rescale_(module, calls=given)

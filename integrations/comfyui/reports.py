@@ -37,6 +37,7 @@ def write_report(runs: Sequence[tuple[str, Any]]) -> str:
         for repair in record.repairs:
             lines += ["", f"{repair.module_path}: {repair.kind}, {repair.action}.", repair.evidence]
             lines += [repair.reason, *(f"Tried: {tried}" for tried in repair.tried)]
+        lines += [f"{name}: {x.module_path}: {x.evidence} {x.remedy}" for x in record.findings]
         lines += [f"Not watched: {text}" for text in record.unwatched]
     if not runs:
         lines = ["Nothing was run since the last report."]
@@ -45,9 +46,10 @@ def write_report(runs: Sequence[tuple[str, Any]]) -> str:
 
 def write_health() -> str:
     """What `stopdown doctor` prints."""
-    from stopdown.app.doctor_command import diagnose, print_health
+    from stopdown.app.doctor_command import print_health
+    from stopdown.doctor import examine
 
-    return _print(lambda console: print_health(diagnose(None), console))
+    return _print(lambda console: print_health(examine(), console))
 
 
 def write_causes(message: str, images: Any) -> str:

@@ -63,9 +63,10 @@ class Session:
     plans: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, dict[str, list[Any]]] = field(default_factory=dict)
     _cache: Any = None
+    _histories: dict[str, Any] = field(default_factory=dict)
 
     @contextlib.contextmanager
-    def guarding(self, name: str, program: Any, run: Callable[[], Any]) -> Iterator[None]:
+    def guarding(self, name: str, program: Any, run: Callable[[], Any]) -> Iterator[Any]:
         """Around one run of a model that ComfyUI has loaded.
 
         Args:
@@ -86,16 +87,37 @@ class Session:
                 announce=log.warning,
                 plan=plan,
                 repair_cache=None if plan else self._cache,
+                histories=self._find_histories(name, program),
             )
             if self.options.fp16:
                 put_casts(program, patches)
             self.calls[name] = keep_calls(program, patches)
             guard = Guard(program, options).put_on()
             try:
-                yield
+                yield guard
             finally:
                 guard.remove()
                 self.runs.append((name, guard.record))
+
+    def _find_histories(self, name: str, program: Any) -> Any:
+        """Weights as earlier runs met them; none of a model with a LoRA, which ComfyUI patches anew."""
+        from weakref import WeakKeyDictionary
+
+        patcher = getattr(program, "patcher", program)
+        if getattr(patcher, "patches", None):
+            self._histories.pop(name, None)
+            return None
+        return self._histories.setdefault(name, WeakKeyDictionary())
+
+    def list_changed_weights(self) -> Iterator[str]:
+        """A sentence for each component whose weights are not what its first run met."""
+        from stopdown.runtime.session_check import describe_changed
+
+        for name, histories in self._histories.items():
+            for module, history in list(histories.items()):
+                if changed := history.find_changed(module, whole=True):
+                    found = describe_changed(history, module, changed)
+                    yield f"{name}: {found.evidence} {found.remedy}"
 
     def take_runs(self) -> list[tuple[str, Any]]:
         """The runs so far, which are forgotten here."""
@@ -170,7 +192,9 @@ def guard_vae(vae: Any, session: Session) -> Any:
     clone.patcher = clone_patcher(vae.patcher)
     clone.first_stage_model = clone.patcher.model
     if session.options.fp16:
-        vars(clone.first_stage_model).setdefault("manual_cast_dtype", None)  # 0.3 replaces only what is there
+        vars(clone.first_stage_model).setdefault(
+            "manual_cast_dtype", None
+        )  # 0.3 replaces only what is there
         clone.patcher.set_model_compute_dtype(torch.float16)
         clone.vae_dtype = torch.float16
     return _guard_calls(clone, "vae", session)
@@ -180,7 +204,7 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
     """The same object with a guard around its calls, the outermost of which counts."""
     running: list[str] = []
 
-    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def call(original: Callable[..., Any], method: str, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(original, *args, **kwargs)
         if running:
             return run()
@@ -189,15 +213,33 @@ def _guard_calls(program: Any, name: str, session: Session) -> Any:
         running.append(name)
         try:
             comfy.model_management.load_models_gpu([program.patcher])
-            with session.guarding(name, program, run):
-                return run()
+            with session.guarding(name, program, run) as guard:
+                output = run()
+                if name == "vae" and method.startswith("decode"):
+                    look_at_pictures(output, guard, session)
+                return output
         finally:
             running.pop()
 
     for method in _CALLS[name]:
         if callable(original := getattr(program, method, None)):
-            setattr(program, method, functools.partial(call, original))
+            setattr(program, method, functools.partial(call, original, method))
     return program
+
+
+def look_at_pictures(images: Any, guard: Any, session: Session) -> None:
+    """Report a black picture, and whether it is the session's fault or the model's.
+
+    Args:
+        images: `[B, H, W, 3]` floating in 0 to 1.
+    """
+    from stopdown.runtime.session_check import WRONG_PICTURES
+
+    known = len(guard.record.findings)
+    guard.check_frames((images,))
+    if any(x.kind in WRONG_PICTURES for x in guard.record.findings[known:]):
+        for text in session.list_changed_weights():
+            log.warning(text)
 
 
 def put_casts(program: Any, patches: Any) -> None:
@@ -226,7 +268,7 @@ def apply_weight_functions(program: Any, patches: Any) -> None:
         for module in component.modules():
             for name in ("weight", "bias"):
                 functions = getattr(module, f"{name}_function", None)
-                tensor = getattr(module, name, None)
+                tensor: Any = getattr(module, name, None)
                 if functions and type(tensor) in plain and tensor.element_size() > 1:
                     value = tensor.detach().clone()
                     for function in functions:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from stopdown.environment import Device
 from stopdown.errors import StopdownError, take_one_line
@@ -19,6 +20,33 @@ def free_memory() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.get_device_module(torch.accelerator.current_accelerator()).empty_cache()
+
+
+_CGROUPS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files below a root of control groups, of version 2 and of version 1: limit, use, and in
+`memory.stat` what of the use is files that can be dropped."""
+
+
+HOST_SHARE = 0.7
+"""Of the host memory that is free: weights that take more wait in the checkpoint's files."""
+
+
+def find_host_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how much host memory is free for this process: of the machine, or of its container."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    for limit, used, files in _CGROUPS:
+        try:
+            most, taken = (int((root / name).read_text()) for name in (limit, used))
+            stat = (root / limit).with_name("memory.stat").read_text().split()
+        except (OSError, ValueError):  # another version, or no limit ("max")
+            continue
+        free = min(free, max(0, most - taken + int(stat[stat.index(files) + 1])))
+    return free
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,8 +76,8 @@ def describing_out_of_memory() -> Iterator[None]:
         raise StopdownError(
             f"The device ran out of memory: {take_one_line(error, 200)}",
             expected="A run needs room for the weights and for the largest layer's values.",
-            remedy='Add memory="auto", or use a smaller `height` and `width`, fewer `frames`, or a '
-            "16-bit `precision`.",
+            remedy='Leave memory="none" out if you gave it, or use a smaller `height` and `width`, fewer '
+            "`frames`, or a 16-bit `precision`.",
         ) from error
 
 

@@ -33,6 +33,7 @@ from stopdown.environment import (
     list_devices,
     read_cpu_flags,
     read_onednn_formats,
+    require_kernels,
     select_device,
 )
 from stopdown.errors import OptionError
@@ -210,14 +211,15 @@ def find_profile(name: str) -> Profile:
     return found
 
 
-def find_target(name: str = "auto") -> tuple[Device, Profile]:
+def find_target(name: str = "auto", *, needs_kernels: bool = True) -> tuple[Device, Profile]:
     """The device that `--device` means, of this machine or a profile, and what is known of it.
 
     Args:
         name: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`; a profile: `v100`; or a path to one: `mine.toml`.
+        needs_kernels: this build of PyTorch has to be able to compute on it.
 
     Raises:
-        OptionError: it is neither; the message lists both.
+        OptionError: it is neither, and the message lists both; or there are no kernels for it.
     """
     if is_profile(name):
         profile = find_profile(name)
@@ -225,7 +227,7 @@ def find_target(name: str = "auto") -> tuple[Device, Profile]:
     if not is_device_name(name):
         raise _unknown_profile(name)
     device = select_device(name, list_devices())
-    return device, describe_device(device)
+    return require_kernels(device) if needs_kernels else device, describe_device(device)
 
 
 def describe_device(device: Device) -> Profile:

@@ -4,11 +4,13 @@ The knowledge is data in `knowledge/explain/`: *causes*, each with patterns of t
 it, and *signs*, which are facts around a message (a model, a device, a dtype, an option) that make one
 fault likelier than another. A cause is a candidate when one of its patterns is found, and what it needs
 beside it; its points are its own and those of the signs that favour its fault. The candidate with most
-points is the answer, the others are named as alternatives. Every line that counted is shown.
+points is the answer, the others are named as alternatives. Every line that counted is shown. Lines that
+programs print in every run (*routine*) are no signs.
 
-**Catches** mixed dtypes, fp32 layers that were lowered, missing kernels and formats, bf16 that is
-emulated, overflow by component as far as the text names one, masks, kernels, autocast, offload,
-schedules, quantised files, adapters; black, grey, flat, frozen and noisy pictures and videos.
+**Catches** mixed dtypes, fp32 layers that were lowered, missing kernels and formats, builds of PyTorch
+without kernels for the card, bf16 that is emulated, overflow by component as far as the text names one,
+masks, kernels, sums in fp16, autocast, offload, what ran before, schedules, quantised files, adapters;
+black, grey, flat, frozen and noisy pictures and videos.
 **Does not catch** what the text does not say, and the middle of a very long one. A bare `invalid value
 encountered in cast` is answered with how to find the component, and not with a guess. Anything else is
 unknown.
@@ -21,13 +23,14 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import functools
+import math
 import re
 import shlex
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import msgspec
 
@@ -72,6 +75,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         points: how much its message alone says.
         title: one sentence; `{first}` and such are filled from the message.
         plain: the sentence for a message without these values; "" where the title has none.
+        counts: a message counts only if its `invalid` is `all` of its `shape`, or `part` of it.
         why: the explanation.
         messages: patterns, one of which must be found.
         needs: patterns, one of which must be found as well, when there are any.
@@ -90,25 +94,28 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     next: tuple[str, ...]
     reports: tuple[str, ...]
     plain: str = ""
+    counts: Literal["", "all", "part"] = ""
     needs: tuple[re.Pattern[str], ...] = ()
 
 
 class Sign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fact around a message: all of `match` must be found; `says` is what it means."""
+    """A fact around a message: all of `match` and none of `unless` is found; `says` is what it means."""
 
     match: tuple[re.Pattern[str], ...]
     points: int
     favours: frozenset[str]
     says: str
+    unless: tuple[re.Pattern[str], ...] = ()
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """All that is known: causes, signs, and what each fault is."""
+    """All that is known: causes, signs, what each fault is, and lines that programs print in every run."""
 
     causes: tuple[Cause, ...]
     signs: tuple[Sign, ...]
     faults: dict[str, str]
+    routine: tuple[re.Pattern[str], ...] = ()
 
 
 FILES = ("dtypes.toml", "overflow.toml", "signs.toml", "external_causes.toml")
@@ -134,6 +141,7 @@ def parse_knowledge(files: Iterable[Mapping[str, Any]]) -> Knowledge:
         msgspec.convert(causes, tuple[Cause, ...], dec_hook=_compile),
         msgspec.convert(tables.get("sign", []), tuple[Sign, ...], dec_hook=_compile),
         {entry["name"]: entry["says"] for entry in tables.get("fault", [])},
+        tuple(_compile(str, x) for entry in tables.get("routine", []) for x in entry["lines"]),
     )
 
 
@@ -217,8 +225,13 @@ def _find_coding(head: bytes) -> str:
 def _explain_ends(ends: Iterable[str]) -> Diagnosis:
     known = read_knowledge()
     text, numbers = condense(*ends)
-    signs = [(sign, hits) for sign in known.signs if (hits := _find_all(sign.match, text))]
-    weighed = [found for cause in known.causes if (found := _weigh(cause, text, signs))]
+    telling = _blank_routine(known, text)
+    signs = [
+        (sign, hits)
+        for sign in known.signs
+        if (hits := _find_all(sign.match, telling)) and not _find_first(sign.unless, telling)
+    ]
+    weighed = [found for cause in known.causes if (found := _weigh(cause, text, telling, signs))]
     weighed.sort(key=lambda found: -found.points)
     if not weighed:
         return _describe_unknown(text, numbers)
@@ -236,13 +249,29 @@ class _Candidate:
 _Signs = list[tuple[Sign, list[re.Match[str]]]]
 
 
-def _weigh(cause: Cause, text: str, signs: _Signs) -> _Candidate | None:
+def _blank_routine(known: Knowledge, text: str) -> str:
+    """The text with blanks for what programs print in every run; each place stays where it is."""
+    for pattern in known.routine:
+        text = pattern.sub(lambda found: " " * len(found[0]), text)
+    return text
+
+
+def _weigh(cause: Cause, text: str, telling: str, signs: _Signs) -> _Candidate | None:
+    """How much speaks for a cause; None when its message, or what it needs beside it, is not there."""
     match = _find_first(cause.messages, text)
-    need = _find_first(cause.needs, text)
-    if match is None or (cause.needs and need is None):
+    need = _find_first(cause.needs, telling)
+    if match is None or (cause.needs and need is None) or not _counts(cause, match):
         return None
     favoured = sum(sign.points for sign, _ in signs if cause.fault in sign.favours)
     return _Candidate(cause, cause.points + favoured + 2 * (need is not None), match, need)
+
+
+def _counts(cause: Cause, match: re.Match[str]) -> bool:
+    """Whether a message's number of bad values is what the cause is about."""
+    if not cause.counts:
+        return True
+    total = math.prod(map(int, re.findall(r"\d{1,9}", match["shape"])))
+    return (int(match["invalid"]) >= total) is (cause.counts == "all")
 
 
 def _find_first(patterns: Iterable[re.Pattern[str]], text: str) -> re.Match[str] | None:
@@ -453,7 +482,7 @@ def _explain_clip(path: Path, frames: Iterator[Any]) -> Diagnosis:
 
 
 def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
-    """The diagnosis with the model and the prompt of the record beside a clip, where there is one."""
+    """The diagnosis with what the record beside a clip says: its run's faults first, model and prompt."""
     record = find_record_path(path)
     try:
         if not record.is_file() or read_kind(record) != "run":
@@ -467,6 +496,14 @@ def _name_run(found: Diagnosis, path: Path) -> Diagnosis:
     def fill(text: str) -> str:
         return re.sub(r"\b(SOURCE|PROMPT)\b", lambda x: shlex.quote(names.get(x[0], x[0])), text)
 
+    if run.repairs:
+        count = f"{len(run.repairs)} fault{'s' * (len(run.repairs) != 1)}"
+        found = dataclasses.replace(
+            found,
+            fault="repaired" if found.fault == NONE else found.fault,
+            title=f"{found.title} The run that made it met {count}, listed below.",
+            evidence=(*_list_repairs(run), *found.evidence),
+        )
     made = Clue(0, f"made by {run.source} on {run.device}", f"its record, {record.name}")
     return dataclasses.replace(
         found,
@@ -513,7 +550,6 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
             remedy=_SHOWN_BY.get(kind, "Open it as text: it is JSON."),
         )
     run = read_record(path, RunRecord)
-    repaired = [Clue(0, x.evidence, f"repaired, {x.action}, {x.module_path}") for x in run.repairs]
     found = [Clue(0, x.evidence, x.kind) for x in run.findings]
     kinds = [x.kind for x in run.findings] or ["repaired"] * bool(run.repairs)
     state = "found nothing wrong" if not kinds else f"found {', '.join(dict.fromkeys(kinds))}"
@@ -525,10 +561,16 @@ def _explain_record(path: Path, kind: str) -> Diagnosis:
         meaning="what the run itself recorded",
         title=f"{make_printable(path.name)} is the record of a run of {run.source}, which {state}.",
         why=" ".join(f"{', '.join(names)} {reason}" for reason, names in reasons.items()),
-        evidence=(*found, *repaired),
+        evidence=(*found, *_list_repairs(run)),
         remedy=tuple(x.remedy for x in run.findings) or ("Nothing has to be done.",),
         run_next=(f"stopdown report {shlex.quote(str(path))}",),
     )
+
+
+def _list_repairs(run: RunRecord) -> list[Clue]:
+    """The faults that a run met, and what was done about each."""
+    done = {x.action: f"repaired, {x.action}" for x in run.repairs} | {"none": "not repaired"}
+    return [Clue(0, x.evidence, f"{done[x.action]}, {x.module_path}") for x in run.repairs]
 
 
 _SHOWN_BY = {

@@ -23,6 +23,8 @@ from stopdown.environment import (
     Device,
     Support,
     describe_machine,
+    describe_missing,
+    find_missing_mps,
     list_devices,
     probe_formats,
     read_numeric_variables,
@@ -77,8 +79,8 @@ def examine(name: str | None = None) -> MachineHealth:
         device, profile = find_target(name)
         found = [_describe(device, profile, tried=False)]
     else:
-        devices = list_devices() if name is None else [find_target(name)[0]]
-        found = [_describe(x, describe_device(x), tried=True) for x in devices]
+        devices = list_devices() if name is None else [find_target(name, needs_kernels=False)[0]]
+        found = [_describe(x, describe_device(x), tried=x.missing is None) for x in devices]
     kinds = tuple(dict.fromkeys(health.kind for health in found))
     places = dict.fromkeys((health.kind, health.capability) for health in found)
     return MachineHealth(
@@ -86,8 +88,13 @@ def examine(name: str | None = None) -> MachineHealth:
         devices=tuple(found),
         switches=tuple(read_switches(kinds)),
         settings=read_numeric_variables(),
-        faults=_list_faults(places),
+        faults=(*_list_system_faults(), *_list_faults(places)),
     )
+
+
+def _list_system_faults() -> tuple[str, ...]:
+    missing = find_missing_mps()
+    return (f"{missing.what} {missing.expected} {missing.remedy}.",) if missing else ()
 
 
 def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
@@ -95,7 +102,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
     supports = probe_formats(device) if tried else profile.supports
     known = list_attention(device.type, device.capability)
     return DeviceHealth(
-        device=profile.title if not tried else str(device),
+        device=str(device) if tried or device.missing else profile.title,
         kind=device.type,
         tried=tried,
         capability=".".join(map(str, device.capability)) if device.capability else None,
@@ -105,6 +112,7 @@ def _describe(device: Device, profile: Profile, *, tried: bool) -> DeviceHealth:
         faults=tuple(f"{fault.what} {fault.remedy} ({fault.source})" for fault in profile.faults),
         outlooks=tuple(foresee(supports, device.type)),
         measured=tuple(quote_measured(device.name, device.type)),
+        missing=describe_missing(device),
     )
 
 

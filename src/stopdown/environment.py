@@ -28,9 +28,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from stopdown.argument_types import check_type
 from stopdown.errors import OptionError, take_first_line
 from stopdown.number_formats import FORMATS, PRECISIONS
 from stopdown.toml_files import read_rows, read_rules
+from stopdown.torch_builds import (
+    Build,
+    MissingKernels,
+    find_missing_kernels,
+    find_missing_system,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +49,7 @@ _NUMERIC_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
     "CUDA_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "ONEDNN_DEFAULT_FPMATH_MODE",
@@ -264,7 +272,8 @@ def is_device_name(name: str) -> bool:
     """Whether a name is that of a device which some machine has: `auto`, `cuda`, `cuda:1`, `mps`, `cpu`."""
     kind, _, index = name.strip().lower().partition(":")
     return (
-        kind in (*KINDS, *(() if index else ("auto",))) and re.fullmatch(r"\d*", index) is not None
+        kind in (*KINDS, *(() if index else ("auto",)))
+        and re.fullmatch("[0-9]*", index) is not None
     )
 
 
@@ -279,6 +288,7 @@ class Device:
         capability: CUDA compute capability, such as (7, 0); None elsewhere.
         memory_bytes: memory of the device, or what this process may use of the machine's.
         reason: why this device was chosen, one sentence.
+        missing: why this build of PyTorch cannot compute on it; None when it can.
     """
 
     type: str
@@ -287,6 +297,7 @@ class Device:
     capability: tuple[int, int] | None
     memory_bytes: int
     reason: str = ""
+    missing: MissingKernels | None = None
 
     @property
     def torch_name(self) -> str:
@@ -316,7 +327,65 @@ def _describe_accelerator(kind: str, index: int) -> Device:
         return Device("mps", 0, read_cpu_model(), None, memory)
     facts = torch.get_device_module(kind).get_device_properties(index)
     capability = (int(facts.major), int(facts.minor)) if kind == "cuda" else None
-    return Device(kind, index, str(facts.name), capability, int(facts.total_memory))
+    missing = None
+    if capability is not None:
+        architecture = str(facts.gcnArchName).partition(":")[0] if torch.version.hip else ""
+        missing = find_missing_kernels(read_build(), capability, architecture)
+    return Device(
+        kind, index, str(facts.name), capability, int(facts.total_memory), missing=missing
+    )
+
+
+def describe_missing(device: Device) -> str:
+    """Why this build of PyTorch cannot compute on a device, in whole sentences; "" when it can."""
+    if (said := device.missing) is None:
+        return ""
+    return f"{said.what.format(device=device)} {said.expected} {said.remedy}."
+
+
+def read_build() -> Build:
+    """The build of PyTorch that is installed, for CUDA or ROCm."""
+    import torch
+
+    hip, cuda = torch.version.hip, torch.version.cuda
+    toolkit = f"ROCm {hip}" if hip else f"CUDA {cuda}"
+    return Build(torch.__version__, toolkit, tuple(torch.cuda.get_arch_list()))
+
+
+def find_missing_mps() -> MissingKernels | None:
+    """Why a Mac's GPU is not used, when that is its system."""
+    import torch
+
+    if not torch.backends.mps.is_built() or torch.backends.mps.is_available():
+        return None
+    return find_missing_system(torch.__version__, read_macos())
+
+
+def read_macos() -> tuple[int, ...]:
+    """The version of macOS; empty elsewhere."""
+    parts = platform.mac_ver()[0].split(".")
+    return tuple(int(part) for part in parts if part.isdigit())
+
+
+def name_device(function: str, given: Any) -> str | None:
+    """Return the name of a device that is given by its name or as a `torch.device`; None for none.
+
+    Args:
+        function: that it was given to.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    import torch
+
+    check_type(
+        f"{function}(device=...)",
+        given,
+        (str, torch.device, type(None)),
+        'It is a name, "cuda", "cuda:1", "mps" or "cpu", or a torch.device.',
+        'Use device="cuda:0", or leave it out.',
+    )
+    return None if given is None else str(given)
 
 
 def choose_device(name: str = "auto") -> Device:
@@ -326,15 +395,31 @@ def choose_device(name: str = "auto") -> Device:
         name: `auto`, `cuda`, `cuda:1`, `mps` or `cpu`.
 
     Raises:
-        OptionError: the device is unknown or not in this machine; the message lists what is.
+        OptionError: the device is unknown or not in this machine, and the message lists what is; or this
+            build of PyTorch has no kernels for it.
     """
-    return select_device(name, list_devices())
+    return require_kernels(select_device(name, list_devices()))
+
+
+def require_kernels(device: Device) -> Device:
+    """The same device.
+
+    Raises:
+        OptionError: this build of PyTorch has no kernels for it.
+    """
+    if said := device.missing:
+        what = said.what.format(device=device)
+        raise OptionError(what, expected=said.expected, remedy=f"{said.remedy}.")
+    return device
 
 
 def select_device(name: str, devices: list[Device]) -> Device:
     """As `choose_device`, among given devices, the best of them first."""
     asked = name.strip().lower()
     matches = [x for x in devices if asked in ("auto", x.type, f"{x.type}:{x.index}")]
+    missing = find_missing_mps() if asked == "mps" and not matches else None
+    if missing is not None:
+        raise OptionError(missing.what, expected=missing.expected, remedy=f"{missing.remedy}.")
     if not matches:
         here = ", ".join(str(device) for device in devices)
         raise OptionError(
@@ -344,17 +429,22 @@ def select_device(name: str, devices: list[Device]) -> Device:
             expected=f"This machine, with this build of PyTorch, has: {here}.",
             remedy=f'Use device="{devices[0].torch_name}", or device="auto".',
         )
-    chosen = matches[0]
-    reason = f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices)
+    usable = [x for x in matches if x.missing is None and x.type != "cpu"]
+    chosen = (usable or matches)[0]  # of several cards one with kernels; never the CPU in silence
+    reason = (
+        f"{chosen.torch_name} was asked for." if asked != "auto" else _explain_auto(devices, chosen)
+    )
     return dataclasses.replace(chosen, reason=reason)
 
 
-def _explain_auto(devices: list[Device]) -> str:
-    first, *rest = devices
-    if not rest:
-        return f"{first} is the only device that this build of PyTorch finds here."
-    others = ", ".join(device.torch_name for device in rest)
-    return f"{first} comes first; also here: {others}."
+def _explain_auto(devices: list[Device], chosen: Device) -> str:
+    others = ", ".join(device.torch_name for device in devices if device is not chosen)
+    if not others:
+        return f"{chosen} is the only device that this build of PyTorch finds here."
+    why = (
+        "comes first" if chosen is devices[0] else "is the first that this PyTorch has kernels for"
+    )
+    return f"{chosen} {why}; also here: {others}."
 
 
 # ---------------------------------------------------------------------------------------------
@@ -585,9 +675,7 @@ def _probe_once(kind: str, index: int) -> tuple[tuple[str, Support], ...]:
 def judge_device(device: Device) -> dict[str, Verdict]:
     """What a device computes natively according to its maker."""
     if device.type == "mps":
-        parts = platform.mac_ver()[0].split(".")
-        number = tuple(int(part) for part in parts if part.isdigit())
-        return judge_accelerator("mps", number, device.name)
+        return judge_accelerator("mps", read_macos(), device.name)
     if device.type == "cpu":
         return judge_cpu(read_cpu_flags())
     if device.capability is None:

@@ -25,8 +25,12 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 import warnings
 from typing import Any
+
+WARNINGS_IGNORED = threading.RLock()
+"""Held while this process ignores warnings and what is written to stderr, as a tracer's are."""
 
 
 class StopdownError(Exception):
@@ -131,11 +135,15 @@ _PASSED = ("stopdown", "torch", "diffusers", "transformers", "accelerate", "peft
 
 
 def warn_user(text: str) -> None:
-    """Warn at the line that called the libraries: whoever reads the warning wrote that one."""
+    """Warn at the line that called the libraries: whoever reads the warning wrote that one.
+
+    Waits while another thread has the warnings of the process ignored.
+    """
     frame, level = sys._getframe(1), 2
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED:
         frame, level = frame.f_back, level + 1
-    warnings.warn(text, StopdownWarning, stacklevel=level)
+    with WARNINGS_IGNORED:
+        warnings.warn(text, StopdownWarning, stacklevel=level)
 
 
 def take_first_line(error: Exception | str) -> str:

@@ -1,5 +1,6 @@
 """Names of folds: `name` for a whole tensor, `name[0:64]` for rows of it, `name[:,0:64]` for columns.
 
+A number that code clamps from below is `clamp_1e_12`, beside the attributes that are eps.
 They are written and read here alone. A tensor is multiplied by each fold that names it: the exponent of an
 element is that of its row plus that of its column.
 """
@@ -7,10 +8,13 @@ element is that of its row plus that of its column.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 
 import torch
 
 from stopdown.patches import Place
+
+_CLAMP = "clamp_"
 
 Folds = Sequence[tuple[Place, int]]
 """Places of one tensor, each with its exponent; the rest has 0."""
@@ -32,6 +36,18 @@ def split_name(name: str) -> tuple[str, Place]:
 def _read_slice(text: str) -> slice:
     start, _, stop = text.partition(":")
     return slice(int(start), int(stop)) if stop else slice(None)
+
+
+def name_clamp(value: float) -> str:
+    """The name of a number that code clamps from below: `clamp_1e_3` for 0.001. It has no dot."""
+    _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    return f"{_CLAMP}{''.join(map(str, digits))}e{exponent}".replace("-", "_")
+
+
+def read_clamp(name: str) -> float | None:
+    """The number that code clamps from below; None for the name of an attribute."""
+    is_clamp = name.startswith(_CLAMP) and name[len(_CLAMP) :][:1].isdigit()
+    return float(name.removeprefix(_CLAMP).replace("_", "-")) if is_clamp else None
 
 
 def list_folds(exponents: Mapping[str, int]) -> dict[str, list[tuple[Place, int]]]:

@@ -1,8 +1,12 @@
-"""Weights that lie in temporary files and are mapped: the system can take their memory back.
+"""Weights in files: as the checkpoint stores them, or in temporary files that are mapped.
 
-A mapped tensor reads and writes like any other. Its pages come from the file when they are touched, and
-go back there when memory is needed for something else, so a model may be larger than memory. What is
-cast from a mapped tensor is mapped as well.
+A `StoredWeight` is a weight of the checkpoint with what it becomes: exponents and a dtype. Powers of two
+are exact in every format that checkpoints have, so one rounding leads from the file to fp16, tensor by
+tensor, where the weight is needed. Its pages belong to the checkpoint's own file, and the system can take
+their memory back.
+
+A tensor that is mapped from a temporary file reads and writes like any other. What is cast from it is
+mapped as well.
 
 **Does not catch** what copies a tensor by other means (`copy.deepcopy`, `.to`): the copy is in memory.
 """
@@ -12,14 +16,124 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from stopdown.errors import OutputError, warn_user
+from stopdown.fold_names import Folds
 
 SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""
+
+
+_STORED = "stopdown_stored"
+"""Attribute of a weight that waits: its `StoredWeight`."""
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight as its file has it, and what it becomes.
+
+    Attributes:
+        values: as they are stored, mapped from the file.
+        folds: places and the exponents that they are multiplied by, `2**exponent`.
+        dtype: what the result is cast to.
+    """
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    folds: Folds = ()
+
+    def read(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Return the weight on a device; the stored values themselves if nothing changes."""
+        if not self.folds and self.values.dtype == self.dtype:
+            return self.values.to(device)
+        made = torch.empty(self.values.shape, dtype=self.dtype, device=device)
+        self.write(made)
+        return made
+
+    def take(self, places: torch.Tensor) -> torch.Tensor:
+        """Return some values of the weight, by their places in the flattened tensor."""
+        values = self.values.reshape(-1)[places].double()
+        if self.values.dim():
+            at = torch.unravel_index(places, self.values.shape)
+            for place, exponent in self.folds:
+                is_inside = torch.ones_like(places, dtype=torch.bool)
+                for axis, part in zip(at, place, strict=False):
+                    if part.start is not None:
+                        is_inside &= (axis >= part.start) & (axis < part.stop)
+                values[is_inside] *= 2.0**exponent
+        else:
+            values *= 2.0 ** sum(exponent for _, exponent in self.folds)
+        return values.to(self.dtype)
+
+    def write(self, target: torch.Tensor) -> None:
+        """Write the weight into a tensor of its shape and dtype, on any device.
+
+        Each value is rounded once: a product with a power of two is exact before the cast.
+
+        Cost: on another device at most `_PIECE_BYTES` beside the target, or as much on the host.
+        """
+        rows = len(self.values) if self.values.dim() else 1
+        if self.values.device == target.device or not self.values.dim():
+            _convert(self.values.to(target.device), self.folds, target)
+        elif self.values.dtype == target.dtype and not self.folds:
+            target.copy_(self.values)
+        elif self.values.nbytes <= _HOST_BYTES:
+            target.copy_(self.read())
+        else:
+            step = max(1, rows * _PIECE_BYTES // self.values.nbytes)
+            for start in range(0, rows, step):
+                piece = self.values[start : start + step].to(target.device)
+                _convert(piece, _shift(self.folds, start, step), target[start : start + step])
+
+
+_PIECE_BYTES = 2**25
+"""Stored bytes of a large weight that are converted on a device at a time."""
+
+_HOST_BYTES = 2**20
+"""Stored bytes of a weight that is converted on the host, whatever the device is."""
+
+
+def _convert(values: torch.Tensor, folds: Folds, target: torch.Tensor) -> None:
+    places = [place for place, _ in folds]
+    with torch.no_grad():
+        if places and (places == [()] or not target.dim()):
+            torch.mul(values, 2.0 ** sum(exponent for _, exponent in folds), out=target)
+        elif () not in places and len({len(place) for place in places}) < 2:
+            target.copy_(values)
+            for place, exponent in folds:
+                torch.mul(values[place], 2.0**exponent, out=target[place])
+        else:  # places that overlap: their exponents add up
+            wide = values.to(torch.float32, copy=True)
+            for place, exponent in folds:
+                wide[place] *= 2.0**exponent
+            target.copy_(wide)
+
+
+def _shift(folds: Folds, start: int, count: int) -> Folds:
+    """Return the folds of some rows, as places among these."""
+    return [
+        ((slice(max(0, rows.start - start), max(0, min(count, rows.stop - start))),), exponent)
+        if len(place) == 1 and (rows := place[0]).start is not None
+        else (place, exponent)
+        for place, exponent in folds
+    ]
+
+
+def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
+    """Let a parameter wait in its file: it keeps shape and dtype, and owns no memory."""
+    tensor.data = torch.empty(stored.values.shape, dtype=stored.dtype)
+    tensor.untyped_storage().resize_(0)
+    vars(tensor)[_STORED] = stored
+
+
+def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
+    """Return what a waiting parameter is read from; None for one that has its values."""
+    stored: StoredWeight | None = vars(tensor).get(_STORED)
+    return stored if stored is not None and not tensor.untyped_storage().nbytes() else None
 
 
 def choose_folder(needed_bytes: int, memory_bytes: int) -> Path | None:

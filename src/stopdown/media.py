@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from stopdown.environment import has_avx512
 from stopdown.errors import InputError, NonFiniteError, OptionError, OutputError, take_first_line
 from stopdown.frame_faults import name_frames, require_clip
-from stopdown.outputs import check_target, write_numbered, written_beside
+from stopdown.outputs import check_target, refuse_nameless, write_numbered, written_beside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +45,9 @@ def choose_format(path: str | os.PathLike[str], frames: int) -> str:
 
     Raises:
         OptionError: the suffix is unknown, or is .png for several frames.
+        OutputError: it is a folder that cannot be replaced.
     """
+    refuse_nameless(path)
     text, stem = os.fspath(path), Path(path).with_suffix("")
     while stem.suffix.lower() in WRITERS:  # circle.mp4.json is the record of circle.mp4
         stem = stem.with_suffix("")

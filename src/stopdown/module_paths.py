@@ -1,6 +1,7 @@
 """Which module of a component is running.
 
-Hooks on every submodule keep the dotted paths of those that were entered and not yet left.
+Hooks on every submodule keep the dotted paths of those that were entered and not yet left, in the thread
+that put the hooks on.
 
 **Catches** modules that are called as modules, also when their code raises.
 **Does not catch** modules whose `forward` is called by its name.
@@ -9,6 +10,7 @@ Hooks on every submodule keep the dotted paths of those that were entered and no
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,7 @@ class ModulePaths:
         on_leave: Callable[[str, Any], None] = lambda path, output: None,
     ) -> None:
         self.stack = [""]
+        self._thread = threading.get_ident()
         self._on_enter, self._on_leave = on_enter, on_leave
         for path, part in module.named_modules():
             if path:
@@ -62,9 +65,13 @@ class ModulePaths:
         return self.stack[-1]
 
     def _enter(self, path: str, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self.stack.append(path)
         self._on_enter(path)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if len(self.stack) > 1:  # a hook in front of ours may have raised
+        if (
+            len(self.stack) > 1 and threading.get_ident() == self._thread
+        ):  # a hook in front of ours may have raised
             self._on_leave(self.stack.pop(), output)

@@ -139,19 +139,22 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
 
 
-def parse_bytes(text: str) -> int:
+def parse_bytes(text: str, name: str = "memory") -> int:
     """Bytes from `8GiB`, `500 MiB` or `8GB`, which is taken as GiB, as makers of cards mean it.
+
+    Args:
+        name: of the argument, for the message.
 
     Raises:
         OptionError: it is not an amount of memory.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])i?b?|b)\s*", text.lower())
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgt])i?b?|b)\s*", text.lower())
     amount = float(found.group(1)) * 2.0 ** _UNITS[found.group(2) or ""] if found else 0.0
     if amount < 1:
-        number = re.fullmatch(r"\s*0*[1-9]\d*(?:\.\d+)?\s*", text)
+        number = re.fullmatch(r"\s*0*[1-9][0-9]*(?:\.[0-9]+)?\s*", text)
         raise OptionError(
-            f'memory="{text}" ' + ("has no unit." if number else "is not an amount of memory."),
+            f'{name}="{text}" ' + ("has no unit." if number else "is not an amount of memory."),
             expected="An amount is a number and a unit: 8GiB, 500MiB.",
-            remedy=f'Use memory="{text.strip()}GiB".' if number else 'Use memory="8GiB".',
+            remedy=f'Use {name}="{text.strip() if number else 8}GiB".',
         )
     return int(amount)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from stopdown.number_formats import find_format
 
@@ -148,9 +149,15 @@ def count_non_finite(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that can be read: not one that is fake, on `meta`, sparse or nested."""
+    """Return whether a tensor has values that can be read.
+
+    One that is fake, on `meta`, sparse or nested has none, and neither has a weight that waits elsewhere
+    or is made at the first call.
+    """
     is_fake = tensor.is_meta or isinstance(tensor, FakeTensor)  # a capture runs a copy
-    return tensor.layout is torch.strided and not is_fake and tensor.numel() > 0
+    if tensor.layout is not torch.strided or is_fake or is_lazy(tensor) or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def is_readable(tensor: torch.Tensor) -> bool:

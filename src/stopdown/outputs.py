@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stopdown.errors import InputError, OutputError
+from stopdown.errors import InputError, OptionError, OutputError
 
 if TYPE_CHECKING:
     import filelock
@@ -42,6 +42,41 @@ LOCK = ".lock"
 """The file in a folder that says that a process holds it."""
 
 _PROBE_BYTES = 65536
+
+
+def refuse_nameless(path: str | os.PathLike[str], option: str = "with -o") -> None:
+    """Refuse `/`, `.` and `..`, which no file or folder of ours can take the place of.
+
+    Raises:
+        OutputError: naming the place.
+    """
+    if Path(path).name in ("", ".."):
+        raise OutputError(
+            f"The output {os.fspath(path)} is a folder that cannot be replaced.",
+            expected="Stopdown writes under a temporary name beside the output and renames it.",
+            remedy=f"Name a file or folder inside of it {option}: {Path(path, 'out')}",
+        )
+
+
+def check_suffix(path: Path, *suffixes: str, expected: str = "") -> None:
+    """Refuse an output whose name does not end as its format does.
+
+    Args:
+        path: as it was typed.
+        suffixes: that are taken, in lower case, the usual one first.
+        expected: why, for the message.
+
+    Raises:
+        OptionError: it ends in something else.
+        OutputError: as `refuse_nameless`.
+    """
+    refuse_nameless(path)
+    if path.suffix.lower() not in suffixes:
+        raise OptionError(
+            f"The output {path} does not end in {suffixes[0]}.",
+            expected=expected,
+            remedy=f"Use -o {path.with_suffix(suffixes[0])}.",
+        )
 
 
 def check_target(
@@ -70,6 +105,7 @@ def check_target(
     Raises:
         OutputError: the place does not exist, is taken, or cannot be written.
     """
+    refuse_nameless(path, option)
     shown, target = Path(path), _resolve(path)
     try:
         found = _find_kind(target)
@@ -118,6 +154,7 @@ def written_beside(
     Raises:
         OutputError: the operating system refused to write; the message says why.
     """
+    refuse_nameless(path, option)
     shown, target = Path(path), _resolve(path)
     try:
         with _made_beside(target) as part:

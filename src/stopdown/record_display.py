@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,8 @@ class Displayed:
         return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 2], "    …", ")"])
 
     def _repr_html_(self) -> str:
-        return f"<b>{type(self).__name__}</b>{_make_table(self)}"
+        title = f"<b>{type(self).__name__}</b>"
+        return f"<div style='max-width:100%;overflow-x:auto'>{title}{_make_table(self)}</div>"
 
 
 def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -60,8 +62,9 @@ def _list_fields(record: Any) -> Iterator[tuple[str, Any]]:
 def _make_table(record: Any) -> str:
     rows = "".join(
         f"<tr><th style='text-align:left;vertical-align:top'>{name.replace('_', ' ')}</th>"
-        f"<td style='text-align:left'>{_format_value(value)}</td></tr>"
+        f"<td style='text-align:left;overflow-wrap:anywhere'>{_format_value(value)}</td></tr>"
         for name, value in _list_fields(record)
+        if not _is_digest(value)
     )
     return f"<table>{rows}</table>"
 
@@ -79,19 +82,37 @@ def _format_value(value: Any) -> str:
         return "<br>".join([*shown, *_count_rest(value)])
     if isinstance(value, float):
         return f"{value:.4g}"
-    text = str(value)
-    return html.escape(text if len(text) <= 4 * _TEXT else f"{text[: 4 * _TEXT]}…")
+    return html.escape(_shorten(str(value)))
+
+
+def _is_digest(value: Any) -> bool:
+    """Return whether a value is a hash, which tells nobody anything."""
+    return isinstance(value, str) and _DIGEST.fullmatch(value) is not None
+
+
+_DIGEST = re.compile("[0-9a-f]{40,}")
+
+
+def _shorten(text: str) -> str:
+    """Return a text that is cut between two words if it is long; data without words is counted."""
+    most = 4 * _TEXT
+    if len(text) <= most:
+        return text
+    start, space, _ = text[:most].rpartition(" ")
+    return f"{start} …" if space else f"{len(text):,} characters"
 
 
 def _make_list(records: tuple[Any, ...]) -> str:
     """Records of one class side by side: a row each."""
-    told = {name for item in records for name, _ in _list_fields(item)}
+    shown = [pair for item in records for pair in _list_fields(item)]
+    told = {name for name, value in shown if not _is_digest(value)}
     names = [entry.name for entry in dataclasses.fields(records[0]) if entry.name in told]
     head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
     rows = "".join(
         "<tr>"
         + "".join(
-            f"<td style='text-align:left'>{_format_value(getattr(item, name))}</td>"
+            f"<td style='text-align:left;overflow-wrap:anywhere'>"
+            f"{_format_value(getattr(item, name))}</td>"
             for name in names
         )
         + "</tr>"

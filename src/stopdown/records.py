@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,15 +20,7 @@ from stopdown.errors import InputError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
 from stopdown.record_display import Displayed
 
-SCHEMA = 2
-
-PLAN_SCHEMA = 3
-"""Of plans; in those of schema 1 the fields of `Scaling` were among the component's own."""
-
-_RENAMED_KINDS = {
-    "island-lost": "fp32-module-lost",
-    "island-not-cast-back": "fp32-module-not-cast-back",
-}
+SCHEMA = 1
 
 Record = TypeVar("Record")
 
@@ -66,31 +57,12 @@ class Finding(Displayed):
         severity: `error` (it raises), `wrong` (NaN, black or other values), `slow`, or `note`.
     """
 
-    kind: str = field(metadata={"values": _RENAMED_KINDS})
-    module_path: str = field(metadata={"was": "site"})
+    kind: str
+    module_path: str
     evidence: str
     remedy: str
     why: str = ""
     severity: str = "wrong"
-
-
-@dataclass(frozen=True, repr=False)
-class Price(Displayed):
-    """What one remedy costs on a device: an estimate.
-
-    Attributes:
-        remedy: `all fp16`, `explicit casts`, `bf16`, `fp32`.
-        time_ratio: time of a run over that in fp32; None when the device's rate is not known.
-        weight_bytes: of all components together.
-        peak_bytes: weights and the values that live at once in the largest call.
-        note: what it needs or risks.
-    """
-
-    remedy: str
-    time_ratio: float | None
-    weight_bytes: int
-    peak_bytes: int
-    note: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +74,6 @@ class CheckRecord(Displayed):
         device: what it was judged for.
         precisions: component → format that it was judged in.
         findings: worst first.
-        prices: the remedies side by side; empty without a finding.
         mended: what `--fix` did, in whole sentences.
         elapsed_s: seconds in all.
         judged: why in those precisions, where none was asked for, a sentence.
@@ -112,7 +83,6 @@ class CheckRecord(Displayed):
     device: str
     precisions: dict[str, str]
     findings: tuple[Finding, ...]
-    prices: tuple[Price, ...]
     mended: tuple[str, ...]
     elapsed_s: float
     judged: str = ""
@@ -240,27 +210,6 @@ class Reduction(Displayed):
 
 
 @dataclass(frozen=True, repr=False)
-class OutOfMemory(Displayed):
-    """A run that ran out of memory, and what it ended with: for the next run by the same plan.
-
-    Attributes:
-        device: where it happened.
-        limit_bytes: what the run was to stay within.
-        size: of what it made, `49 frames of 480x720`.
-        pixels: frames times height times width.
-        failed: strategies that ran out of memory.
-        worked: the strategy that it ended with.
-    """
-
-    device: str
-    limit_bytes: int
-    size: str
-    pixels: int
-    failed: tuple[str, ...]
-    worked: str
-
-
-@dataclass(frozen=True, repr=False)
 class MemoryRow(Displayed):
     """One strategy and what it is predicted to take.
 
@@ -272,8 +221,6 @@ class MemoryRow(Displayed):
         stored_bytes: weights that wait in host memory or on disk.
         time_ratio: time over that of everything resident, estimated; None when the device's speed is
             not known.
-        changes: what it changes in the picture beyond the seams of tiles; "" for nothing. It is used
-            only when that was allowed.
         precision: what it computes in: `fp16 rescaled`, `fp16 with fp32 modules`, `fp32`.
     """
 
@@ -283,12 +230,11 @@ class MemoryRow(Displayed):
     moved_bytes: int
     stored_bytes: int
     time_ratio: float | None = None
-    changes: str = ""
     precision: str = ""
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryPlan(Displayed):
+class MemoryForecast(Displayed):
     """How a run fits into a limit, predicted without weights.
 
     Attributes:
@@ -306,7 +252,14 @@ class MemoryPlan(Displayed):
         flag: what `--precision` has to say for it.
         bits: name of a way to the significant bits of its coarsest format.
         remarks: name of a way to what else is to be said of it, a sentence.
-        reduced: what was made smaller than asked for; None when nothing was.
+        reduced: the largest smaller size that fits, when nothing does at the size asked for.
+        answer: one line.
+        fits: whether something stays within the limit.
+        peak_bytes: of what was chosen; 0 when nothing fits.
+        host_bytes: weights that wait in host memory; 0 if they wait in files.
+        host_limit_bytes: what they may take; 0 on a CPU.
+        seconds: estimated for the run; None when the device's speed is not known.
+        command: what makes that run, or one of the smaller size; "" when nothing fits.
     """
 
     source: str
@@ -323,6 +276,13 @@ class MemoryPlan(Displayed):
     bits: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, str] = field(default_factory=dict)
     reduced: Reduction | None = None
+    answer: str = ""
+    fits: bool = True
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    host_limit_bytes: int = 0
+    seconds: float | None = None
+    command: str = ""
     kind: str = "memory"
     schema: int = field(default=SCHEMA)
 
@@ -334,8 +294,8 @@ class Repair(Displayed):
     Attributes:
         component: whose call gave it: `transformer`, `vae.decode`; or `pipeline`, whose result it was.
         module_path: where it began: `transformer:blocks.1.ff`; the component when that is unknown.
-        kind: `range`, `clamped`, `undefined`, `written`, `weight`, `input`, `intermittent`,
-            `dtypes`, `unknown`.
+        kind: `range`, `clamped`, `undefined`, `kernel`, `written`, `weight`, `input`, `intermittent`,
+            `dtypes`, `signature`, `unknown`.
         step: of the run, from 0; None outside of denoising.
         evidence: what was seen, in whole sentences.
         action: `rescaled`, `fp32-module`, `bf16`, `fp32`, `cast-inputs`, `replayed`, `none`.
@@ -343,18 +303,21 @@ class Repair(Displayed):
         tried: what was tried before and did not do, each with why.
         replays: how often the call was run again, the instrumented replay aside.
         elapsed_s: seconds that all of it took.
+        session: what is the session's and not the model's: `weights-changed`, `weights-late`,
+            `results-differ`; "" for nothing.
     """
 
     component: str
-    module_path: str = field(metadata={"was": "site"})
+    module_path: str
     kind: str
     step: int | None
     evidence: str
-    action: str = field(metadata={"values": {"island": "fp32-module"}})
+    action: str
     reason: str
     tried: tuple[str, ...] = ()
     replays: int = 0
     elapsed_s: float = 0.0
+    session: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -367,6 +330,7 @@ class JournalUse(Displayed):
         written: calls that were made and written to it.
         bytes: its size.
         notes: why it ended early or was made anew, in whole sentences.
+        components: those whose calls were answered from it, and how many.
     """
 
     folder: str
@@ -374,6 +338,7 @@ class JournalUse(Displayed):
     written: int
     bytes: int
     notes: tuple[str, ...] = ()
+    components: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -422,7 +387,7 @@ class GuardRecord(Displayed):
     own_s: float
     maxima: tuple[BlockMaximum, ...] = ()
     journal: JournalUse | None = None
-    reused: tuple[str, ...] = field(default=(), metadata={"was": "taken_over"})
+    reused: tuple[str, ...] = ()
     uncertified: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     kind: str = "guard"
@@ -510,7 +475,7 @@ class RunRecord(Displayed):
     output: str | None
     elapsed_s: float
     repairs: tuple[Repair, ...] = ()
-    updated_plan: str | None = field(default=None, metadata={"was": "amended_plan"})
+    updated_plan: str | None = None
     unwatched: tuple[str, ...] = ()
     uncertified: tuple[str, ...] = ()
     maxima: tuple[BlockMaximum, ...] = ()
@@ -540,12 +505,12 @@ class ResidualStream(Displayed):
             there are some, the stream is fp32 inside them alone.
     """
 
-    cast_output_up: tuple[str, ...] = field(metadata={"was": "widened"})
-    cast_input_down: tuple[str, ...] = field(metadata={"was": "narrowed"})
-    cast_input_up: tuple[str, ...] = field(default=(), metadata={"was": "norms"})
+    cast_output_up: tuple[str, ...]
+    cast_input_down: tuple[str, ...]
+    cast_input_up: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     returns: bool = True
-    cast_output_down: tuple[str, ...] = field(default=(), metadata={"was": "closed"})
+    cast_output_down: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -635,6 +600,8 @@ class Scaling(Displayed):
         bounded: how many of them rest on bounds.
         uncertain: places of those whose ranges were measured and not bounded.
         limits: `method.argument` to the magnitude up to which bounds hold; empty without bounds.
+        sizes: `method.argument` to the sizes, the batch left out, up to which bounds hold: one of them
+            has to be as large in every dimension.
         range_note: what the ranges rest on, and for which inputs; "" for measurements alone.
         note: why it is not fp32 although it was asked for; "" when there is nothing to say.
         trial: what the module gave when it was run once with all that; None where nobody tried.
@@ -642,17 +609,19 @@ class Scaling(Displayed):
             `path[:,0:64]` of its inputs, to the exponents of its input and its output; without those that
             have none.
         sums: path of each linear layer in fp16 to its sums; empty where bounds were not asked for.
+        signatures: of the calls that they were found for, as `graph.call_signatures` writes them.
+        inputs: `method.argument` to the largest magnitude that it had in the measured calls of a plan.
     """
 
     exponents: Mapping[str, int] = field(default_factory=dict)
     eps: Mapping[str, int] = field(default_factory=dict)
     multiplies: Mapping[str, int] = field(default_factory=dict)
-    fp32_modules: tuple[str, ...] = field(default=(), metadata={"was": "islands"})
+    fp32_modules: tuple[str, ...] = ()
     headroom_bits: float | None = None
     tightest: str = ""
     certified: bool = False
     pinned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    fp32_flops: float = field(default=0.0, metadata={"was": "island_flops"})
+    fp32_flops: float = 0.0
     kept_buffers: tuple[str, ...] | None = None
     outputs: Mapping[int, int] = field(default_factory=dict)
     stream: ResidualStream | None = None
@@ -661,11 +630,14 @@ class Scaling(Displayed):
     bounded: int = 0
     uncertain: tuple[str, ...] = ()
     limits: Mapping[str, float] = field(default_factory=dict)
+    sizes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     range_note: str = ""
     note: str = ""
     trial: Trial | None = None
     layers: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     sums: Mapping[str, SumBound] = field(default_factory=dict)
+    signatures: tuple[str, ...] = ()
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, repr=False)
@@ -711,7 +683,6 @@ class Plan(Displayed):
         device: where it was measured.
         elapsed_s: seconds that it took.
         seal: sha256 over everything else here; it shows that a file was edited.
-        out_of_memory: runs by it that ran out of memory, the newest last.
     """
 
     source: str
@@ -725,9 +696,8 @@ class Plan(Displayed):
     device: str
     elapsed_s: float
     seal: str = ""
-    out_of_memory: tuple[OutOfMemory, ...] = field(default=(), metadata={"was": "lessons"})
     kind: str = "plan"
-    schema: int = field(default=PLAN_SCHEMA)
+    schema: int = field(default=SCHEMA)
 
 
 @dataclass(frozen=True, repr=False)
@@ -844,7 +814,7 @@ class Diagnosis(Displayed):
     title: str
     why: str
     evidence: tuple[Clue, ...] = ()
-    frame: str = field(default="", metadata={"was": "site"})
+    frame: str = ""
     remedy: tuple[str, ...]
     run_next: tuple[str, ...]
     reports: tuple[str, ...] = ()
@@ -905,6 +875,7 @@ class DeviceHealth(Displayed):
         faults: what is known to go wrong on it, each with a remedy and a source.
         outlooks: what `auto` would choose.
         measured: what `stopdown bench` found on devices of the same name, a sentence for each model.
+        missing: why this build of PyTorch cannot compute on it, and which can; "" when it can.
     """
 
     device: str
@@ -917,6 +888,7 @@ class DeviceHealth(Displayed):
     faults: tuple[str, ...]
     outlooks: tuple[Outlook, ...]
     measured: tuple[str, ...] = ()
+    missing: str = ""
 
 
 @dataclass(frozen=True, repr=False)
@@ -995,60 +967,11 @@ def convert_record(raw: Any, kind: type[Record]) -> Record:
     Raises:
         InputError: it is not such a record, or has another schema number.
     """
-    raw = _lift(raw, kind)
     _check_header(raw, kind)
     try:
         return msgspec.convert(raw, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _refuse(kind, error) from error
-
-
-def _lift(raw: Any, hint: Any) -> Any:
-    """What JSON says, under today's names and numbers of schemas.
-
-    The metadata of a field holds the name that it had before (`was`), and values by what they are
-    called today (`values`).
-    """
-    inner = [part for part in get_args(hint) if part not in (type(None), ...)]
-    if dataclasses.is_dataclass(hint) and isinstance(raw, dict):
-        return _lift_record(raw, hint)
-    if get_origin(hint) is tuple and isinstance(raw, list):
-        return [_lift(item, inner[0]) for item in raw]
-    if get_origin(hint) in (dict, Mapping) and isinstance(raw, dict):
-        return {name: _lift(item, inner[1]) for name, item in raw.items()}
-    if get_origin(hint) is UnionType and len(inner) == 1:
-        return _lift(raw, inner[0])
-    return raw
-
-
-def _lift_record(raw: dict[str, Any], kind: Any) -> dict[str, Any]:
-    if kind is ComponentPlan and "scaling" not in raw:
-        raw = _hold_scaling(raw)
-    fields = {entry.name: entry for entry in dataclasses.fields(kind)}
-    today = {entry.metadata.get("was", name): name for name, entry in fields.items()}
-    lifted = {name if name in fields else today.get(name, name): x for name, x in raw.items()}
-    hints = _read_hints(kind)
-    for name in lifted.keys() & fields.keys():
-        values = fields[name].metadata.get("values", {})
-        found = lifted[name]
-        lifted[name] = (
-            values.get(found, found) if isinstance(found, str) else _lift(found, hints[name])
-        )
-    newest = fields["schema"].default if "schema" in fields else 0
-    if type(lifted.get("schema")) is int and 0 < lifted["schema"] < newest:
-        lifted["schema"] = newest
-    return lifted
-
-
-def _hold_scaling(raw: dict[str, Any]) -> dict[str, Any]:
-    """A component's entry of a plan of schema 1."""
-    entries = dataclasses.fields(Scaling)
-    names = {entry.name for entry in entries} | {entry.metadata.get("was") for entry in entries}
-    own = {name: value for name, value in raw.items() if name not in names}
-    return {**own, "scaling": {name: value for name, value in raw.items() if name in names}}
-
-
-_read_hints = functools.cache(get_type_hints)
 
 
 def _refuse(kind: type, error: Exception) -> InputError:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch._guards import TracingContext
+
+CALLS_REPLACED = threading.RLock()
+"""Held while `torch.nn.Module.__call__` is replaced or put back: by a tracer, or for a listener."""
 
 
 def is_traced() -> bool:

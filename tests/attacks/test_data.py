@@ -401,7 +401,6 @@ PLANS = [
             "steps": "4",
             "versions": {"torch": 2},
             "elapsed_s": None,
-            "out_of_memory": [3],
             "seal": 0,
         }.items()
     ),

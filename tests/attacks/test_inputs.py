@@ -31,8 +31,8 @@ NUMBERS: Mapping[str, str] = {
     "0": "--strength 0.0 is not above 0 and up to 1.",
     "-1": "--strength -1.0 is not above 0 and up to 1.",
     "2": "--strength 2.0 is not above 0 and up to 1.",
-    "nan": "--strength nan is not above 0 and up to 1.",
-    "inf": "--strength inf is not above 0 and up to 1.",
+    "nan": "--strength nan is not a number.",
+    "inf": "--strength inf is not a number.",
 }
 
 UNWANTED: Mapping[str, tuple[tuple[str, ...], str]] = {

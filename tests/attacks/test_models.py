@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a circle", "--steps", "1", "-o", "OUT.mp4"),
     "check": ("check", "MODEL"),
     "plan": ("plan", "MODEL", "--steps", "1", "-o", "OUT.json"),
-    "forecast": ("plan", "MODEL", "--memory", "8GiB"),
+    "forecast": ("fit", "MODEL", "--memory", "8GiB"),
     "convert": ("convert", "MODEL", "OUT", "--plan", "PLAN"),
     "compare": ("compare", "MODEL", "--prompt", "a circle", "--steps", "1", "-o", "OUT.html"),
 }

@@ -79,6 +79,10 @@ EDITS: Mapping[str, tuple[Edit, str]] = {
     "headroom": (put("headroom_bits", -1e300), TRANSFORMER + "-1e+300 bits of headroom"),
     "counts": (put("bounded", 3), TRANSFORMER + "the counts 0, 3, 0, 0"),
     "negative count": (put("calls", -1), TRANSFORMER + "the counts 0, 0, -1, 0"),
+    "size": (
+        put("sizes", {"forward.x": [[-1]]}),
+        TRANSFORMER + "a size of 'forward.x' that no tensor has",
+    ),
     "limit": (put("limits", {"forward.x": -1.0}), TRANSFORMER + "the limit -1.0 of 'forward.x'"),
     "sums": (
         put("accumulation", {"fp16_sums": {"a": 0}}),

@@ -15,7 +15,7 @@ from stopdown.records import ComponentPlan, Plan, Scaling
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "generate": ("generate", "MODEL", "a", "--steps", "1", "-o", "OUT.mp4", "--precision"),
     "check": ("check", "MODEL", "--precision"),
-    "plan": ("plan", "MODEL", "--steps", "1", "-o", "OUT.json", "--memory", "1GiB", "--precision"),
+    "fit": ("fit", "MODEL", "--memory", "1GiB", "--precision"),
     "compare": ("compare", "MODEL", "-o", "OUT.html", "--precision", "fp32", "--precision"),
     "run": ("run", "--precision", "PRECISION", "OUT.py"),
 }

@@ -47,7 +47,6 @@ def _replace_work() -> None:
     from stopdown.comparison import matrix
     from stopdown.dtype_rules import check
     from stopdown.dtype_rules import mend as fixes
-    from stopdown.dtype_rules import remedy_costs as prices
     from stopdown.plans import calibrated, certified
     from stopdown.records import Finding, GuardRecord
     from stopdown.runtime.runs import Made
@@ -60,7 +59,7 @@ def _replace_work() -> None:
         return Made(noise, GuardRecord("Tiny", (), (), 0, (), 0.0), None, {})
 
     commands._run = run
-    calibrated.make_plan = certified.certify_plan = lambda *_, **named: make_plan()
+    calibrated.measure_plan = certified.certify_plan = lambda *_, **named: make_plan()
     matrix.compare = lambda *_, **named: make_comparison()
     put_on = ScriptGuard.put_on
 
@@ -73,7 +72,6 @@ def _replace_work() -> None:
     seen = SimpleNamespace(name="v100", title="V100")
     checked = SimpleNamespace(findings=(finding,), seen=None, profile=seen, precisions={})
     check.inspect_pipeline = lambda *_, **named: checked
-    prices.price_remedies = lambda *_: ()
     fixes.mend = lambda *_, **named: SimpleNamespace(done=("mended",), remaining=())
 
 

@@ -83,13 +83,13 @@ def test_a_run_is_that_of_the_cpu(
 def test_a_small_device_makes_the_same_file(
     share: float, simulated: Simulated, save_tiny: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With `--memory auto` on a device that has a part of what the run takes, weights wait on the host."""
+    """On a device that has a part of what the run takes, weights wait on the host, without an option."""
     folder, before = save_tiny("sd", "fp32"), simulated.used()
-    whole = make(folder, tmp_path / "whole.png", precision="fp32")
+    whole = make(folder, tmp_path / "whole.png", precision="fp32", memory="none")
     assert simulated.used() == before
     limit = before + int(share * (whole.peak_bytes - before))
     simulated.limit(limit)
-    small = make(folder, tmp_path / "small.png", precision="fp32", memory="auto")
+    small = make(folder, tmp_path / "small.png", precision="fp32")
     assert small.strategy != "resident"
     assert small.peak_bytes <= limit
     np.testing.assert_array_equal(
@@ -105,19 +105,20 @@ def test_a_full_device_is_a_message(
     run: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
 ) -> None:
-    """Without `--memory` a device that is too small is said in one message, as CUDA and as MPS say it."""
+    """With `--memory none` a device that is too small is one message, as CUDA and as MPS say it."""
     simulated.act_as(backend)
     folder, before = save_tiny("sd", "fp32"), simulated.used()
-    peak = make(folder, tmp_path / "a.png", precision="fp32").peak_bytes - before
+    whole = make(folder, tmp_path / "a.png", precision="fp32", memory="none")
+    peak = whole.peak_bytes - before
     for share in (0.9, 0.1):
         simulated.limit(before + int(share * peak))
         code, _, said = run(
             *("generate", folder, "a", "--steps", 2, "--device", KIND, "--precision", "fp32"),
-            *("-o", tmp_path / "b.png"),
+            *("--memory", "none", "-o", tmp_path / "b.png"),
         )
         assert code == 1
         assert "The device ran out of memory" in said
-        assert "Add --memory auto" in said
+        assert "Leave --memory none out if you gave it" in said
         assert "Traceback" not in said
 
 

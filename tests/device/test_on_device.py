@@ -15,7 +15,7 @@ import torch
 
 from pipeline_calls import CALLS, call_pipeline
 from simulated_device import KIND, Simulated
-from stopdown import testing
+from stopdown import mapped_weights, testing
 from stopdown.device_memory import peak_memory
 from stopdown.environment import choose_device
 from stopdown.memory.forecast import Fit
@@ -210,3 +210,21 @@ def test_a_device_that_is_full_gets_a_smaller_strategy(
     assert [(one.before, one.after) for one in offloader.steps_down] == [("resident", "component")]
     assert list_devices_of(pipe) == {"cpu"}
     np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)
+
+
+def test_a_large_weight_comes_in_pieces(
+    simulated: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that lie in two pieces get their exponents in both, with the bits that the host makes."""
+    monkeypatch.setattr(mapped_weights, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(mapped_weights, "_HOST_BYTES", 0)
+    rows, columns = (slice(1, 6),), (slice(None), slice(2, 4))
+    values = torch.randn(7, 8).bfloat16()
+    for folds in (
+        [(rows, -3), ((slice(6, 7),), 5)],
+        [(columns, 2)],
+        [((), -9)],
+        [(rows, 1), (columns, 4)],
+    ):
+        stored = mapped_weights.StoredWeight(values, torch.float16, folds)
+        assert torch.equal(stored.read(KIND).cpu(), stored.read())

@@ -75,4 +75,4 @@ def test_the_quick_start_of_the_help_names_what_exists() -> None:
     names = compile(code, "help", "exec").co_names
     called = {name for name in names if name not in {"stopdown", "print", "record", "frames"}}
     assert len(code.splitlines()) <= 12
-    assert called - set(dir(stopdown)) <= {"pipe", "plan", "guard"}
+    assert called - set(dir(stopdown)) <= {"pipe", "plan", "model", "x", "stopdown_guard"}

@@ -49,6 +49,7 @@ def test_every_command_is_taken(page: Path) -> None:
         ("<!-- not run: slow -->\n```sh\nstopdown paint x\n```", "there is no command paint"),
         ('```mermaid\na["stopdown explain x<br/>stopdown doctor --loud"]\n```', "No such option"),
         ("`stopdown plan --json`", "Missing"),
+        ("`stopdown plan SOURCE --certify`", "--certify is refused"),
     ],
 )
 def test_a_wrong_command_is_found(text: str, wrong: str) -> None:
@@ -84,17 +85,13 @@ IN_A_PROCESS = [
 """The first command of each of these runs as it is installed; the others in this process."""
 
 
-LONG = (
-    "stopdown convert shapes shapes-certified",  # tests/pipelines/test_convert{,_forms}.py
-    "stopdown compare shapes --prompt",  # tests/pipelines/test_compare.py; here with `plan.json` only
-)
+LONG = ("stopdown convert shapes shapes-fp16",)  # tests/pipelines/test_convert{,_forms}.py
 """Commands of ten seconds or more that do what the tests behind them do with tiny models: slow."""
 
 
 def mark_long(run: tuple[str, int]) -> Any:
     """A run of the default suite, or of the slow one."""
-    is_long = run[0].startswith(LONG) and "plan.json" not in run[0]
-    return pytest.param(*run, marks=pytest.mark.slow if is_long else ())
+    return pytest.param(*run, marks=pytest.mark.slow if run[0].startswith(LONG) else ())
 
 
 def list_needed(command: str) -> list[tuple[str, int]]:

@@ -70,10 +70,10 @@ def test_every_command_and_flag_has_its_place(site: Path) -> None:
     """The reference of the command line is made of the commands: each of them, each option."""
     import typer
 
-    from stopdown.app import cli
+    from stopdown.app import commands
 
     page = (site / "commands.html").read_text(encoding="utf-8")
-    root = typer.main.get_command(cli.app)
+    root = typer.main.get_command(commands.app)
     for name, command in root.commands.items():  # type: ignore[attr-defined]
         assert f'id="stopdown-{name}"' in page
         for option in command.params:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 
-from stopdown.app.batch_command import BatchOptions, batch
+from stopdown.app.batch_command import BatchOptions, _place_media, batch
 from stopdown.app.display import Display
+from stopdown.batch.prompts import Item
 from stopdown.batch.records import BatchRecord
+from stopdown.media import write_media
 from stopdown.records import RunRecord, from_json
 
 SIZES = ("--frames", "9", "--height", "32", "--width", "32", "--steps", "1", "--precision", "fp32")
@@ -168,6 +171,34 @@ def test_outputs_go_through_fsspec(run: Run, tiny: str) -> None:
     memory.rm("/batch", recursive=True)
 
 
+def test_items_begin_with_videos(run: Run, save_tiny: Callable[..., Path]) -> None:
+    """A video is named from the place of the prompts; another video of this name is another item."""
+    Path("items").mkdir()
+    frames = np.random.default_rng(0).integers(0, 255, (9, 32, 32, 3), np.uint8)
+    for name, drawn in (("a", frames), ("b", frames[::-1])):
+        write_media(Path(f"items/{name}.gif"), np.ascontiguousarray(drawn), 8)
+    rows = [{"prompt": "a", "video": f"{name}.gif"} for name in ("a", "b", "a")]
+    Path("items/rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = save_tiny("cogvideox-video", "fp32")
+    sizes = ("--height", "32", "--width", "32", "--steps", "2", "--precision", "fp32")
+    code, out, err = run("batch", model, "--prompts", "items/rows.jsonl", "-o", "out", *sizes)
+    assert code == 0, err
+    assert out.startswith("2 items: 2 made, ")
+    assert "Line 3 is the same item as line 1." in err
+    one, other = read_outputs().values()
+    assert one != other
+
+
+def test_a_mask_of_the_command_is_that_of_each_item() -> None:
+    """What an item names itself stands above it, and begins at the prompts file."""
+    options = BatchOptions(source="m", prompts="in/x.jsonl", output="o", mask=Path("m.png"))
+    items = [Item(1, image="a.png"), Item(2, image="s3://b/a.png", mask="own.png")]
+    assert [_place_media(options, item).media for item in items] == [
+        {"image": "in/a.png", "mask": "m.png"},
+        {"image": "s3://b/a.png", "mask": "in/own.png"},
+    ]
+
+
 REFUSED = {
     "empty": (b"\n\n", "The prompts bad.txt are empty."),
     "latin1": (b"a caf\xe9\n", "The prompts bad.txt are not UTF-8: byte 6, in line 1."),
@@ -188,6 +219,8 @@ REFUSED = {
         "Line 1 of the prompts bad.jsonl: --steps 0 is less",
     ),
     "image": (b'{"prompt": "a", "image": "gone.png"}\n', "gone.png cannot be read"),
+    "video": (b'{"prompt": "a", "video": "gone.mp4"}\n', "gone.mp4 cannot be read"),
+    "mask": (b'{"prompt": "a", "mask": "gone.png"}\n', "gone.png cannot be read"),
 }
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from stopdown.app.cli import app
+from rescaling_models import make_example
+from stopdown.app.commands import app
+from stopdown.bounds.input_limits import is_encoded
 from stopdown.errors import OptionError, SourceError
+from stopdown.graph.capture import name_parameters
 from stopdown.numerics import relative_l2
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.sources import resolve_source
 from stopdown.plans.applier import apply_plan
-from stopdown.plans.certified import certify_plan, load_stored, suggest_stream
+from stopdown.plans.call_recorder import RecordedCall
+from stopdown.plans.certified import certify_plan, load_stored, scale_component, suggest_stream
 from stopdown.plans.plan_files import read_plan
 from stopdown.records import ComponentPlan, Plan, Scaling
 
@@ -47,6 +52,18 @@ def test_a_transformer_is_certified_without_a_run(
     assert entries["transformer"].scaling.limits["forward.encoder_hidden_states"] == 128
     assert not entries["text_encoder"].scaling.limits  # token ids: every row of the table
     assert not certified[1].prompts
+
+
+@pytest.mark.parametrize(("name", "limit"), [("Z-Image", 2.0**15), ("CogVideoX learned", 128.0)])
+def test_hidden_states_of_an_encoder_may_be_large(name: str, limit: float) -> None:
+    """An encoder that hands over hidden states may give whatever fp16 holds, if that costs nothing."""
+    module, [(_, args, kwargs)] = make_example(name)
+    call = RecordedCall(SimpleNamespace(bind=lambda found: found), args, dict(kwargs))
+    load = name_parameters(module).__getitem__
+    for hands_over in (False, True):
+        scaling = scale_component(module, [call], "native", load, hands_over=hands_over)
+        found = [x for key, x in scaling.limits.items() if is_encoded(key)]
+        assert found == [limit if hands_over else 128.0]
 
 
 def test_progress_counts_tensors(
@@ -80,7 +97,7 @@ def test_what_bounds_scale_far_down_is_said(exponent: int, residual: str, count:
     scaling = Scaling(layers={"proj": (0, exponent), "out": (exponent + 3, 2)})
     said = suggest_stream(scaling, residual)
     assert len(said) == count
-    assert all("as 2^15," in x and "--residual fp32" in x for x in said)
+    assert all("as 2^15," in x and 'residual="fp32"' in x for x in said)
 
 
 def test_a_certificate_with_an_fp32_residual_stream(
@@ -89,7 +106,7 @@ def test_a_certificate_with_an_fp32_residual_stream(
     """The stream is fp32 and scaled by nothing; all else is bounded; in fp16 the call is near to fp32's."""
     folder, native = certified[:2]
     page = str(tmp_path / "plan.json")
-    arguments = ["plan", str(folder), "--certify", "--residual", "fp32", "-o", page, "--json"]
+    arguments = ["plan", str(folder), "-o", page, "--json"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     plan = read_plan(page)
@@ -153,9 +170,9 @@ def test_a_component_in_another_precision_has_no_certificate(save_tiny: SaveTiny
 
 
 def test_the_command_refuses_options_of_runs(save_tiny: SaveTiny, tmp_path: Path) -> None:
-    """--certify runs nothing, so options of runs beside it are refused, and no file is left."""
-    arguments = ["plan", str(save_tiny("cogvideox")), "--certify", "--ranges", "auto"]
+    """A certificate needs no option of its own, and whoever types one is told; no file is left."""
+    arguments = ["plan", str(save_tiny("cogvideox")), "--certify"]
     done = CliRunner().invoke(app, [*arguments, "-o", str(tmp_path / "plan.json")])
     assert isinstance(done.exception, OptionError)
-    assert done.exception.what == "--ranges was given beside --certify."
+    assert done.exception.what == "--certify is no option."
     assert not (tmp_path / "plan.json").exists()

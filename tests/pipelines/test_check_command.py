@@ -24,7 +24,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:
-    """Configs alone, for a card that is not here: findings, remedies and their prices."""
+    """Configs alone, for a card that is not here: findings and what to type."""
     folder = save_pipeline("cogview3plus", tmp_path / "model")
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
@@ -33,8 +33,6 @@ def test_findings_exit_1_and_say_what_to_type(run: Run, tmp_path: Path) -> None:
     assert "wrong: clamp-may-bite at transformer:transformer_blocks.0" in out
     assert "stopdown plan " in out
     assert "SOURCE" not in out
-    for remedy in ("all fp16", "explicit casts", "bf16", "fp32"):
-        assert remedy in out
     assert "Traceback" not in err
 
 
@@ -44,7 +42,7 @@ def test_a_healthy_source_exits_0(run: Run, tmp_path: Path) -> None:
     code, out, err = run("check", folder, "--device", "v100", "--json")
     assert code == 0, err
     record = from_json(out, CheckRecord)
-    assert (record.findings, record.prices, record.mended) == ((), (), ())
+    assert (record.findings, record.mended) == ((), ())
     assert record.precisions == dict.fromkeys(("text_encoder", "transformer", "vae"), "fp32")
     assert record.device == "v100 (NVIDIA Tesla V100)"
 

@@ -34,7 +34,7 @@ def test_a_healthy_program_has_no_finding(kind: str) -> None:
     assert checked.findings == []
     assert outputs
     assert all(isinstance(output, FakeTensor) for output in outputs)
-    assert checked.seen.callees[program.component].calls == 3
+    assert program.component in checked.seen.callees
     others = {"dict": {"vae.decode"}, "engine": {"first_stage_model.decode"}}
     assert set(checked.seen.callees) - {program.component} == others.get(kind, set())
 

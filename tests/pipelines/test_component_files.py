@@ -19,7 +19,7 @@ from stopdown.checkpoints.convert import convert
 from stopdown.errors import OptionError, PlanError, SourceError
 from stopdown.pipelines.loader import complete_source, load_pipeline, load_program
 from stopdown.pipelines.sources import Source, resolve_source, verify_source
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.plans.component_calls import read_call
 from stopdown.records import Plan
@@ -124,7 +124,7 @@ def test_a_run_of_a_part_is_refused(save: Callable[[str], Source]) -> None:
     assert str(caught.value) == (
         f"The file {source.path} holds the unet of a StableDiffusionPipeline and no more. A run needs "
         "all of its components. Give the model's Diffusers folder or Hub id. The file by itself can be "
-        f"planned and converted: stopdown plan {source.path} --certify"
+        f"planned and converted: stopdown convert {source.path} OUT.safetensors"
     )
 
 
@@ -181,7 +181,7 @@ def planned(save: Callable[[str], Source], tmp_path_factory: pytest.TempPathFact
     """The plan of the UNet's file, from a recorded call."""
     path = tmp_path_factory.mktemp("call") / "call.safetensors"
     save_file(make_call(), path, metadata={"arguments": json.dumps({"return_dict": True})})
-    return make_plan(save("unet"), prompts=[read_call(str(path))])
+    return measure_plan(save("unet"), prompts=[read_call(str(path))])
 
 
 @pytest.fixture(scope="module")
@@ -271,20 +271,20 @@ def test_a_certificate_of_a_part_needs_no_call(save: Callable[[str], Source]) ->
 def test_a_part_without_calls_is_explained(save: Callable[[str], Source]) -> None:
     """Neither a prompt nor nothing makes calls of a part; an autoencoder's calls need a name."""
     with pytest.raises(OptionError) as caught:
-        make_plan(save("unet"))
+        measure_plan(save("unet"))
     assert str(caught.value) == (
         f"The file {save('unet').path} holds no pipeline but what is called as unet. A plan rests on "
         "calls, and nothing makes them. Bound every call from the weights: `certify`. Or give a recorded "
         'one: call="FILE".'
     )
     with pytest.raises(OptionError, match="is called as unet, and the prompt 'a ball' was given"):
-        make_plan(save("unet"), prompts=["a ball"])
+        measure_plan(save("unet"), prompts=["a ball"])
     with pytest.raises(
         OptionError, match=r"as vae\.encode and vae\.decode, and a call without a name"
     ):
-        make_plan(save("vae"), prompts=[{"z": torch.ones(1)}])
+        measure_plan(save("vae"), prompts=[{"z": torch.ones(1)}])
     with pytest.raises(OptionError, match=r"^unet did not run as recorded: "):
-        make_plan(save("unet"), prompts=[{"x": torch.ones(1)}])
+        measure_plan(save("unet"), prompts=[{"x": torch.ones(1)}])
 
 
 def test_a_part_becomes_a_folder_of_its_component(
@@ -306,7 +306,7 @@ def test_a_component_folder_describes_a_part(save: Callable[[str], Source], fold
     """The config of the component alone is enough with a recorded call, and not for a certificate."""
     source = dataclasses.replace(save("unet"), config=folder / "unet")
     assert complete_source(source).components == {"unet": ("diffusers", "UNet2DConditionModel")}
-    plan = make_plan(source, prompts=[make_call()])
+    plan = measure_plan(source, prompts=[make_call()])
     assert plan.components[0].precision == "fp16"
     with pytest.raises(
         SourceError, match="is that of a component, and nothing tells how a pipeline"

@@ -145,11 +145,11 @@ def test_shapes_in_fp16_by_a_plan_is_as_near_to_fp32_as_on_one_rank(
     """The bundled model: fp32 within rounding, fp16 by its plan without a fault and no farther away."""
     from stopdown.pipelines.requests import Request
     from stopdown.pipelines.sources import resolve_source
-    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.calibrated import measure_plan
     from stopdown.plans.plan_files import write_plan
 
     request = Request(prompt="a red circle", steps=3, frames=9, height=64, width=64)
-    plan = make_plan(resolve_source("shapes"), request=request)
+    plan = measure_plan(resolve_source("shapes"), request=request)
     path = write_plan(plan, tmp_path / "plan.json")
     for found in gather_results(
         run_ranks(plan_and_spread, count, "shapes", str(path), limit_s=1200)

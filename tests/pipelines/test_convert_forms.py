@@ -25,7 +25,7 @@ from stopdown.pipelines.requests import Request
 from stopdown.pipelines.single_file_names import arrange, find_whole
 from stopdown.pipelines.sources import Source, resolve_source
 from stopdown.pipelines.tiny_pipelines import overflow_
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.certified import certify_plan
 from stopdown.records import Conversion, Plan, Scaling, read_record
 from stopdown.scaling import fold_scaling
@@ -64,7 +64,7 @@ def test_one_file_has_a_card_and_says_what_was_done(
         said = file.metadata()
     assert said["stopdown"].endswith(f"plan {planned[1].seal}")
     assert read_rescaled(single).startswith("unet: weights are times powers of two")
-    assert re.search(r"stay \d\.\d bits below the end of fp16", said["stopdown.unet"])
+    assert re.search(r"stay \d\.\d bits below fp16's maximum", said["stopdown.unet"])
     card = single.with_suffix(".md").read_text()
     assert card.startswith(f"# {planned[0]}, converted to fp16 by Stopdown\n")
     assert f"Plan: `{planned[1].seal}`." in card
@@ -178,7 +178,7 @@ def test_models_without_names_are_refused(
         'each. Give a folder as OUT, and use to="comfyui".'
     )
     folder = save_tiny("cogview3plus")
-    plan = make_plan(str(folder), **measured("cogview3plus"))
+    plan = measure_plan(str(folder), **measured("cogview3plus"))
     with pytest.raises(OptionError) as caught:
         convert_made("cogview3plus", folder, Target(tmp_path / "out", "comfyui"), plan)
     assert str(caught.value).startswith(
@@ -218,7 +218,7 @@ def test_what_a_file_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     save_file(arrange(module), path)
     source = resolve_source(path, config=tmp_path / "text_encoder")
     call = {"input_ids": torch.arange(1, 17)[None]}
-    plan, request = make_plan(source, prompts=[call]), Request(arguments=call)
+    plan, request = measure_plan(source, prompts=[call]), Request(arguments=call)
     with pytest.raises(OptionError) as caught:
         convert(source, tmp_path / "out.safetensors", plan, request=request)
     message = str(caught.value)
@@ -234,7 +234,7 @@ def test_an_sdxl_becomes_one_file(tmp_path: Path) -> None:
     """Both encoders have their own layout; each component is what its folder would hold, row by row."""
     folder, output = tmp_path / "model", tmp_path / "out.safetensors"
     build("sdxl").save_pretrained(folder)
-    plan = make_plan(str(folder), **measured("sdxl"))
+    plan = measure_plan(str(folder), **measured("sdxl"))
     convert_made("sdxl", folder, output, plan)
     with safe_open(output, "pt") as file:
         exponents = list_folds(json.loads(file.metadata()["stopdown.exponents"]))

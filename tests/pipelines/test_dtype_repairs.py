@@ -177,11 +177,13 @@ def test_other_errors_pass_as_they_are() -> None:
 
 
 def test_gradients_are_left_alone() -> None:
-    """A call that computes gradients is not changed under its program."""
+    """A call whose parameters an optimizer has is not changed under its program."""
     block = make_block().requires_grad_(True)
+    optimizer = torch.optim.SGD(block.parameters(), 0.1)
     with guard(block) as guarded, pytest.raises(RuntimeError, match=REFUSED):
         block(torch.ones(2, 8).half())
     assert guarded.repairs == ()
+    del optimizer
 
 
 def test_a_script_runs_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ def test_fp32_equals_plain_diffusers(run: Any, save_tiny: SaveTiny, out: Path, n
     np.testing.assert_array_equal(read_video(out / "frames"), plain)
     assert record.pipeline == CLASSES[name]
     assert set(name_precisions(record).values()) == {"fp32"}
-    assert {decision.reason for decision in record.decisions} == {"Asked for."}
+    assert {decision.reason for decision in record.decisions} == {"Requested."}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_what_is_kept_in_fp32_is_in_the_record(run: Any) -> None:
     decision = next(d for d in record.decisions if d.component == "text_encoder")
     call = next(c for c in record.calls if c.component == "text_encoder")
     assert (decision.kept_fp32, call.precisions) == (("wo",), ("fp16", "fp32"))
-    assert decision.reason == "Asked for. Its authors keep wo in fp32."
+    assert decision.reason == "Requested. Its authors keep wo in fp32."
 
 
 @pytest.mark.parametrize(
@@ -413,6 +413,7 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
     assert set(content["stages_s"]) == {
         "prepare",
         "load",
+        "place",
         "encode",
         "denoise",
         "decode",
@@ -425,7 +426,7 @@ def test_the_record_says_what_was_done(run: Any, save_tiny: SaveTiny, out: Path)
     assert 0 < content["own_s"] < content["elapsed_s"]
     assert len(content["fingerprint"]) == 64
     assert content["machine"]["versions"]["torch"]
-    assert (content["schema"], content["kind"], content["output"]) == (2, "run", output)
+    assert (content["schema"], content["kind"], content["output"]) == (1, "run", output)
 
 
 @pytest.mark.usefixtures("each_device")
@@ -506,8 +507,8 @@ def test_out_of_memory_is_one_message(run: Any, monkeypatch: pytest.MonkeyPatch)
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
         "The device ran out of memory: CUDA out of memory. Tried to allocate 20.00 GiB. more A run "
-        'needs room for the weights and for the largest layer\'s values. Add memory="auto", or use a '
-        "smaller `height` and `width`, fewer `frames`, or a 16-bit `precision`."
+        'needs room for the weights and for the largest layer\'s values. Leave memory="none" out if you '
+        "gave it, or use a smaller `height` and `width`, fewer `frames`, or a 16-bit `precision`."
     )
 
 

@@ -16,7 +16,7 @@ from stopdown.errors import OptionError
 from stopdown.media import write_media
 from stopdown.pipelines.requests import Request, build_arguments
 from stopdown.plans import call_recorder
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.testing import make_pipeline
 
 SMALL = Request(height=64, width=64, steps=2)
@@ -54,11 +54,11 @@ def test_a_plan_is_made_with_a_mask_that_is_given_or_drawn(monkeypatch: pytest.M
         return seen[-1]
 
     monkeypatch.setattr(call_recorder, "build_arguments", note)
-    plan = make_plan(pipe, prompts=["a"], request=SMALL)
+    plan = measure_plan(pipe, prompts=["a"], request=SMALL)
     assert {entry.precision for entry in plan.components} == {"fp16"}
     mask = torch.ones(1, 1, 64, 64)
     own = {"mask_image": mask, "strength": 0.5}
-    make_plan(pipe, prompts=["a"], request=dataclasses.replace(SMALL, arguments=own))
+    measure_plan(pipe, prompts=["a"], request=dataclasses.replace(SMALL, arguments=own))
     drawn, given = seen
     assert np.asarray(drawn["mask_image"]).mean() == pytest.approx(255 / 4, abs=1)
     assert "strength" not in drawn
@@ -72,7 +72,7 @@ def test_a_plan_is_made_of_calls() -> None:
     picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     embeds = {name: torch.zeros(1, 77, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
     once = dataclasses.replace(SMALL, steps=1)
-    plan = make_plan(pipe, prompts=[{"image": picture, **embeds}, {"prompt": "a"}], request=once)
+    plan = measure_plan(pipe, prompts=[{"image": picture, **embeds}, {"prompt": "a"}], request=once)
     entries = {entry.component: entry for entry in plan.components}
     assert {entry.precision for entry in entries.values()} == {"fp16"}
     assert entries["text_encoder"].calls == 2  # the second call alone: a prompt, and an empty one
@@ -83,13 +83,13 @@ def test_what_a_pipeline_lacks_is_one_message() -> None:
     """What no signature tells is told with the pipeline's own words and what it was not given."""
     pipe = make_controlled("StableDiffusionXLControlNetImg2ImgPipeline")
     with pytest.raises(OptionError) as caught:
-        make_plan(pipe, prompts=["a"], request=Request(arguments={"control_image": 3}))
+        measure_plan(pipe, prompts=["a"], request=Request(arguments={"control_image": 3}))
     message = str(caught.value)
     assert message.startswith(
         "StableDiffusionXLControlNetImg2ImgPipeline did not start: TypeError:"
     )
     with pytest.raises(OptionError, match="needs `prompt`, and there is none"):
-        make_plan(pipe, prompts=[{"control_image": 3}])
+        measure_plan(pipe, prompts=[{"control_image": 3}])
 
 
 def test_check_runs_what_takes_masks_and_control_pictures() -> None:

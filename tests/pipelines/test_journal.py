@@ -501,6 +501,8 @@ def test_killed_twice_it_ends_as_if_never(tmp_path: Path) -> None:
     record = generate(GenerateOptions("shapes", PROMPT, f"{out}/", journal=journal, **request))
     assert record.journal is not None
     assert record.journal.answered == 5
+    assert sum(record.journal.components.values()) == 5
+    assert "transformer" in record.journal.components
     assert read_frames(out) == read_frames(plain)
     assert find_calls(journal) == []  # the run is done
 

@@ -42,7 +42,7 @@ def test_a_loaded_pipeline_is_that_of_plain_diffusers(save_tiny: SaveTiny) -> No
 def test_mixed_precisions_run_and_are_told(save_tiny: SaveTiny) -> None:
     """The pipeline runs as it is, watched or not, and its decisions stand on it."""
     precision = "text_encoder=fp32,transformer=bf16,vae=fp32"
-    pipe = stopdown.load(save_tiny("cogvideox"), precision=precision, device="cpu")
+    pipe = stopdown.load(save_tiny("cogvideox"), precision=precision, device="cpu", guard=False)
     pipe.set_progress_bar_config(disable=True)
     assert {d.component: d.precision for d in pipe.stopdown_decisions} == {
         "text_encoder": "fp32",
@@ -114,7 +114,9 @@ def test_a_precision_may_be_a_dtype(asked: Any, text: str) -> None:
 @pytest.mark.parametrize("asked", [torch.int8, 16, None, {"vae": 16}, ["fp16"]])
 def test_what_is_no_precision_is_refused(asked: Any) -> None:
     """Integers and lists get a message that shows what is taken."""
-    with pytest.raises(stopdown.OptionError, match="neither a name nor a floating-point dtype"):
+    with pytest.raises(
+        stopdown.errors.OptionError, match="neither a name nor a floating-point dtype"
+    ):
         write_request(asked)
 
 
@@ -142,6 +144,67 @@ def test_a_dtype_and_parts_reach_the_pipeline(save_tiny: SaveTiny) -> None:
 )
 def test_a_part_that_cannot_be_taken_is_refused(save_tiny: SaveTiny, name: str, said: str) -> None:
     """Another name, Diffusers' own dtype, and a model whose precision nobody decided: each has its way."""
-    with pytest.raises(stopdown.OptionError) as raised:
+    with pytest.raises(stopdown.errors.OptionError) as raised:
         stopdown.load(save_tiny("sd"), device="cpu", **{name: torch.float16})
     assert said in str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
+def test_a_loaded_pipeline_is_guarded(tmp_path: Path) -> None:
+    """Faults are repaired without another line; another guard takes its place, and gives it back."""
+    folder = testing.save_pipeline("sd", tmp_path / "m", overflow="unet")
+    pipe = stopdown.load(folder, precision="fp16", device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    with stopdown.guard(pipe) as guarded:
+        assert np.isfinite(call_pipeline(pipe, "sd")).all()
+    assert [x.component for x in guarded.repairs] == ["unet"]
+    own = pipe.stopdown_guard
+    assert (guarded.is_on, own.is_on, own.repairs) == (False, True, ())
+    assert np.isfinite(call_pipeline(pipe, "sd")).all()
+    assert [x.component for x in own.record.repairs] == ["unet"]
+
+
+def test_a_pipeline_is_loaded_without_a_guard(save_tiny: SaveTiny) -> None:
+    """The same values, and no handle."""
+    pipes = [
+        stopdown.load(save_tiny("sd"), precision="fp32", device="cpu", guard=guarded)
+        for guarded in (True, False)
+    ]
+    assert not hasattr(pipes[1], "stopdown_guard")
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    np.testing.assert_array_equal(*(call_pipeline(pipe, "sd") for pipe in pipes))
+
+
+@pytest.mark.parametrize("by_path", [True, False])
+def test_a_pipeline_is_loaded_by_a_plan(save_tiny: SaveTiny, tmp_path: Path, by_path: bool) -> None:
+    """Given as itself or as the path of its file; what is done to a guarded pipeline goes on."""
+    folder = save_tiny("sd")
+    plan = stopdown.make_plan(folder, request=stopdown.Request(steps=1, height=32, width=32))
+    given = stopdown.write_plan(plan, tmp_path / "plan.json") if by_path else plan
+    pipe = stopdown.load(folder, precision=given, device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.unet.dtype == torch.float16
+    assert np.isfinite(call_pipeline(pipe, "sd")).all()
+    assert pipe.stopdown_guard.plan == plan
+    with stopdown.guard(pipe) as guarded:
+        assert guarded.plan == plan
+        call_pipeline(pipe, "sd")
+    assert guarded.repairs == pipe.stopdown_guard.repairs == ()
+
+
+def test_a_guarded_pipeline_is_planned_checked_and_compared(save_tiny: SaveTiny) -> None:
+    """The guard of `load` is in nobody's way: plans are made, put on and taken off below it."""
+    pipe = stopdown.load(save_tiny("sd"), precision="fp32", device="cpu")
+    pipe.set_progress_bar_config(disable=True)
+    expected = call_pipeline(pipe, "sd")
+    plan = stopdown.make_plan(pipe, request=stopdown.Request(steps=1, height=32, width=32))
+    with stopdown.apply_plan(pipe, plan):
+        assert np.isfinite(call_pipeline(pipe, "sd")).all()
+    np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)
+    stopdown.check(pipe, device="v100")
+    with stopdown.fp16(pipe, "a", height=32, width=32, num_inference_steps=1) as guarded:
+        call_pipeline(pipe, "sd")
+    assert guarded.repairs == ()
+    np.testing.assert_array_equal(call_pipeline(pipe, "sd"), expected)
+    assert pipe.stopdown_guard.repairs == ()

@@ -48,7 +48,7 @@ from stopdown.pipelines.headers import EXPONENTS_ENTRY, read_metadata
 from stopdown.pipelines.lora_names import is_lora_file, split_name
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import fingerprint, resolve_source
-from stopdown.plans.calibrated import describe_scaling, make_plan
+from stopdown.plans.calibrated import describe_scaling, measure_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -539,7 +539,7 @@ def test_a_plan_of_a_single_file_does_what_its_converted_file_does(
     """Its exponents are those of a model's parameters; the LoRA takes them by the tensors of the file."""
     source = save_model("wan", tmp_path)
     call = draw(MODELS["wan"].call)
-    plan = make_plan(source, prompts=[call])
+    plan = measure_plan(source, prompts=[call])
     convert(source, tmp_path / "out.safetensors", plan, request=Request(arguments=call))
     config = source.path.parent / "transformer"
     monkeypatch.setattr(lora_files, "resolve_source", lambda x: resolve_source(x, config=config))

@@ -165,35 +165,103 @@ def test_the_outermost_call_is_the_component() -> None:
 
 
 def test_training_is_left_alone() -> None:
-    """In training nothing is counted or changed: the gradients are those without a guard."""
-    gradients = []
+    """In training nothing is counted or changed, and it is said once: gradients are as without a guard."""
+    gradients, said = [], list[str]()
     for guarded in (False, True):
         program = make_program("engine")
         engine = program.given.train()
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
         picture = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
         if guarded:
-            with guard(engine, announce=quiet) as handle:
+            with guard(engine, announce=said.append) as handle:
                 engine(picture).backward()
+                engine(picture)
             assert handle.record.calls == ()
+            assert handle.record.unwatched == tuple(said)
         else:
             engine(picture).backward()
         gradients.append([x.grad for x in engine.model.parameters()])
+        del optimizer
     for plain, other in zip(*gradients, strict=True):
         assert torch.equal(plain, other)
+    assert said == [
+        "`DiffusionEngine` is in training: an optimizer has its parameters, or they have gradients. Its "
+        "calls are not watched; those under torch.no_grad() are."
+    ]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_inference_with_gradients_is_repaired(mode: str) -> None:
+    """With PyTorch's defaults there is the same repair as without gradients, and none that was none."""
+    program = make_faulty("module")
+    program.given.train(mode == "train")
+    x = torch.randn(1, 4, 8).half()
+    with guard(program.given, announce=quiet) as handle, torch.no_grad():
+        expected = program.unet(x, torch.ones(1))
+    with guard(program.given, announce=quiet) as handle:
+        output = program.unet(x, torch.ones(1))
+        assert [repair.action for repair in handle.repairs] == ["rescaled"]
+        assert torch.equal(output, expected)
+        with pytest.raises(InputError, match="A gradient of a parameter of UNet was asked for"):
+            output.sum().backward()
+    assert handle.record.unwatched == ()
+    assert torch.isfinite(output).all()
+
+
+def test_after_a_repair_inputs_have_gradients() -> None:
+    """Exponents leave the function as it is, so its gradient by an input is that in fp32."""
+    program = make_faulty("module")
+    program.given.requires_grad_(False)
+    found = []
+    for network in (program.unet, copy.deepcopy(program.unet).float()):
+        dtype = next(network.parameters()).dtype
+        x = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+        with guard(network, announce=quiet):
+            network(x.requires_grad_(), torch.ones(1)).float().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(found[0].float(), found[1], rtol=0.01, atol=0.01)
 
 
 def test_where_gradients_are_wanted_nothing_is_changed() -> None:
-    """A fault in a call under autograd is named, and the graph is left alone."""
+    """An optimizer has the parameters: a fault is said once, nothing is changed, no repair is listed."""
     program = make_faulty("module")
+    optimizer = torch.optim.SGD(program.given.parameters(), 0.1)
     said: list[str] = []
     x = torch.randn(1, 4, 8).half()
     with guard(program.given, announce=said.append) as handle:
-        output = program.unet(x, torch.ones(1))
-    assert not torch.isfinite(output).all()
-    output.sum().backward()
+        outputs = [program.unet(x, torch.ones(1)) for _ in range(2)]
+    assert not torch.isfinite(outputs[0]).all()
+    outputs[0].sum().backward()
+    assert handle.repairs == ()
+    assert handle.record.unwatched == tuple(said)
+    assert len(said) == 1
+    assert "Gradients of its parameters are wanted" in said[0]
+    del optimizer
+
+
+class Dropping(nn.Module):
+    """A dropout behind values that overflow in fp16."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.wide, self.norm, self.drop = nn.Linear(8, 8), nn.LayerNorm(8), nn.Dropout(share)
+        nn.init.constant_(self.wide.weight, 60000.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 8]`, the same again."""
+        made: torch.Tensor = self.drop(self.norm(self.wide(x)))
+        return made
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_in_training_mode_code_that_asks_for_it_is_not_rescaled(share: float) -> None:
+    """Exponents are those of eval mode; where training mode differs, the next remedy is tried."""
+    net = Dropping(share).half()
+    with guard(net, announce=quiet) as handle:
+        assert torch.isfinite(net(torch.ones(2, 8).half())).all()
     (repair,) = handle.repairs
-    assert (repair.action, repair.module_path) == ("none", "UNet:blocks.1.wide")
-    assert "The call computes gradients" in said[0]
+    assert (repair.action == "rescaled") == (share == 0)
+    assert any("training mode" in tried for tried in repair.tried) == bool(share)
 
 
 def test_a_module_that_is_called_inside_of_another_is_said() -> None:

@@ -18,7 +18,7 @@ from stopdown.app.generate_command import GenerateOptions, generate
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import Request
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_files import read_class_versions, read_plan, seal_plan, write_plan
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import ComponentPlan, Plan, Scaling
@@ -37,7 +37,7 @@ def make_pipeline() -> Any:
 def plan_pipeline() -> Plan:
     """A plan of that pipeline, made before anything overflows."""
     request = Request(height=32, width=32, steps=1)
-    return make_plan(make_pipeline(), prompts=["a"], request=request)
+    return measure_plan(make_pipeline(), prompts=["a"], request=request)
 
 
 def quiet(text: str) -> None:
@@ -230,7 +230,7 @@ def test_a_repaired_run_is_as_near_to_fp32_as_a_planned_one() -> None:
     """What a guard finds in one failing call is about as good as a plan from many calls."""
     wide = testing.make_pipeline(NAME, overflow="transformer")
     reference = call_pipeline(wide, NAME)
-    plan = make_plan(wide, prompts=["a"], request=Request(height=32, width=32, steps=2))
+    plan = measure_plan(wide, prompts=["a"], request=Request(height=32, width=32, steps=2))
     with guard(wide, plan) as planned:
         error = measure_error(call_pipeline(wide, NAME), reference)
     assert planned.repairs == ()

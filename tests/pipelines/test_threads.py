@@ -1,7 +1,8 @@
-"""Two guarded pipelines in two threads: each as if it were alone."""
+"""Guarded pipelines and modules in several threads: each call as if it were alone."""
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Barrier, Event
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from guarded_threads import call_from_threads
 from pipeline_calls import call_pipeline
 from stopdown import testing
 from stopdown.errors import NonFiniteError
+from stopdown.module_paths import ModulePaths
+from stopdown.patches import Patches
+from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.guard import guard
@@ -111,3 +116,63 @@ def test_a_guard_is_awake_while_another_thread_exports() -> None:
         finally:
             waiting.go_on.set()
         job.result(timeout=120)
+
+
+def test_one_module_called_from_eight_threads() -> None:
+    """Each call is right and counted while others overflow and the module is repaired, again and again."""
+    found = call_from_threads(480, 8, calls_per_guard=96)
+    assert found["right"] == found["calls"] == 480
+    assert found["faults"] >= found["repair: rescaled"] >= 5
+    assert not found.keys() - {"calls", "right", "faults", "repair: rescaled"}
+
+
+@pytest.mark.slow
+def test_ten_thousand_calls_from_eight_threads() -> None:
+    """None of them is wrong, lost or ended by an error."""
+    found = call_from_threads(10_000, 8)
+    assert found["right"] == found["calls"] == 10_000
+    assert not found.keys() - {"calls", "right", "faults", "repair: rescaled"}
+
+
+def test_paths_of_modules_are_those_of_one_thread() -> None:
+    """What another thread calls meanwhile is not on the way to what this one calls."""
+    net, entered = nn.Sequential(nn.ReLU(), nn.ReLU()), list[str]()
+    with Patches() as patches:
+        ModulePaths(net, patches, on_enter=entered.append)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(net, torch.ones(1)).result(timeout=120)
+        assert entered == []
+        net(torch.ones(1))
+    assert entered == ["0", "1"]
+
+
+def test_a_change_waits_for_calls_of_other_threads() -> None:
+    """And calls that begin meanwhile wait for it; the thread that changes a module may call it."""
+    lock, order, inside, go_on = find_lock(nn.ReLU()), list[str](), Event(), Event()
+
+    def call_first() -> None:
+        with lock.calling():
+            inside.set()
+            assert go_on.wait(120)
+            order.append("called")
+
+    def change() -> None:
+        with lock.changing(), lock.calling():
+            order.append("changed")
+
+    def call_last() -> None:
+        with lock.calling():
+            order.append("called again")
+
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(call_first)]
+        assert inside.wait(120)
+        jobs.append(pool.submit(change))
+        for _ in range(2000):
+            if lock._owner is None:
+                time.sleep(0.001)
+        jobs.append(pool.submit(call_last))
+        go_on.set()
+        for job in jobs:
+            job.result(timeout=120)
+    assert order == ["called", "changed", "called again"]

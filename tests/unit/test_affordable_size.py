@@ -24,7 +24,7 @@ PLENTY = 2**40
 def make_arguments(name: str, **options: Any) -> dict[str, Any]:
     """Of a call of a tiny pipeline."""
     given = {"image": PICTURE} if name == "svd" else {"prompt": "a"}
-    return build_arguments(make_pipeline(name), Request(**given, **options))
+    return build_arguments(make_pipeline(name), Request(**given, **options), chooses_sides=False)
 
 
 def test_a_small_model_runs_at_the_size_of_its_configs() -> None:
@@ -83,7 +83,7 @@ def test_a_plan_without_sizes_takes_them_and_gives_the_reason(
         return recorded
 
     monkeypatch.setattr(calibrated, "record_calls", note)
-    plan = calibrated.make_plan(
+    plan = calibrated.measure_plan(
         testing.make_pipeline("sd"), prompts=["a"], request=Request(steps=1)
     )
     assert shapes == [torch.Size((2, 2))]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from stopdown.errors import CaptureError
+from stopdown.errors import CaptureError, warn_user
 from stopdown.graph.capture import (
     build_fake,
     capture_call,
@@ -248,6 +250,24 @@ def test_what_tracing_switches_off_is_as_it_was(module: nn.Module, collects: boo
         gc.enable()
     assert not torch.fx.config.do_not_emit_stack_traces
     assert not torch.fx._lazy_graph_module._use_lazy_graph_module_flag
+
+
+def test_a_warning_of_another_thread_is_heard_while_a_call_is_traced() -> None:
+    """Tracing ignores warnings of the whole process, so one of Stopdown's waits until it is over."""
+    other = Thread(target=warn_user, args=("Said meanwhile.",))
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if other.ident is None:
+                other.start()
+            other.join(0.5)
+            return super().forward(x)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        capture_call(Model(4, 4), (torch.randn(2, 4),), dtype=torch.float16)
+        other.join()
+    assert "Said meanwhile." in [str(x.message) for x in caught]
 
 
 def test_tracing_keeps_no_stack_traces() -> None:

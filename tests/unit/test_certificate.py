@@ -56,8 +56,20 @@ def test_a_model_that_overflows_is_certified() -> None:
     assert not rescaling.fp32_modules
     assert not rescaling.scaling.uncertain
     count = rescaling.scaling.values
-    assert rescaling.scaling.range_note == f"100 % of {count} fp16 values certified."
+    assert rescaling.scaling.range_note == (
+        f"100 % of {count} fp16 values certified, for input_ids of at most 7."
+    )
     assert rescaling.headroom_bits > 0
+    rescaling.undo()
+
+
+@pytest.mark.parametrize("ranges", ["bound", "auto"])
+def test_whole_numbers_stay_positions(ranges: str) -> None:
+    """Gemma 3 without an attention mask adds positions up before it reads from its mask by them."""
+    module, [(call, _, kwargs)] = make_example("Gemma 3")
+    unmasked = {name: value for name, value in kwargs.items() if name != "attention_mask"}
+    rescaling = rescale_(module, calls=[(call, (), unmasked)], ranges=ranges)
+    assert rescaling.scaling.bounded > 0.9 * rescaling.scaling.values
     rescaling.undo()
 
 
@@ -89,7 +101,8 @@ def test_what_has_no_bound_is_named() -> None:
     assert not rescaling.certified
     assert rescaling.scaling.uncertain == ("Odd: (lgamma)",)
     assert rescaling.scaling.range_note.endswith(
-        "for hidden_states up to 64; the rest calibrated with 4 bits of headroom."
+        "for hidden_states up to 64, hidden_states of at most 8; "
+        "the rest calibrated with 4 bits of headroom."
     )
 
 

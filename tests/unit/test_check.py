@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from stopdown import check, mend
 from stopdown import device_profiles as profiles
-from stopdown.device_profiles import find_profile
 from stopdown.dtype_rules.check import find_source, inspect_pipeline
-from stopdown.dtype_rules.remedy_costs import price_remedies
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.headers import RESCALED_ENTRY
 from stopdown.pipelines.loader import load_pipeline
@@ -80,7 +78,7 @@ def test_mending_unifies_the_component_and_comes_off() -> None:
 
 
 def test_configs_alone_are_enough(tmp_path: Path) -> None:
-    """A folder without weights is checked in a precision for a device, and priced."""
+    """A folder without weights is checked in a precision for a device."""
     folder = save_pipeline("cogvideox", tmp_path / "model")
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
@@ -201,28 +199,6 @@ def test_a_scheduler_is_made_anew() -> None:
         assert mending.remaining == []
         assert pipe.scheduler.alphas_cumprod.dtype != torch.bfloat16
     assert pipe.scheduler is spoilt
-
-
-def test_prices_stand_side_by_side() -> None:
-    """Four remedies: fp16 is half of fp32's memory and faster on a V100; bf16 is emulated there."""
-    checked = inspect_pipeline(make_pipeline("sd"), device="v100", arguments=CALLS["sd"])
-    prices = {price.remedy: price for price in price_remedies(checked.seen, checked.profile)}
-    assert list(prices) == ["all fp16", "explicit casts", "bf16", "fp32"]
-    assert prices["fp32"].time_ratio == 1.0
-    assert prices["explicit casts"].time_ratio == 1.0  # everything stands in fp32
-    assert prices["all fp16"].weight_bytes * 2 == prices["fp32"].weight_bytes
-    assert (prices["all fp16"].time_ratio or 1) < 1
-    assert "emulated" in prices["bf16"].note
-
-
-@pytest.mark.parametrize("device", ["t4", "v100"])
-def test_prices_are_those_of_doctor(device: str) -> None:
-    """Emulated bf16 takes as many times as long as `doctor --device` says, from the same source."""
-    checked = inspect_pipeline(make_pipeline("sd"), device=device, arguments=CALLS["sd"])
-    prices = {price.remedy: price for price in price_remedies(checked.seen, checked.profile)}
-    told = find_profile(device).supports["bf16"].time_ratio
-    assert prices["bf16"].time_ratio == pytest.approx(told, abs=1e-3)
-    assert (told or 0) > 1
 
 
 def test_a_single_file_is_checked_by_the_configs_beside_it(tmp_path: Path) -> None:

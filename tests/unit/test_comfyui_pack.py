@@ -137,6 +137,44 @@ def test_nothing_heavy_is_imported_at_the_start(path: Path) -> None:
             assert name == "comfy_api.latest" or name.partition(".")[0] in sys.stdlib_module_names
 
 
+PUBLIC = ("stopdown", "stopdown.errors", "stopdown.records")
+BEYOND = {
+    "stopdown.app.doctor_command.print_health",
+    "stopdown.app.explain_command.print_diagnosis",
+    "stopdown.checkpoints.file_exponents.express_component",
+    "stopdown.doctor.examine",
+    "stopdown.patches.Patches",
+    "stopdown.pipelines.call_interception.Rank",
+    "stopdown.pipelines.call_interception.intercept",
+    "stopdown.pipelines.call_interception.put_cast",
+    "stopdown.pipelines.components.find_callees",
+    "stopdown.pipelines.components.find_components",
+    "stopdown.pipelines.headers.RESCALED_ENTRY",
+    "stopdown.plans.call_recorder.RecordedCall",
+    "stopdown.runtime.guard.Guard",
+    "stopdown.runtime.guard.GuardOptions",
+    "stopdown.runtime.repair_cache.RepairCache",
+    "stopdown.runtime.session_check.WRONG_PICTURES",
+    "stopdown.runtime.session_check.describe_changed",
+    "stopdown.scaling.fold_scaling",
+}
+"""What the pack takes besides public names: ComfyUI moves weights between runs, so each is guarded
+by itself. Nothing is added here."""
+
+
+def test_the_pack_takes_public_names() -> None:
+    """All but those above: a name that becomes public, or that is no longer taken, leaves the list."""
+    taken = {
+        f"{node.module}.{alias.name}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("stopdown")
+        for alias in node.names
+        if node.module not in PUBLIC
+    }
+    assert taken == BEYOND
+
+
 @pytest.mark.parametrize(
     "path", sorted(PACK.glob("example_workflows/*.json")), ids=lambda x: x.stem
 )
@@ -157,6 +195,16 @@ def test_workflows_name_nodes_that_are_there(path: Path) -> None:
     assert 0 < picture.stat().st_size < 100_000
 
 
+def load_sessions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("sessions", PACK / "sessions.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sessions = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, sessions)
+    spec.loader.exec_module(sessions)
+    return sessions
+
+
 @pytest.mark.parametrize(
     ("kind", "wanted"), [("dynamic", {"disable_dynamic": True}), ("plain", {})]
 )
@@ -164,13 +212,50 @@ def test_weights_that_are_paged_in_are_not_changed(
     kind: str, wanted: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a patcher under DynamicVRAM a plain clone is taken; older ones know no such thing."""
-    spec = importlib.util.spec_from_file_location("sessions", PACK / "sessions.py")
-    assert spec is not None
-    assert spec.loader is not None
-    sessions = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, sessions)
-    spec.loader.exec_module(sessions)
+    sessions = load_sessions(monkeypatch)
     patcher = SimpleNamespace(clone=lambda **given: given)
     if kind == "dynamic":
         patcher.is_dynamic = lambda: True
     assert sessions.clone_patcher(patcher) == wanted
+
+
+@pytest.mark.parametrize(("patches", "found"), [({}, "weights-changed"), ({"LoRA": 1}, "")])
+def test_weights_that_were_overwritten_between_two_prompts_are_named(
+    patches: dict[str, int], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compared from run to run; those that ComfyUI patches with a LoRA within a run only."""
+    import torch
+
+    sessions = load_sessions(monkeypatch)
+    net = torch.nn.Linear(4, 4).requires_grad_(False)
+    program = SimpleNamespace(net=net, patcher=SimpleNamespace(patches=patches))
+    session = sessions.Session(sessions.Options(on_fault="warn"))
+    for value in (0.5, torch.nan):
+        net.weight.data.fill_(value)
+        with session.guarding("model", program, run=lambda: None), torch.inference_mode():
+            net(torch.ones(1, 4))
+    (_, first), (_, second) = session.take_runs()
+    assert first.repairs == ()
+    assert [(x.kind, x.session) for x in second.repairs] == [("weight", found)]
+    assert len(list(session.list_changed_weights())) == bool(found)
+
+
+def test_a_black_picture_is_reported_with_its_weights(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A decoder that gives black after its model was overwritten: both are said."""
+    import torch
+
+    sessions = load_sessions(monkeypatch)
+    net = torch.nn.Linear(48, 48, bias=False).requires_grad_(False)
+    program = SimpleNamespace(net=net, patcher=SimpleNamespace(patches={}))
+    session = sessions.Session(sessions.Options())
+    for value in (0.5, 0.0):
+        net.weight.data.fill_(value)
+        running = session.guarding("model", program, run=lambda: None)
+        with running as guard, torch.inference_mode():
+            pictures = net(torch.rand(1, 16, 48)).reshape(1, 16, 16, 3)
+            sessions.look_at_pictures(pictures, guard, session)
+    _, (_, record) = session.take_runs()
+    assert [x.kind for x in record.findings] == ["black-frames", "weights-changed"]
+    assert "model: 1 of 1 weights (weight) differ" in caplog.text

@@ -304,7 +304,7 @@ def test_reasons_of_cuda_say_what_to_expect() -> None:
     """Emulated bf16, fp16 at 1/64 of the rate and the NaN of the GTX 16 series are said so."""
     assert judge_accelerator("cuda", (7, 0))["bf16"].reason == (
         "Compute capability 7.0 has no bf16 arithmetic (the first that has is 8.0); torch emulates "
-        "it in fp32, and says that it is supported all the same."
+        "it in fp32, and still says that it is supported."
     )
     assert "at 1/64 of the rate of fp32" in judge_accelerator("cuda", (6, 1))["fp16"].reason
     assert (

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from stopdown.dtype_rules.tracer import Walk
 from stopdown.graph.capture import capture_call
 from stopdown.memory.allocation_tracker import StorageTracker
 from stopdown.numerics import count_flops
@@ -58,13 +57,6 @@ def count_by_graph(module: nn.Module, x: torch.Tensor) -> float:
     return sum(problem.count_flops(node) for node in graph.nodes)
 
 
-def count_by_walk(module: nn.Module, x: torch.Tensor) -> float:
-    walk = Walk(Silent(), torch.float32)
-    with torch.no_grad(), walk:
-        module(x)
-    return sum(walk.work.flops.values())
-
-
 def count_by_tracker(module: nn.Module, x: torch.Tensor) -> float:
     with torch.no_grad(), StorageTracker() as tracker:
         module(x)
@@ -91,7 +83,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize("count", [count_by_graph, count_by_walk, count_by_tracker, count_by_hooks])
+@pytest.mark.parametrize("count", [count_by_graph, count_by_tracker, count_by_hooks])
 @pytest.mark.parametrize("name", CASES)
 def test_counters_agree(name: str, count: Callable[[nn.Module, torch.Tensor], float]) -> None:
     """Products of a transposed convolution are counted by its input, at any stride."""

@@ -79,10 +79,10 @@ def test_sums_in_fp16_need_bounds_on_the_command_line(
     run: Callable[..., tuple[int, str, str]],
 ) -> None:
     """Refused before anything is measured."""
-    code, _, said = run("plan", "shapes", "--accumulate", "auto")
+    code, _, said = run("plan", "shapes", "--measure", "--accumulate", "auto")
     assert code == 2
     assert "--accumulate auto was given, and ranges are measured." in said
-    assert "Add --ranges auto, or --certify." in said
+    assert "Add --ranges auto, or leave out what makes it measure" in said
 
 
 def test_roundings_that_all_go_up_stay_below_the_bound() -> None:

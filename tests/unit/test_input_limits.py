@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline_calls import call_pipeline, make_pipeline
 from stopdown import guard, rescale_, testing
-from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS
+from stopdown.bounds.input_limits import EMBEDDINGS, LATENTS, fits
 from stopdown.errors import StopdownWarning
 from stopdown.plans.plan_files import read_class_versions
 from stopdown.plans.weight_fingerprints import sample_weights
@@ -80,6 +80,36 @@ def test_a_guard_takes_the_limits_of_its_plan() -> None:
     assert len(told) == 1
 
 
+def test_a_longer_call_is_not_certified() -> None:
+    """A certificate holds for the lengths that it was made for; a longer call is named, and watched."""
+    pipe, told = make_pipeline("cogvideox"), []
+    sizes = {
+        "forward.encoder_hidden_states": ((4, 16),),
+        "forward.hidden_states": ((99, 99, 99, 99),),
+    }
+    with testing.assert_untouched(pipe), guard(pipe, announce=told.append) as handle:
+        handle.limit_inputs("transformer", {}, sizes)
+        call_pipeline(pipe, "cogvideox")
+    (sentence,) = handle.record.uncertified
+    assert sentence.startswith(
+        "2 calls of `transformer` not certified: `encoder_hidden_states` was "
+    )
+    assert sentence.endswith("bounds hold up to 4 × 16. The output was watched as always.")
+    assert len(told) == 1
+
+
+def test_sizes_of_several_calls() -> None:
+    """A size is covered by one call that is as large in every dimension, not by the largest of each."""
+    module = nn.Linear(4, 4).requires_grad_(False)
+    calls = [(module, (torch.randn(1, *size, 4),), {}) for size in ((2, 9), (9, 2), (2, 3))]
+    scaling = rescale_(module, calls=calls, ranges="bound").scaling
+    (sizes,) = scaling.sizes.values()
+    assert sizes == ((2, 9, 4), (9, 2, 4))
+    assert fits((1, 9, 4), sizes)
+    assert not fits((9, 9, 4), sizes)
+    assert not fits((2, 4), sizes)
+
+
 def test_names_of_positional_arguments_set_limits() -> None:
     """A module's own signature says what a positional argument is."""
 
@@ -101,3 +131,5 @@ def test_names_of_positional_arguments_set_limits() -> None:
         "forward.encoder_hidden_states": EMBEDDINGS,
     }
     assert "sample up to 64, encoder_hidden_states up to 128" in scaling.range_note
+    assert "sample of at most 4" in scaling.range_note
+    assert scaling.sizes == {"forward.sample": ((4,),), "forward.encoder_hidden_states": ((4,),)}

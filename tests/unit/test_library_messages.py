@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 
 import pytest
+import torch
 from diffusers.utils import logging as diffusers_logging
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stopdown import testing
 from stopdown.patches import Patches
-from stopdown.pipelines.library_messages import drop_empty_remarks, quiet_truncation
+from stopdown.pipelines.library_messages import (
+    drop_empty_remarks,
+    quiet_libraries,
+    quiet_truncation,
+)
 
 CUT = (
     "The following part of your input was truncated because CLIP can only handle sequences up to 77"
@@ -48,7 +54,19 @@ def test_a_remark_without_a_name_is_dropped() -> None:
 
 def test_tiny_pipelines_are_made_without_it(capfd: pytest.CaptureFixture[str]) -> None:
     """A test that makes a pipeline in 16 bits prints nothing."""
-    import torch
-
     testing.make_pipeline("sd", dtype=torch.bfloat16)
     assert "kept in float32: []" not in capfd.readouterr().err
+
+
+def test_errors_on_fake_tensors_are_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch logs a traceback of each TypeError, also of those that a dry run expects."""
+
+    def fail() -> None:
+        with FakeTensorMode(), pytest.raises(TypeError, match="cond must be a bool"):
+            torch.nn.functional.interpolate(torch.empty(1, 0, 2, 2, 2), scale_factor=2.0)
+
+    with quiet_libraries():
+        fail()
+    assert caplog.records == []
+    fail()
+    assert "fake tensor raised TypeError" in caplog.text

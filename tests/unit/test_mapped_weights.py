@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -12,17 +13,26 @@ import pytest
 import torch
 
 from stopdown import mapped_weights
+from stopdown.environment import choose_device
 from stopdown.errors import StopdownWarning
 from stopdown.graph.capture import name_parameters
-from stopdown.mapped_weights import cast_tensor, choose_folder, is_mapped, map_copy
+from stopdown.mapped_weights import (
+    StoredWeight,
+    cast_tensor,
+    choose_folder,
+    is_mapped,
+    map_copy,
+)
 from stopdown.memory.weight_stores import WeightStore
+from stopdown.patches import Patches
 from stopdown.pipelines import loader
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.loader import load_pipeline
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import resolve_source
-from stopdown.plans.applier import apply_plan
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.applier import apply_plan, load_planned
+from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.weight_fingerprints import sample_weights
 
 pytestmark = pytest.mark.skipif(
     os.name != "posix", reason="a file that is mapped stays where it is"
@@ -100,14 +110,14 @@ def test_a_plan_of_a_mapped_model_is_the_plan_of_the_model(
 ) -> None:
     """Exponents, headroom and trial are the same; folding and casting leave every weight in a file."""
     folder = save_tiny("cogvideox", overflow="transformer")
-    mapped = make_plan(folder, request=SMALL, prompts=("a",), device="cpu")
+    mapped = measure_plan(folder, request=SMALL, prompts=("a",), device="cpu")
     pipe = load_pipeline(resolve_source(folder), torch_dtypes=torch.float32)
     with apply_plan(pipe, mapped):
         weights = [x for m in find_components(pipe).values() for x in m.parameters()]
         assert {x.dtype for x in weights} == {torch.float16}
         assert all(map(is_mapped, weights))
     monkeypatch.setattr(mapped_weights, "SHARE", 1.0)
-    plain = make_plan(folder, request=SMALL, prompts=("a",), device="cpu")
+    plain = measure_plan(folder, request=SMALL, prompts=("a",), device="cpu")
     assert mapped.components == plain.components
 
 
@@ -152,3 +162,105 @@ def test_mapped_weights_wait_without_another_copy(tmp_path: Path) -> None:
     store.close()
     assert weight.untyped_storage().filename == place
     assert torch.equal(weight, before)
+
+
+ROWS, COLUMNS = (slice(0, 3),), (slice(None), slice(2, 4))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "folds",
+    [
+        [],
+        [((), -14)],
+        [(ROWS, -30), ((slice(3, 5),), 6)],
+        [(COLUMNS, -9)],
+        [((), 3), (ROWS, -5)],
+        [(ROWS, -4), (COLUMNS, 7)],
+    ],
+)
+def test_a_stored_weight_is_rounded_once(
+    stored: torch.dtype, folds: list[tuple[tuple[slice, ...], int]]
+) -> None:
+    """From the file to fp16 each value is that of exact arithmetic, rounded, wherever exponents meet."""
+    spread = torch.exp2(torch.randint(-18, 4, (6, 8)).double())
+    values = (torch.randn(6, 8, dtype=torch.float64) * spread).to(stored)
+    exact = values.double()
+    for place, exponent in folds:
+        exact[place] *= 2.0**exponent
+    made = StoredWeight(values, torch.float16, folds).read()
+    assert made.dtype == torch.float16
+    assert torch.equal(made, exact.to(torch.float16))
+
+
+def test_a_stored_weight_that_stays_as_it_is_takes_no_memory() -> None:
+    """Without exponents and in its own dtype the file's values are the weight."""
+    values = torch.randn(5)
+    assert StoredWeight(values, torch.float32).read().data_ptr() == values.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "sd"])
+def test_loading_by_a_plan_is_folding_and_casting_in_fp32(
+    save_tiny: Callable[..., Path], name: str
+) -> None:
+    """Tensor by tensor from the stored bits, at once or from a store: every weight has the same bits."""
+    source = resolve_source(
+        save_tiny(name, overflow="transformer" if name == "cogvideox" else "unet")
+    )
+    size = dataclasses.replace(SMALL, frames=None if name == "sd" else SMALL.frames)
+    plan, cpu = measure_plan(source, request=size, prompts=("a",)), choose_device("cpu")
+    plain = load_pipeline(source, torch_dtypes=torch.float32)
+    with apply_plan(plain, plan):
+        right = {part: name_parameters(x) for part, x in find_components(plain).items()}
+        loaded = find_components(load_planned(source, plan, "plan.json", cpu).pipe)
+        waiting = find_components(load_planned(source, plan, "plan.json", cpu, move=False).pipe)
+        store = WeightStore("cpu", None)
+        for part, tensors in right.items():
+            found, later = name_parameters(loaded[part]), name_parameters(waiting[part])
+            for key, tensor in tensors.items():
+                assert found[key].dtype == later[key].dtype == tensor.dtype
+                assert torch.equal(found[key], tensor)
+                if isinstance(later[key], torch.nn.Parameter):
+                    assert later[key].untyped_storage().nbytes() == 0
+                    store.store(later[key])
+                    store.load(later[key])
+                assert torch.equal(later[key], tensor)
+
+
+def test_a_plan_that_was_loaded_comes_off_in_fp32(save_tiny: Callable[..., Path]) -> None:
+    """Its exponents are gone then, and values that fp16 held are those that were stored."""
+    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
+    plan = measure_plan(source, request=SMALL, prompts=("a",), device="cpu")
+    loaded = load_planned(source, plan, "plan.json", choose_device("cpu"))
+    assert loaded.loaded_plan is not None
+    loaded.loaded_plan.off["transformer"].undo()
+    plain = load_pipeline(source, torch_dtypes=torch.float32).transformer
+    for key, tensor in name_parameters(loaded.pipe.transformer).items():
+        assert tensor.dtype == torch.float32
+        torch.testing.assert_close(tensor, name_parameters(plain)[key], rtol=2**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("folds", [[], [((), -3)], [(ROWS, -4), (COLUMNS, 7)]])
+def test_a_few_values_of_a_stored_weight(folds: list[tuple[tuple[slice, ...], int]]) -> None:
+    """They are those of the whole weight, without reading it."""
+    stored = StoredWeight(torch.randn(6, 8).bfloat16(), torch.float16, folds)
+    places = torch.tensor([0, 5, 17, 30, 47])
+    assert torch.equal(stored.take(places), stored.read().reshape(-1)[places])
+
+
+def test_weights_are_known_wherever_they_wait(save_tiny: Callable[..., Path]) -> None:
+    """A component in its file, on a store and in memory has one digest under a plan."""
+    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
+    plan, cpu = (
+        measure_plan(source, request=SMALL, prompts=("a",), device="cpu"),
+        choose_device("cpu"),
+    )
+    there = load_planned(source, plan, "plan.json", cpu).pipe.transformer
+    waiting = load_planned(source, plan, "plan.json", cpu, move=False).pipe.transformer
+    assert sample_weights(waiting) == sample_weights(there)
+    store = WeightStore("cpu", None)
+    with Patches() as patches:
+        store.serve(waiting, patches)
+        for weight in waiting.parameters():
+            store.store(weight)
+        assert sample_weights(waiting) == sample_weights(there)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,14 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import pipeline_calls
+from stopdown.app.fit_command import list_worthwhile
 from stopdown.app.generate_command import GenerateOptions, generate
-from stopdown.app.memory_command import list_worthwhile
 from stopdown.app.request_options import read_allowed
 from stopdown.device_profiles import find_profile
 from stopdown.environment import choose_device
 from stopdown.errors import CaptureError, OptionError, StopdownError
-from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_calls, speed
+from stopdown.memory import allocation_tracker, convolution_workspaces, smaller_calls
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.eight_bits import CODES, pack
 from stopdown.memory.forecast import Fit, choose, choose_tiling, predict_all, sort_by_time
 from stopdown.memory.offloader import Offloader, predict_run
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
@@ -35,7 +34,6 @@ from stopdown.memory.strategies import (
     PLACEMENTS,
     Placement,
     Prediction,
-    Storage,
     Strategy,
     group_weights,
     predict,
@@ -44,9 +42,8 @@ from stopdown.number_formats import format_bytes, parse_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Rank, intercept
 from stopdown.pipelines.components import find_callees, find_components
-from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.pipelines.loader import load_pipeline
-from stopdown.pipelines.requests import read_frames
+from stopdown.pipelines.requests import Request, build_arguments, read_frames
 from stopdown.pipelines.skeletons import build_skeleton, copy_skeleton
 from stopdown.pipelines.sources import resolve_source
 from stopdown.pipelines.tiny_pipelines import build_wide
@@ -240,142 +237,6 @@ def count_parameters(pipe: Any) -> int:
     return sum({id(s): s.nbytes() for x in tensors if (s := x.untyped_storage())}.values())
 
 
-def count_codes(offloader: Offloader) -> int:
-    """Bytes that weights in 8 bits own just now."""
-    kept = [x for packed in offloader._store._packed.values() for x in packed.tensors]
-    return sum(x.untyped_storage().nbytes() for x in kept)
-
-
-needs_torchao = pytest.mark.skipif(
-    find_spec("torchao") is None, reason="needs the extra int8: torchao is not installed"
-)
-
-
-@pytest.mark.parametrize("storage", ["fp8", pytest.param("int8", marks=needs_torchao)])
-@pytest.mark.parametrize("placement", ["resident", "component"])
-def test_weights_in_8_bits_take_what_is_predicted(
-    placement: Placement, storage: Storage, dry_run_sd: RunMemory, tmp_path: Path
-) -> None:
-    """The peak is as predicted and below that without; every bit of the weights comes back."""
-    pipe = make_pipeline("sd")
-    expected = run_sd(pipe)
-    before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
-    predicted = predict(dry_run_sd, Strategy(placement, storage=storage), steps=2)
-    assert predicted.peak_bytes < predict(dry_run_sd, Strategy(placement), steps=2).peak_bytes
-    with (
-        assert_untouched(pipe),
-        Offloader(pipe, predicted, (), dry_run_sd.strays, store=tmp_path) as offloader,
-    ):
-        start = count_parameters(pipe) + count_codes(offloader)
-        found: list[Any] = []
-        peak = measure_allocator(lambda: found.append(run_sd(pipe))) + start
-    assert predicted.peak_bytes == pytest.approx(peak, rel=0.1)
-    error = np.sqrt(np.square(found[-1] - expected).mean() / np.square(expected).mean())
-    assert 0 < error < 0.1
-    assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
-
-
-def test_the_layers_in_8_bits_are_those_of_diffusers() -> None:
-    """Weights of several dimensions wait in fp8 exactly where Diffusers' layerwise casting has them."""
-    ours, theirs = make_pipeline("sd").unet, make_pipeline("sd").unet
-    theirs.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
-    found = {f"{path}.{n}" for path, weights in find_storable(ours).items() for n in weights}
-    cast = {n for n, x in theirs.named_parameters() if x.element_size() == 1 and x.dim() > 1}
-    assert found == cast
-    assert find_storable(make_pipeline("sd").vae) == {}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("exponent", [0, -6, -10, 8])
-def test_scaled_weights_keep_their_codes(dtype: torch.dtype, exponent: int) -> None:
-    """A weight times a power of two has the same fp8 codes, where a plain cast loses small ones."""
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).to(dtype) / 32
-    scaled = weight * 2.0**exponent
-    packed, found = pack(scaled), torch.empty_like(scaled)
-    packed.fill(found)
-    if torch.equal(scaled * 2.0**-exponent, weight):  # not where fp16 lost bits of it before
-        assert torch.equal(packed.codes.view(torch.uint8), pack(weight).codes.view(torch.uint8))
-    error = (found - scaled).float().norm() / scaled.float().norm()
-    plain = (scaled.to(CODES.torch_dtype).to(dtype) - scaled).float().norm() / scaled.float().norm()
-    assert error < 0.04
-    assert exponent > -6 or plain > 0.9
-
-
-@needs_torchao
-@pytest.mark.parametrize("exponent", [0, -6, 4])
-def test_int8_codes_are_those_of_torchao(exponent: int) -> None:
-    """Codes and steps are torchao's own, and fp16 holds what its own product overflows."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)) / 32
-    layer = torch.nn.Linear(64, 8, bias=False)
-    layer.weight.data = (weight * 2.0**exponent).half().float()
-    expected = layer.weight.detach().clone()
-    quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
-    packed, found = pack(expected.half(), "int8"), torch.empty(8, 64, dtype=torch.float16)
-    packed.fill(found)
-    torch.testing.assert_close(found.float(), layer.weight.dequantize(), rtol=1e-3, atol=2**-24)
-    assert (found.float() - expected).norm() < 0.01 * expected.norm()
-
-
-@needs_torchao
-def test_int8_stays_in_range_where_bare_codes_do_not() -> None:
-    """torchao's own fp16 product of the codes overflows; that of the widened weight does not."""
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    layer = torch.nn.Linear(64, 8, bias=False).half()
-    layer.weight.data.fill_(2.0**-6)
-    found, given = torch.empty_like(layer.weight), torch.full((1, 64), 64.0).half()
-    pack(layer.weight, "int8").fill(found)
-    with torch.no_grad():
-        expected = layer(given)
-        quantize_(layer, Int8WeightOnlyConfig(set_inductor_config=False))
-        assert torch.isinf(layer(given)).all()
-        torch.testing.assert_close(
-            torch.nn.functional.linear(given, found), expected, rtol=0.01, atol=0
-        )
-
-
-def test_rows_of_zeros_and_large_ones_pack() -> None:
-    """A row of zeros stays so, and no row leaves the range of fp8."""
-    weight = torch.tensor([[0.0, 0.0], [6e4, -1.0], [2.0**-24, 0.0]], dtype=torch.float16)
-    found = torch.empty_like(weight)
-    pack(weight).fill(found)
-    torch.testing.assert_close(found, weight, rtol=2**-4, atol=2)
-    assert found[2, 0] == weight[2, 0]
-
-
-def time_all(predictions: Sequence[Prediction], *seconds: float) -> Fit:
-    """The same predictions, each estimated to take so long."""
-    pairs = zip(predictions, seconds, strict=True)
-    return Fit(tuple(dataclasses.replace(one, seconds=found) for one, found in pairs))
-
-
-def test_what_changes_the_picture_has_to_be_allowed(dry_run_sd: RunMemory) -> None:
-    """fp8 is chosen when it is allowed, and passed over when not, though it comes first."""
-    pairs = (
-        predict(dry_run_sd, Strategy(storage="fp8"), steps=2),
-        predict(dry_run_sd, Strategy("block"), steps=2),
-    )
-    slower = time_all(pairs, 1.0, 1.3)
-    assert choose(slower, 10**9, ("fp8",)) is slower.predictions[0]
-    assert choose(slower, 10**9) is slower.predictions[1]
-
-
-def test_what_changes_the_picture_has_to_save_time(dry_run_sd: RunMemory) -> None:
-    """fp8 is passed over where blocks take about as long, or all weights fit; else it is taken."""
-    fp8, block, whole = (
-        predict(dry_run_sd, one, steps=2)
-        for one in (Strategy(storage="fp8"), Strategy("block"), Strategy())
-    )
-    alike, slower = time_all((fp8, block), 1.0, 1.2), time_all((fp8, block), 1.0, 1.3)
-    assert choose(alike, 10**9, ("fp8",)) is alike.predictions[1]
-    assert choose(slower, 10**9, ("fp8",)) is slower.predictions[0]
-    roomy = time_all((fp8, whole), 1.0, 9.0)
-    assert choose(roomy, 10**9, ("fp8",)) is roomy.predictions[1]
-    assert choose(roomy, int(fp8.peak_bytes / 0.95) + 1, ("fp8",)) is roomy.predictions[0]
-
-
 @pytest.mark.parametrize("placement", ["component", "block", "leaf"])
 def test_a_placement_changes_nothing_but_memory(
     placement: Placement, dry_run_sd: RunMemory, tmp_path: Path
@@ -523,36 +384,6 @@ def test_a_call_without_memory_is_run_again(
     assert f"{component} ran out of memory with {start}" in said[0]
 
 
-@pytest.mark.parametrize(
-    ("start", "component"),
-    one_of_each(
-        [
-            Strategy(storage="fp8"),
-            Strategy("component", storage="fp8"),
-            pytest.param(Strategy("component", storage="int8"), marks=needs_torchao),
-        ],
-        ["unet", "vae.decode", "text_encoder"],
-    ),
-)
-@pytest.mark.usefixtures("each_device")
-def test_out_of_memory_with_8_bits_ends_in_a_smaller_strategy(
-    component: str, start: Strategy, dry_run_sd: RunMemory, tmp_path: Path
-) -> None:
-    """From 8 bits a run goes on with its own weights again, and leaves them as they were."""
-    pipe = make_pipeline("sd")
-    before = {name: x.clone() for name, x in pipe.unet.state_dict().items()}
-    taken, leaf = (predict(dry_run_sd, one, steps=2) for one in (start, Strategy("leaf")))
-    with assert_untouched(pipe), Patches() as patches:
-        raise_at(pipe, component, 1, patches)
-        with Offloader(
-            pipe, taken, (leaf,), dry_run_sd.strays, store=tmp_path, device=pipeline_calls.where
-        ) as offloader:
-            assert np.isfinite(run_sd(pipe)).all()
-            assert count_codes(offloader) == 0
-    assert [(one.component, one.after) for one in offloader.steps_down] == [(component, "leaf")]
-    assert all(torch.equal(x, before[name]) for name, x in pipe.unet.state_dict().items())
-
-
 def run_tiny(pipe: Any, arguments: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -571,8 +402,6 @@ def test_out_of_memory_in_every_component_at_every_strategy(name: str, tmp_path:
     least = min(one.peak_bytes for one in fit.predictions)
     called = ("text_encoder", "vae.decode", "unet" if name == "sd" else "transformer")
     for taken in fit.predictions:
-        if taken.strategy.storage == "int8" and find_spec("torchao") is None:
-            continue
         for component in called:
             offloader = Offloader(
                 pipe,
@@ -739,8 +568,8 @@ def test_generate_stays_within_its_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("allow", "memory", "text"),
     [
-        (("fp4",), "8GiB", "--allow fp4 is unknown. Known: fp8"),
-        (("fp8",), None, "--allow fp8 was given without --memory"),
+        (("fp8",), "8GiB", "--allow fp8 is unknown. Known: smaller"),
+        (("smaller",), "none", "--allow smaller was given with --memory none"),
     ],
 )
 def test_what_may_not_change_the_picture(
@@ -750,23 +579,7 @@ def test_what_may_not_change_the_picture(
     with pytest.raises(OptionError) as caught:
         read_allowed(allow, memory)
     assert text in str(caught.value)
-    assert "--allow fp8" in str(caught.value)
-
-
-@pytest.mark.usefixtures("each_device")
-def test_generate_keeps_weights_in_8_bits_when_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Behind a slow link fp8 is taken where it is allowed, blocks where it is not; the record says it."""
-    slow = Speed(1e12, 1e5, "Slow.", widened_bytes_per_s=1e12)
-    monkeypatch.setattr(speed, "measure_speed", lambda *_: slow)
-    folder = save_pipeline("sd", tmp_path / "m", dtype=torch.float32)
-    plain = generate_sd(folder, tmp_path / "plain.png", "1000KiB")
-    small = generate_sd(folder, tmp_path / "fp8.png", "1000KiB", ("fp8",))
-    assert "fp8" not in plain.strategy
-    assert "+fp8" in small.strategy
-    assert small.request["allow"] == ["fp8"]
-    assert (tmp_path / "fp8.png").read_bytes() != (tmp_path / "plain.png").read_bytes()
+    assert "--allow smaller" in str(caught.value)
 
 
 @pytest.mark.usefixtures("each_device")
@@ -833,8 +646,7 @@ def test_a_device_of_limited_size_makes_the_run_smaller(tmp_path: Path) -> None:
 def test_only_worthwhile_strategies_are_shown() -> None:
     """A strategy that takes longer and no less memory is left out, unless it was chosen."""
     rows = tuple(MemoryRow(name, peak, "", 0, 0) for name, peak in (("a", 9), ("b", 9), ("c", 5)))
-    fp8 = MemoryRow("fp8", 4, "", 0, 0, changes="weights rounded to fp8")
-    assert [row.strategy for row in list_worthwhile((fp8, *rows), "")] == ["fp8", "a", "c"]
+    assert [row.strategy for row in list_worthwhile(rows, "")] == ["a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "a")] == ["a", "c"]
     assert [row.strategy for row in list_worthwhile(rows, "b")] == ["a", "b", "c"]
 
@@ -853,3 +665,48 @@ def test_runs_that_are_compared_share_their_tiles() -> None:
     assert choose_tiling([hard, easy], 100) is True
     assert choose_tiling([easy, make_fit(whole=500, tiled=400)], 100) is False
     assert choose_tiling([hard], 10) is None
+
+
+def test_a_video_is_decoded_a_few_frames_at_a_time() -> None:
+    """SVD takes less with one frame at a time; all frames come, and nothing stays on the pipeline."""
+    pipe, decoded = make_pipeline("svd"), list[int]()
+    picture = np.full((64, 64, 3), 90, np.uint8)
+    request = Request(image=picture, frames=6, height=64, width=64, steps=1)
+    arguments = build_arguments(pipe, request)
+    fit = predict_run(pipe, arguments, steps=1, fused=True)
+    named = {one.strategy.name: one for one in fit.predictions}
+    whole, single = named["resident"], named["resident+1 frame"]
+    assert single.peak_bytes < whole.peak_bytes
+    assert named["resident+4 frames"].peak_bytes <= whole.peak_bytes
+    hook = pipe.vae.decoder.register_forward_pre_hook(lambda _, args: decoded.append(len(args[0])))
+    with torch.no_grad(), assert_untouched(pipe):
+        with Offloader(pipe, named["resident+4 frames"], (), fit.strays):
+            frames = read_frames(pipe(**arguments))
+        assert decoded == [4, 2]
+        pipe(**arguments)
+    hook.remove()
+    assert decoded == [4, 2, 6]
+    assert frames.shape == (6, 64, 64, 3)
+
+
+def test_a_chunk_that_was_asked_for_is_not_enlarged() -> None:
+    """What the caller says of chunks stays where it is less than the strategy's."""
+    asked: list[int] = []
+
+    class Pipe:
+        def decode_latents(
+            self, latents: Any, num_frames: int, decode_chunk_size: int = 14
+        ) -> None:
+            asked.append(decode_chunk_size)
+
+    pipe = Pipe()
+    for most in (4, 1):
+        with Patches() as patches:
+            patches.set_attribute(
+                pipe,
+                "decode_latents",
+                functools.partial(smaller_calls._decode_in_chunks, most, pipe.decode_latents),
+            )
+            pipe.decode_latents(None, 25)
+            pipe.decode_latents(None, 25, 2)
+    assert asked == [4, 2, 1, 1]

@@ -44,15 +44,13 @@ class Around:
         self.eps[node] = value
         return self.system.unknown(("eps", node))
 
-    def least(self, node: Node) -> float:
-        return 0.0
+    def clamp_unknown(self, node: Node, value: float) -> int | None:
+        return self.eps_unknown(node, value)
 
     def keeps_clamp(self, node: Node) -> bool:
         return False
 
     def keep_from_zero(self, node: Node) -> None: ...
-
-    def bound_below(self, node: Node, magnitude: float) -> None: ...
 
 
 def solve(system: System, rng: random.Random) -> dict[int, int] | None:

@@ -51,10 +51,13 @@ SCALINGS = st.builds(
     bounded=st.integers(0, 99),
     uncertain=PATHS,
     limits=st.dictionaries(NAMES, SHARES, max_size=2),
+    sizes=st.dictionaries(NAMES, st.just(((4, 16),)), max_size=2),
     range_note=st.just("Ten values are bounded."),
     note=TEXTS,
     trial=st.none() | st.builds(Trial, st.integers(0, 9), SHARES, SHARES, TEXTS),
     layers=st.dictionaries(NAMES, st.tuples(st.integers(-9, 9), st.integers(-9, 9)), max_size=2),
+    signatures=st.lists(TEXTS, max_size=2).map(tuple),
+    inputs=st.dictionaries(NAMES, SHARES, max_size=2),
     sums=st.dictionaries(
         NAMES, st.builds(SumBound, st.integers(1, 99), st.none() | SHARES), max_size=2
     ),
@@ -140,6 +143,7 @@ BEFORE = Scaling(
     outputs={0: 2},
     stream=ResidualStream(("encoder.d", "decoder.d"), ("encoder.e",), cast_input_up=("",)),
     limits={"encode.x": 1.0, "decode.z": 64.0},
+    sizes={"encode.x": ((4,),), "decode.z": ((9,),)},
     note="Why not.",
 )
 FOUND = Scaling(exponents={"decoder.a": -1}, fp32_flops=0.5, headroom_bits=2.0, tightest="new")
@@ -152,6 +156,7 @@ MERGED: dict[str, Any] = {
     "outputs": {0: 2},
     "stream": ResidualStream(("encoder.d",), ("encoder.e",), cast_input_up=("",)),
     "limits": {"encode.x": 1.0},
+    "sizes": {"encode.x": ((4,),)},
     "note": "Why not.",
 }
 

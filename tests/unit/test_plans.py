@@ -14,7 +14,6 @@ from torch import nn
 
 from stopdown import environment
 from stopdown.checkpoints import file_exponents
-from stopdown.comparison.records import Variant
 from stopdown.environment import Device, Support
 from stopdown.errors import OptionError, PlanError
 from stopdown.pipelines.components import Callee
@@ -35,8 +34,6 @@ from stopdown.records import (
     Plan,
     ResidualStream,
     Scaling,
-    Trial,
-    convert_record,
     to_json,
 )
 from stopdown.scaling.folds import list_misfits
@@ -84,60 +81,6 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         assert files.read_plan(path) == plan
 
 
-def test_a_plan_of_before_is_read(tmp_path: Path) -> None:
-    """A file that lacks the fields that came later is a plan still, with their defaults."""
-    content = json.loads(to_json(PLAN))
-    for name in ("trial", "note", "range_note"):
-        del content["components"][0]["scaling"][name]
-    content["seal"] = files._compute_seal(json.dumps(content))
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(content))
-    assert files.read_plan(path).components == PLAN.components
-
-
-def flatten(content: dict[str, Any]) -> dict[str, Any]:
-    """A plan's JSON as schema 1 had it: the fields of the scaling among the entry's own."""
-    entries = [dict(entry) for entry in content["components"]]
-    flat = [{**entry, **entry.pop("scaling")} for entry in entries]
-    return {**content, "components": flat, "schema": 1}
-
-
-def test_a_plan_of_schema_1_is_read_and_written_as_today(tmp_path: Path) -> None:
-    """Exponents, streams and outputs among the entry's own fields: the same plan, by its seal too."""
-    scaling = dataclasses.replace(
-        ENTRY.scaling, outputs={0: 3}, stream=ResidualStream(("a",), ("b",)), trial=Trial(1, 0.5)
-    )
-    entry = dataclasses.replace(ENTRY, scaling=scaling)
-    plan = files.seal_plan(dataclasses.replace(PLAN, components=(entry,)))
-    content = flatten(json.loads(to_json(plan)))
-    content["seal"] = files._compute_seal(json.dumps(content))
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(content))
-    assert files.read_plan(path) == plan
-    files.write_plan(files.read_plan(path), path)
-    assert json.loads(path.read_text())["schema"] == 3
-    assert files.read_plan(path) == plan
-
-
-def test_an_edited_plan_of_schema_1_is_refused(tmp_path: Path) -> None:
-    """Its seal is over what its file says."""
-    content = flatten(json.loads(to_json(PLAN)))
-    content["seal"] = files._compute_seal(json.dumps(content))
-    content["components"][0]["exponents"]["weight"] = -5
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(PlanError, match=r"was edited: its content does not fit its seal"):
-        files.read_plan(path)
-
-
-def test_a_plan_of_schema_1_in_another_record_is_read() -> None:
-    """A precision of an earlier comparison keeps the exponents of its plan."""
-    variant = json.loads(to_json(Variant("fp16", "Rescaled.", plan=PLAN)))
-    variant["plan"] = flatten(variant["plan"])
-    found = convert_record(variant, Variant).plan
-    assert found == PLAN
-
-
 def test_a_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
     """No file: the command that makes it stands in the message."""
     with pytest.raises(PlanError, match=r"No such file.*Make it: stopdown plan SOURCE -o"):
@@ -171,16 +114,6 @@ def test_an_edited_plan_is_refused(tmp_path: Path, change: str) -> None:
         files.read_plan(path)
 
 
-def test_a_plan_from_before_a_field_was_added_is_read(tmp_path: Path) -> None:
-    """A file that was sealed without a field of today keeps its seal, and the field its default."""
-    path = tmp_path / "plan.json"
-    content = json.loads(to_json(PLAN))
-    assert content.pop("out_of_memory") == []
-    content["seal"] = files._compute_seal(json.dumps(content))
-    path.write_text(json.dumps(content))
-    assert dataclasses.replace(files.read_plan(path), seal="") == dataclasses.replace(PLAN, seal="")
-
-
 def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
     """A later version's plan says which schema this version reads."""
     path = tmp_path / "plan.json"
@@ -190,7 +123,6 @@ def test_a_plan_of_another_schema_is_refused(tmp_path: Path) -> None:
 
 
 def _as_json(plan: Plan) -> str:
-    from stopdown.records import to_json
 
     return to_json(plan)
 
@@ -220,7 +152,7 @@ def test_only_fp16_needs_a_plan() -> None:
     with pytest.raises(OptionError, match="Only fp16 needs one"):
         parse_fp16("vae.encode=fp32", "A plan")
     with pytest.raises(OptionError, match="steps=0 is less than 1"):
-        calibrated.make_plan("nowhere", request=Request(steps=0))
+        calibrated.measure_plan("nowhere", request=Request(steps=0))
 
 
 def test_a_component_of_a_plan_can_be_left_in_another_precision() -> None:
@@ -269,7 +201,7 @@ def test_auto_makes_a_plan_once_and_keeps_it(
         made.append(source)
         return PLAN
 
-    monkeypatch.setattr(plan_choice, "make_plan", make)
+    monkeypatch.setattr(plan_choice, "certify_plan", make)
     monkeypatch.setattr(plan_choice, "fingerprint", lambda source: PLAN.fingerprint)
     source = Source("owner/name", tmp_path, "folder")
     facts = [ComponentFacts("transformer", ("transformer",), {"bf16": 10})]
@@ -329,9 +261,9 @@ def test_reasons_name_fp32_modules_and_pinned_operations() -> None:
     bare = ComponentPlan("vae", "X", "", "fp32")
     entry = calibrated.describe_scaling(bare, scaling, "fp16", 3)
     assert entry.reasons == (
-        "In 3 measured calls every 16-bit value stays 2.0 bits below the end of fp16; the tightest "
+        "In 3 measured calls every 16-bit value stays 2.0 bits below fp16's maximum; the tightest "
         "is X:y (add).",
-        "For that 1 tensor is scaled by exponents -2..-2.",
+        "To do this, 1 tensor is scaled by exponents -2..-2.",
         "norm cannot be scaled and stay in fp32: 12.5 % of the matmul work.",
         "Left unchanged because there is no rule for them: bessel.",
     )
@@ -531,7 +463,31 @@ def test_exponents_that_fit_are_let_through() -> None:
     fitting = (
         {"exponents": {"linear.weight[0:6]": 15, "linear.bias": -40}, "eps": {"norm.eps": -3}},
         {"exponents": {"linear.weight": 100}, "fp32_modules": ("linear",)},
-        {"exponents": {"table[0:6]": -2, "table[6:9]": -2}},  # as plans of before name all of it
+        {"exponents": {"table[0:6]": -2, "table[6:9]": -2}},
     )
     for values in fitting:
         assert list(list_misfits(Normed(), Scaling(**values))) == []  # type: ignore[arg-type]
+
+
+def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
+    """Pickling it is refused, taking its weights to save them is warned of once, a copy is still made."""
+    import copy
+    import io
+
+    from programs import make_faulty
+    from stopdown import apply_plan, make_plan
+    from stopdown.errors import PlanError, StopdownWarning
+
+    module, call = make_faulty("module").unet.float(), (torch.randn(1, 4, 8), torch.ones(1))
+    with torch.no_grad():
+        handle = apply_plan(module, make_plan(module, run=lambda: module(*call)))
+    with pytest.raises(PlanError, match="A UNet under a plan or a repair cannot be pickled"):
+        torch.save(module, io.BytesIO())
+    with pytest.warns(StopdownWarning, match="under a plan or a repair are scaled") as said:
+        module.state_dict()
+    assert len(said) == 1
+    module.state_dict()
+    copy.deepcopy(module)
+    handle.undo()
+    torch.save(module.state_dict(), io.BytesIO())
+    torch.save(module, io.BytesIO())

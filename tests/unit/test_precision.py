@@ -104,7 +104,7 @@ def test_bf16_weights_without_bf16_say_why_not_fp16() -> None:
     _, reason = choose_precision(make_facts("bf16"), V100)
     assert reason == (
         "Its weights are stored in bf16. Compute capability 7.0 has no bf16 arithmetic (the first "
-        "that has is 8.0); torch emulates it in fp32, and says that it is supported all the same. "
+        "that has is 8.0); torch emulates it in fp32, and still says that it is supported. "
         "Measured here, a matmul takes 4 and a convolution 4 times the time of fp32: it saves "
         "memory but is "
         "slower. In fp16, which ends at 65504, values of bf16-trained models may "
@@ -130,7 +130,7 @@ def test_each_call_gets_one_decision() -> None:
     """An autoencoder has two calls; what was asked for wins, and the rest is chosen."""
     request = {"text_encoder": "fp16", "vae.encode": "fp16"}
     decisions = decide_precisions(MODEL, A100, request)
-    asked = "Asked for."
+    asked = "Requested."
     assert decisions[0] == Decision(
         "text_encoder", "fp16", f"{asked} Its authors keep wo in fp32.", "bf16", ("wo",)
     )
@@ -167,7 +167,7 @@ def test_a_precision_that_does_not_work_is_refused() -> None:
 def test_a_slow_precision_that_was_asked_for_is_given() -> None:
     """A user who asks for emulated bf16 gets it."""
     (decision,) = decide_precisions([TRANSFORMER], V100, {"transformer": "bf16"})
-    assert (decision.precision, decision.reason) == ("bf16", "Asked for.")
+    assert (decision.precision, decision.reason) == ("bf16", "Requested.")
 
 
 @pytest.mark.parametrize(

@@ -86,5 +86,5 @@ def test_every_stage_has_words() -> None:
                 first = node.args[0]
                 if name in ("progress", "told", "_tell") and isinstance(first, ast.Constant):
                     told.add(first.value)
-    assert {"load", "plan", "certify", "bench", "compare"} <= told
+    assert {"load", "predict", "certify", "bench", "compare"} <= told
     assert told <= set(STAGES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_a_notebook_gets_tables() -> None:
     assert len(shown) < 100_000
 
 
+def test_a_notebook_shows_no_hash_and_cuts_no_word() -> None:
+    """Fingerprints are left out, long sentences end between words, and the table stays in its cell."""
+    shown = make_plan(2, 3)._repr_html_()
+    assert "0" * 40 not in shown
+    assert "fingerprint" not in shown
+    assert re.search(r"(a|sentence|that|goes|on) …", shown)
+    assert shown.startswith("<div style='max-width:100%;overflow-x:auto'>")
+    assert "overflow-wrap:anywhere" in shown
+    picture = Finding("dtype", "vae", "data:image/png;base64," + "A" * 5000, "none")
+    assert "5,022 characters" in picture._repr_html_()
+
+
 def test_what_a_model_says_is_no_markup() -> None:
     """Names in a checkpoint may hold anything; a notebook shows it as text."""
     finding = Finding("dtype", "<script>alert(1)</script>", "x & y", "none")
@@ -85,14 +98,14 @@ def test_a_run_is_named_first() -> None:
     """A record says its class above its table."""
     fields = {entry.name: entry for entry in dataclasses.fields(RunRecord)}
     assert fields["kind"].default == "run"
-    assert stopdown.RunRecord._repr_html_ is Displayed._repr_html_
+    assert stopdown.records.RunRecord._repr_html_ is Displayed._repr_html_
 
 
 def test_a_comparison_saves_its_page(tmp_path: Path) -> None:
     """One file, whole in itself; one in a folder that is not there is refused in a sentence."""
     page = make_comparison().save(tmp_path / "report.html")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
-    with pytest.raises(stopdown.OutputError, match=r"to save\(\)"):
+    with pytest.raises(stopdown.errors.OutputError, match=r"to save\(\)"):
         make_comparison().save(tmp_path / "missing" / "report.html")
 
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stopdown.app import cli
+from stopdown.app import commands
 from stopdown.app.registration import add_command
 
 
@@ -78,10 +78,10 @@ def test_help_is_that_of_the_dataclass() -> None:
 
 def test_every_command_takes_the_fields_of_its_record() -> None:
     """No command has a parameter that its dataclass lacks; its own come first, those of all last."""
-    found = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    found = typer.main.get_command(commands.app).commands  # type: ignore[attr-defined]
     records = [
         get_type_hints(module.main)["options"]
-        for name, module in vars(cli).items()
+        for name, module in vars(commands).items()
         if name.endswith("_command") and isinstance(module, ModuleType)
     ]
     shown = [

@@ -18,8 +18,10 @@ from stopdown.pipelines.requests import (
     Request,
     build_arguments,
     find_frames,
+    list_needed,
     name_arguments,
     read_frames,
+    refuse_missing_prompt,
 )
 
 PICTURE = np.full((24, 40, 3), 128, np.uint8)
@@ -265,3 +267,34 @@ def test_frames_are_read_from_videos_and_pictures() -> None:
     clip, picture = np.zeros((1, 5, 8, 8, 3)), np.zeros((1, 8, 8, 3))
     assert read_frames(SimpleNamespace(frames=clip)).shape == (5, 8, 8, 3)
     assert read_frames(SimpleNamespace(images=picture)).shape == (1, 8, 8, 3)
+
+
+def refuses_missing_prompt(kind: type) -> bool:
+    """Whether a class is refused without a prompt by the names of its components alone."""
+    try:
+        refuse_missing_prompt(kind.__name__, inspect.signature(kind.__init__).parameters, Request())
+    except OptionError:
+        return True
+    return False
+
+
+def test_a_prompt_that_is_there_is_no_missing_one() -> None:
+    """A text, also an empty one, and its embeddings will do; a pipeline without a tokenizer takes none."""
+    parts = ("tokenizer_2", "vae")
+    for request in (Request(""), Request(arguments={"prompt_embeds": 1}), Request("a")):
+        refuse_missing_prompt("WanPipeline", parts, request)
+    refuse_missing_prompt("StableVideoDiffusionPipeline", ("vae", "unet"), Request())
+    with pytest.raises(OptionError, match=r"^WanPipeline needs `prompt`, and there is"):
+        refuse_missing_prompt("WanPipeline", parts, Request())
+
+
+@pytest.mark.slow
+def test_only_classes_that_need_a_prompt_are_refused_early() -> None:
+    """Each class of Diffusers that its description refuses without a prompt takes one by that name."""
+    import diffusers
+
+    kinds = [getattr(diffusers, name) for name in dir(diffusers) if "Pipeline" in name]
+    kinds = [kind for kind in kinds if "__call__" in dir(kind)]
+    refused = [kind for kind in kinds if refuses_missing_prompt(kind)]
+    assert len(refused) > 200
+    assert [x.__name__ for x in refused if "prompt" not in list_needed(x)] == []

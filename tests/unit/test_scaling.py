@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from rescaling_models import make_example, run_calls
-from stopdown.errors import ScalingError
+from stopdown.errors import InputError, ScalingError
 from stopdown.fold_names import list_folds, spread_columns
 from stopdown.graph import blocks
 from stopdown.numerics import relative_l2
@@ -779,3 +779,25 @@ def test_a_norm_of_squares_that_fp16_does_not_hold_is_fp32() -> None:
     assert rescaling.scaling.stream is None
     with cast_(module, torch.float16, rescaling):
         assert relative_l2(module(x.half()), reference) < 0.01
+
+
+def test_torchscript_and_complex_weights_are_refused_by_name() -> None:
+    """One sentence says what was given, with the name that the module has for it."""
+
+    class Complex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = torch.nn.Parameter(torch.eye(8, dtype=torch.complex64))
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.linear((x.to(torch.complex64) @ self.turn).real)
+            return made
+
+    x = (torch.full((2, 8), 6e4),)
+    with pytest.raises(
+        ScalingError, match=r"The weight turn of Complex is complex \(torch.complex64\)"
+    ):
+        rescale_(Complex().eval(), x)
+    with pytest.raises(InputError, match=r"^rescale_ was given a TorchScript module\."):
+        rescale_(torch.jit.trace(torch.nn.Linear(8, 8).eval(), x), x)

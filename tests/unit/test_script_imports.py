@@ -6,22 +6,32 @@ import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("training/*.py")])
+FOLDERS = ("benchmarks", "training", "integrations")
+SCRIPTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def find_missing(tree: ast.AST) -> Iterator[str]:
     """What a script imports from the package that is not in it."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("stopdown"):
-            continue
-        module = importlib.import_module(str(node.module))
-        for name in (alias.name for alias in node.names):
-            if not hasattr(module, name) and not _is_module(f"{node.module}.{name}"):
-                yield f"line {node.lineno}: {node.module} has no {name}"
+        for home, name in _list_taken(node):
+            if not hasattr(importlib.import_module(home), name) and not _is_module(
+                f"{home}.{name}"
+            ):
+                yield f"line {node.lineno}: {home} has no {name}"
+
+
+def _list_taken(node: Any) -> list[tuple[str, str]]:
+    """Modules of the package and the names that a statement or expression takes from them."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "stopdown":
+        return [(str(node.module), alias.name) for alias in node.names]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return [("stopdown", node.attr)] if node.value.id == "stopdown" else []
+    return []
 
 
 def _is_module(name: str) -> bool:
@@ -42,3 +52,5 @@ def test_what_is_missing_is_found() -> None:
     """A name that moved is named with its line; a submodule is no missing name."""
     text = "def f():\n    from stopdown.media import draw\nfrom stopdown.graph import nodes"
     assert list(find_missing(ast.parse(text))) == ["line 2: stopdown.media has no draw"]
+    text = "import stopdown\nstopdown.load\nstopdown.paint('a')"
+    assert list(find_missing(ast.parse(text))) == ["line 3: stopdown has no paint"]

@@ -61,6 +61,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "shape": (lambda x: x[:2], r"it returns the shapes \[\(2, 4\)\] instead of \[\(3, 4\)\]"),
     "container": (lambda x: (x,), "it returns .* instead of"),
     "values": (lambda x: x + 100, "its output is not that of fp32: it is .* off"),
+    "worse than bf16": (lambda x: x * 1.03, r"it is 0\.03 off \(bf16's by 0\.00"),
 }
 
 
@@ -88,6 +89,83 @@ def test_the_next_strategy_is_taken_and_said(residual: str) -> None:
     assert rescaling.trial is not None
     assert rescaling.trial.calls == 1
     assert torch.equal(module(x), reference)
+
+
+class Growing(nn.Module):
+    """A stream that its first values are 2**30 times smaller in than its last: one exponent does not do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norms = nn.Linear(4, 16), nn.ModuleList(nn.LayerNorm(16) for _ in range(2))
+        self.write, self.out = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        h = h + self.write(self.norms[0](h))
+        return self.out(self.norms[1](h))  # type: ignore[no-any-return]
+
+
+def test_an_fp32_stream_is_taken_where_one_exponent_is_worse_than_bf16() -> None:
+    """Exact and finite is not enough: what loses more than bf16 does is tried with an fp32 stream."""
+    torch.manual_seed(0)
+    module, x = Growing().eval().requires_grad_(False), torch.randn(3, 4)
+    module.write.weight.mul_(2.0**36)
+    reference = module(x)
+    rescaling = rescale_(module, (x,))
+    found = rescaling.trial
+    assert found is not None
+    assert found.rel_err < found.bf16_rel_err
+    assert rescaling.residual == "fp32"
+    assert rescaling.scaling.note.startswith(
+        "The residual stream is kept in fp32: In fp16 with casts"
+    )
+    assert torch.equal(module(x), reference)
+
+
+class Added(nn.Module):
+    """Adds its input, which nothing scales, to what fp16 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.write = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.write(self.norm(self.first(x)))  # type: ignore[no-any-return]
+
+
+def test_an_output_that_nothing_scales_is_returned_in_fp32() -> None:
+    """No exponents exist; what fp16 holds runs in it, and the output stays fp32."""
+    torch.manual_seed(0)
+    module, x = Added().eval().requires_grad_(False), torch.randn(3, 4)
+    module.write.weight.mul_(2.0**18)
+    reference = module(x)
+    assert reference.abs().max() > 65504
+    rescaling = rescale_(module, (x,), cast=True)
+    low = module(x.half())
+    assert low.dtype == torch.float32
+    assert float((low - reference).norm() / reference.norm()) < 1e-3
+    assert rescaling.scaling.note.startswith("No exponents keep every value in range")
+    assert "1 of 2 matrices run in fp16" in rescaling.scaling.note
+
+
+class Squashed(nn.Module):
+    """A matrix beyond fp16 that nothing scales: `tanh` wants its product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8) * 2.0**17)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def test_a_weight_beyond_fp16_is_fp32_with_its_module() -> None:
+    """The module that holds it stays in fp32, and what it returns is in range."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Squashed(), nn.Linear(8, 4)).eval().requires_grad_(False)
+    rescaling = rescale_(module, (torch.randn(3, 4) * 1e-4,))
+    assert rescaling.fp32_modules == ("0",)
+    assert rescaling.scaling.note == ""
 
 
 def test_the_error_stands_in_the_result_beside_that_of_bf16() -> None:
@@ -222,14 +300,14 @@ def test_exactness_is_demanded_before_anything_is_cast() -> None:
 def test_memory_that_runs_out_is_said(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """Half-way through a cast: every dtype is as it was, and the result says that nothing was tried."""
     module, x = make()
-    before, replace = take_snapshot(module), folds._replace_data
+    before, cast = take_snapshot(module), folds.cast_tensor
 
-    def run_out(tensor: torch.Tensor, value: torch.Tensor, *rest: Any, **more: Any) -> None:
-        if value.dtype == dtype and tensor is module.out.weight:
+    def run_out(tensor: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+        if wanted == dtype and tensor.data_ptr() == module.out.weight.data_ptr():
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        replace(tensor, value, *rest, **more)
+        return cast(tensor, wanted)
 
-    monkeypatch.setattr(folds, "_replace_data", run_out)
+    monkeypatch.setattr(folds, "cast_tensor", run_out)
     rescaling = rescale_(module, (x,))
     found = rescaling.trial
     assert found is not None

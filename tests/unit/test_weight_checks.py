@@ -59,7 +59,17 @@ def test_quantised_weights_are_named_and_left_alone(weight: torch.Tensor, kind: 
 def test_a_method_that_was_noted_counts() -> None:
     """What the loading library wrote down is believed, whatever the weights look like."""
     module = nn.Linear(2, 2)
-    module.quantization_method = "gguf"
+    module.quantization_method = "bitsandbytes"
+    assert find_quantised(module) == "bitsandbytes"
+
+
+def test_gguf_that_was_turned_into_floats_is_rescaled() -> None:
+    """Transformers notes GGUF for weights that it has dequantised; packed ones still count."""
+    module = nn.Linear(2, 2).requires_grad_(False)
+    module.quantization_method, module.is_quantized = "gguf", True
+    assert find_quantised(module) == ""
+    rescale_(module, (torch.ones(1, 2),)).undo()
+    module.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
     assert find_quantised(module) == "gguf"
 
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from stopdown.errors import OutputError
+import stopdown
+from stopdown.environment import choose_device, probe_formats
+from stopdown.errors import OutputError, StopdownWarning
+from stopdown.memory.offloader import Offloader, predict_run
+from stopdown.memory.strategies import Strategy
 from stopdown.memory.weight_stores import WeightStore
+from stopdown.pipelines.requests import Request, build_arguments
+from stopdown.pipelines.sources import resolve_source
+from stopdown.plans.applier import apply_plan
+from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.planned_loader import decide, gather_facts, load_decided
+
+REQUEST = Request(prompt="a cat", steps=2, height=32, width=32, frames=5)
 
 posix = pytest.mark.skipif(os.name != "posix", reason="a file that is mapped stays where it is")
 
@@ -68,3 +81,85 @@ def test_a_disk_without_room_for_weights_is_a_message(tmp_path: Path) -> None:
     store.close()
     assert torch.equal(weight, torch.ones(1000))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore::stopdown.errors.StopdownWarning")
+@pytest.mark.parametrize("placement", ["component", "block", "leaf"])
+def test_a_repair_finds_weights_wherever_they_wait(
+    save_tiny: Callable[..., Path], placement: str, tmp_path: Path
+) -> None:
+    """A denoiser whose weights come and go is scaled, keeps its exponents, and makes the same frames."""
+    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
+    cpu = choose_device("cpu")
+    decisions = decide(gather_facts(source), probe_formats(cpu), "fp16")
+
+    def run(place: str | None) -> torch.Tensor:
+        pipe = load_decided(source, decisions, cpu, move=place is None).pipe
+        pipe.set_progress_bar_config(disable=True)
+        arguments = {**build_arguments(pipe, REQUEST), "output_type": "pt"}
+        with contextlib.ExitStack() as stack:
+            if place is not None:
+                fit = predict_run(pipe, arguments, steps=2, fused=True)
+                taken = next(x for x in fit.predictions if x.strategy == Strategy(placement=place))
+                offloader = Offloader(pipe, taken, [], fit.strays, store=tmp_path)
+                stack.enter_context(offloader)
+            guarded = stack.enter_context(stopdown.guard(pipe))
+            frames = pipe(**arguments).frames
+        assert [one.action for one in guarded.record.repairs] == ["rescaled"]
+        return frames
+
+    assert torch.equal(run(placement), run(None))
+
+
+@pytest.mark.parametrize(("placement", "is_guarded"), [("block", False), ("leaf", True)])
+def test_calls_under_a_plan_while_weights_come_and_go(
+    save_tiny: Callable[..., Path], placement: str, is_guarded: bool, tmp_path: Path
+) -> None:
+    """Ordinary calls are not refused, nor taken for those of rewritten weights; the frames are the same."""
+    source = resolve_source(save_tiny("cogvideox", overflow="transformer"))
+    cpu = choose_device("cpu")
+    wide, narrow = (
+        decide(gather_facts(source), probe_formats(cpu), dtype) for dtype in ("fp32", "fp16")
+    )
+    pipe = load_decided(source, wide, cpu).pipe
+    pipe.set_progress_bar_config(disable=True)
+    plan = measure_plan(pipe, run=lambda: pipe(**build_arguments(pipe, REQUEST)))
+    assert any(x.scaling.exponents for x in plan.components)
+
+    def run(place: str | None) -> list[torch.Tensor]:
+        pipe = load_decided(source, narrow, cpu).pipe
+        pipe.set_progress_bar_config(disable=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                stopdown.guard(pipe, plan) if is_guarded else apply_plan(pipe, plan)
+            )
+            if place is not None:
+                arguments = build_arguments(pipe, REQUEST)
+                fit = predict_run(pipe, arguments, steps=2, fused=True)
+                taken = next(x for x in fit.predictions if x.strategy == Strategy(placement=place))
+                stack.enter_context(Offloader(pipe, taken, [], fit.strays, store=tmp_path))
+            given = [{**build_arguments(pipe, REQUEST), "output_type": "pt"} for _ in range(2)]
+            return [pipe(**x).frames for x in given]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StopdownWarning)
+        assert all(map(torch.equal, run(placement), run(None)))
+
+
+def test_weights_that_wait_in_their_file_go_back_there(
+    save_tiny: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A store that closes leaves them without memory, and the next one reads them again."""
+    source, cpu = resolve_source(save_tiny("sd")), choose_device("cpu")
+    decisions = decide(gather_facts(source), probe_formats(cpu), "fp32")
+    unet = load_decided(source, decisions, cpu, move=False).pipe.unet
+    right = load_decided(source, decisions, cpu).pipe.unet
+    for _ in range(2):
+        store = WeightStore("cpu", tmp_path)
+        for weight, wanted in zip(unet.parameters(), right.parameters(), strict=True):
+            store.store(weight)
+            store.load(weight)
+            assert torch.equal(weight, wanted)
+        store.close()
+        assert {x.untyped_storage().nbytes() for x in unet.parameters()} == {0}
+        assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from stopdown.app.flags import (
     AllowOption,
     DeviceOption,
     GuidanceOption,
-    ImageOption,
+    MediaOptions,
     ModelOptions,
     NegativeOption,
     PrecisionOption,
@@ -28,15 +28,12 @@ from stopdown.app.flags import (
     SizeOptions,
     SourceArgument,
     StepsOption,
-    StrengthOption,
     StrictOption,
 )
 from stopdown.app.registration import describe_command
 from stopdown.app.remedies import reword_text
 from stopdown.app.request_options import (
     RequestOptions,
-    check_number,
-    check_quantiser,
     check_rate,
     read_allowed,
     read_limit,
@@ -51,7 +48,7 @@ from stopdown.batch.records import BatchRecord, ItemResult
 from stopdown.batch.stores import Store, open_store
 from stopdown.environment import choose_device, describe_machine, has_moving_cursor, list_devices
 from stopdown.errors import InputError, OptionError
-from stopdown.pipelines.requests import Request
+from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.plans.precision import parse_request
 from stopdown.records import to_json
 from stopdown.report.pages import render_batch
@@ -67,7 +64,7 @@ SUMMARY, PAGE = "batch.json", "batch.html"
 
 
 @dataclass(frozen=True)
-class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
+class BatchOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Make one video or picture for each prompt of a file.
 
     Each worker loads the model once. If a batch was interrupted, the same command continues it.
@@ -94,8 +91,6 @@ class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
         ),
     ]
     negative: NegativeOption = None
-    image: ImageOption = None
-    strength: StrengthOption = None
     precision: PrecisionOption = "auto"
     device: DeviceOption = "auto"
     workers: Annotated[
@@ -127,8 +122,8 @@ class BatchOptions(SizeOptions, ModelOptions, RequestOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Make each worker stay within this much device memory, such as 8GiB; auto is "
-            "all that its device has."
+            help="Make each worker stay within this much device memory, such as 8GiB. By default all "
+            "that its device has. none keeps all weights on the device."
         ),
     ] = None
     allow: AllowOption = ()
@@ -254,7 +249,7 @@ def _refuse_too_large(
         return (request.frames or 1) * (request.height or 0) * (request.width or 0)
 
     item, request = max(asked, key=count)
-    if item.image is not None:  # it is read by whoever makes the item
+    if item.media:  # they are read by whoever makes the item
         return
     with naming_line(item, options.prompts, OptionError):
         refuse_too_large(
@@ -263,7 +258,7 @@ def _refuse_too_large(
             choose_device(options.device),
             display,
             precision="fp16" if prepared.plan is not None else options.precision,
-            memory=options.memory,
+            memory=None if options.memory == "none" else options.memory or "auto",
         )
 
 
@@ -274,7 +269,7 @@ def _refuse_too_large(
 def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Request]]]:
     """The items with their requests; everything that can be refused without the model is."""
     _check_options(options)
-    items = [_place_image(options, item) for item in read_items(options.prompts)]
+    items = [_place_media(options, item) for item in read_items(options.prompts)]
     asked = [(item, _read_request(options, item)) for item in items]
     from stopdown.batch.settings import Settings
 
@@ -291,11 +286,10 @@ def _read_asked(options: BatchOptions) -> tuple[Settings, list[tuple[Item, Reque
 
 def _check_options(options: BatchOptions) -> None:
     parse_request(options.precision)
-    check_quantiser(read_allowed(options.allow, options.memory))
+    read_allowed(options.allow, options.memory)
     refuse_unknown_device(options.device)
     read_limit(options.memory)
     check_rate(options.fps)
-    check_number("--journal-limit", options.journal_limit)
     for name in ("workers", "cpus_per_worker", "tries"):
         value = getattr(options, name)
         if value is not None and value <= 0:
@@ -311,26 +305,29 @@ def _check_options(options: BatchOptions) -> None:
         )
 
 
-def _place_image(options: BatchOptions, item: Item) -> Item:
-    """The item with where its picture is; a relative path begins at the prompts file."""
-    if item.image is None:
-        image = str(options.image) if options.image else None
-    elif is_url(item.image) or options.prompts == "-":
-        image = item.image
-    elif is_url(options.prompts):
-        image = f"{options.prompts.rpartition('/')[0]}/{item.image}"
-    else:
-        image = str(Path(options.prompts).parent / item.image)
-    return dataclasses.replace(item, image=image)
+def _place_media(options: BatchOptions, item: Item) -> Item:
+    """The item with where its pictures and video are; a relative path begins at the prompts file."""
+    own = {name: _place(options.prompts, place) for name, place in item.media.items()}
+    shared = {name: str(place) for name in MEDIA if (place := getattr(options, name)) is not None}
+    return dataclasses.replace(item, **{**shared, **own})  # type: ignore[arg-type]
+
+
+def _place(prompts: str, place: str) -> str:
+    if is_url(place) or prompts == "-":
+        return place
+    if is_url(prompts):
+        return f"{prompts.rpartition('/')[0]}/{place}"
+    return str(Path(prompts).parent / place)
 
 
 def _read_request(options: BatchOptions, item: Item) -> Request:
     """What an item asks for, with what the command says where it says nothing."""
     names = ("frames", "height", "width", "steps", "guidance")
-    own = {name: x for name in names if (x := getattr(item, name)) is not None}
+    own: dict[str, Any] = dict.fromkeys(MEDIA)  # read by whoever makes the item
+    own |= {name: x for name in names if (x := getattr(item, name)) is not None}
     with naming_line(item, options.prompts, OptionError):  # a plan is no fault of the line
         return read_request(
-            dataclasses.replace(options, image=None, **own),
+            dataclasses.replace(options, **own),
             prompt=item.prompt,
             negative=options.negative if item.negative is None else item.negative,
             steps=own.get("steps", options.steps),

@@ -20,7 +20,7 @@ from stopdown.benchmark.table import render
 from stopdown.environment import Device, choose_device
 from stopdown.errors import InputError, OptionError
 from stopdown.number_formats import parse_bytes
-from stopdown.outputs import check_target, written_beside
+from stopdown.outputs import check_suffix, check_target, written_beside
 from stopdown.pipelines.requests import PROMPTS, Request
 from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.records import describe_other, read_record, to_json
@@ -138,11 +138,7 @@ def _check_options(options: BenchOptions) -> None:
             remedy="Use --steps 2 --minutes 15.",
         )
     if options.output is not None:
-        if options.output.suffix != ".json":
-            raise OptionError(
-                f"The output {options.output} does not end in .json.",
-                remedy=f"Use -o {options.output.with_suffix('.json')}",
-            )
+        check_suffix(options.output, ".json")
         check_target(options.output, noun="record", replaces=_describe_other, force=True)
 
 

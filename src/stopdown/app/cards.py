@@ -11,7 +11,7 @@ from stopdown.app.progress import make_table
 from stopdown.number_formats import format_bytes
 from stopdown.records import JournalUse, RunRecord
 
-_STAGES = ("prepare", "load", "dry_run", "encode", "denoise", "decode", "other", "write")
+_STAGES = ("prepare", "load", "place", "encode", "denoise", "decode", "other", "write")
 
 
 def print_card(record: RunRecord, console: Console, *, is_new: bool = True) -> None:
@@ -94,6 +94,8 @@ def _make_repairs(record: RunRecord) -> Text:
 
 def _make_journal(use: JournalUse) -> Text:
     known, made = (f"{n} call{'s' * (n != 1)}" for n in (use.answered, use.written))
+    whose = ", ".join(f"{count} of {name}" for name, count in use.components.items())
+    known += f" ({whose})" * bool(whose)
     size = format_bytes(use.bytes)
     notes = "".join(f" {note}" for note in use.notes)
     return Text(f"journal {known} answered from {use.folder}, {made} written ({size}).{notes}")

@@ -36,14 +36,13 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.plans.plan_files import read_plan
 from stopdown.plans.precision import parse_request
-from stopdown.records import CheckRecord, FileCheck, FilePart, Finding, Price
+from stopdown.records import CheckRecord, FileCheck, FilePart, Finding
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from stopdown.dtype_rules.check import Checked
 
-GIB = 2**30
 _OF_MODELS = (
     "precision",
     "config",
@@ -204,7 +203,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
         refuse(found.name, find_missing(found))
     load_libraries(display or Display())
     from stopdown.dtype_rules.check import choose_auto, find_source, inspect_pipeline
-    from stopdown.dtype_rules.remedy_costs import price_remedies
 
     source = find_source(found)
     precision, by_plan, judged = options.precision, False, ""
@@ -220,7 +218,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
     findings, mended = checked.findings, tuple[str, ...]()
     if by_plan:
         findings = [found for found in findings if found.kind not in ANSWERED_BY_PLANS]
-    prices = price_remedies(checked.seen, checked.profile) if findings else ()
     if options.fix and findings:
         findings, mended = _fix(options, checked)
     return CheckRecord(
@@ -228,7 +225,6 @@ def check(options: CheckOptions, display: Display | None = None) -> CheckRecord:
         f"{checked.profile.name} ({checked.profile.title})",
         checked.precisions,
         tuple(replace(x, remedy=name_source(x.remedy, options.source)) for x in findings),
-        tuple(replace(x, note=name_source(x.note, options.source)) for x in prices),
         mended,
         round(time.perf_counter() - begun, 3),
         judged,
@@ -306,7 +302,7 @@ def _save(pipe: Any, folder: Path) -> None:
 
 
 def print_check(record: CheckRecord, console: Console) -> None:
-    """Print the findings, worst first, and the prices of the remedies."""
+    """Print the findings, worst first."""
     from stopdown.app.progress import print_parts
 
     show = functools.partial(print_parts, console)
@@ -318,8 +314,6 @@ def print_check(record: CheckRecord, console: Console) -> None:
     for line in record.mended:
         show(("mended ", "bold"), line)
     _print_findings(record.findings, console)
-    if record.prices:
-        _print_prices(record.prices, console)
 
 
 def print_file(record: FileCheck, console: Console) -> None:
@@ -364,15 +358,3 @@ def _print_findings(findings: tuple[Finding, ...], console: Console) -> None:
         show(("  → ", "bold"), finding.remedy)
     if not findings:
         show("No findings.")
-
-
-def _print_prices(prices: tuple[Price, ...], console: Console) -> None:
-    from stopdown.app.progress import make_table
-
-    console.print("\nWhat the remedies cost, over a run in fp32 (an estimate)")
-    table = make_table("remedy", "time", "weights", "peak", "")
-    for price in prices:
-        ratio = "unknown" if price.time_ratio is None else f"{price.time_ratio:.2f}"
-        weights, peak = (f"{size / GIB:.2f} GiB" for size in (price.weight_bytes, price.peak_bytes))
-        table.add_row(price.remedy, ratio, weights, peak, price.note)
-    console.print(table)

@@ -33,8 +33,9 @@ from stopdown.comparison.precision_lists import parse_precisions
 from stopdown.comparison.prompts import read_prompts
 from stopdown.comparison.records import BadLine, Comparison
 from stopdown.comparison.thresholds import Thresholds
-from stopdown.errors import InputError, OptionError
+from stopdown.errors import InputError
 from stopdown.outputs import (
+    check_suffix,
     check_target,
     find_free,
     find_record_path,
@@ -151,8 +152,8 @@ def compare(options: CompareOptions, display: Display) -> tuple[Comparison, Path
         StopdownError: anything that went wrong, with what to type; no half-written file is left.
     """
     output = options.output or find_free(DEFAULT_OUTPUT, ".json")
-    folder = find_cells(output)
     check_page(output, force=options.force)
+    folder = find_cells(output)
     check_target(
         find_record_path(output),
         noun="record",
@@ -283,12 +284,7 @@ def check_page(output: Path, *, force: bool = True) -> None:
         OptionError: it does not end in .html.
         OutputError: nothing can be written there, or what stands there must stay.
     """
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise OptionError(
-            f"The output {output} does not end in .html.",
-            expected="A report is one HTML file.",
-            remedy=f"Use -o {output.with_suffix('.html')}",
-        )
+    check_suffix(output, ".html", ".htm", expected="A report is one HTML file.")
     check_target(output, replaces=describe_no_page, force=force)
 
 

@@ -22,18 +22,20 @@ from stopdown.records import Conversion, ConvertedComponent
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stopdown.checkpoints.text_encoders import Encoder
+
 
 @dataclass(frozen=True)
 class ConvertOptions(RequestOptions):
     """Write a plan into the weights of a model.
 
-    The result is an ordinary fp16 model for programs without Stopdown. To convert a LoRA so that it fits
-    such a model, give the converted model, or its plan, as --plan. To convert a text encoder alone, you
-    need no plan: give a Transformers folder, or a model and --component.
+    The result is an ordinary fp16 model for programs without Stopdown. Its plan is computed from the
+    weights, unless you give one. To convert a LoRA so that it fits such a model, give the converted
+    model, or its plan, as --plan. To convert a text encoder alone, give a Transformers folder, or a
+    model and --component.
 
     Examples:
-      stopdown plan shapes -o plan.json
-      stopdown convert shapes shapes-fp16 --plan plan.json
+      stopdown convert shapes shapes-fp16
       stopdown convert style.safetensors style-fp16.safetensors --plan shapes-fp16
       stopdown convert FOLDER encoder-fp16 --component text_encoder --certify
     """
@@ -46,7 +48,8 @@ class ConvertOptions(RequestOptions):
     plan: Annotated[
         Path | None,
         typer.Option(
-            help="Plan to write into the weights, plan.json. For a LoRA: the converted model."
+            help="Plan to write into the weights, plan.json. By default one is computed from the "
+            "weights. For a LoRA: the converted model."
         ),
     ] = None
     to: Annotated[
@@ -58,7 +61,7 @@ class ConvertOptions(RequestOptions):
     ] = None
     component: Annotated[
         str | None,
-        typer.Option(help="Text encoder to convert alone, without a plan, such as text_encoder."),
+        typer.Option(help="Text encoder to convert alone, such as text_encoder."),
     ] = None
     certify: Annotated[
         bool,
@@ -119,21 +122,30 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     """
     is_lora = is_lora_file(Path(options.source).expanduser())
     if options.plan is None and not is_lora:
-        return _convert_encoder(options, display)
-    plan = _check_plan(options)
+        encoder = _find_encoder(options, display)
+        if encoder is not None:
+            return _convert_encoder(encoder, options, display)
+    _check_plan(options)
     if is_lora:
-        return _convert_lora(options, plan, display)
+        return _convert_lora(options, display)
     request = read_request(options)
-    read_plan(plan)
+    plan = read_plan(options.plan) if options.plan is not None else None
 
     source = find_source(options, display)
     load_libraries(display)
     from stopdown.checkpoints import convert as convert_module
     from stopdown.checkpoints.output_places import Target
+    from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
 
     if options.call is not None:
         request = dataclasses.replace(request, arguments=read_call(options.call))
+    if plan is None:
+        with quiet_libraries():  # a file cannot hold an fp32 residual stream
+            plan = certify_plan(
+                source, residual="native", request=request, progress=display.progress
+            )
 
     return convert_module.convert(
         source,
@@ -147,28 +159,26 @@ def convert(options: ConvertOptions, display: Display) -> Conversion:
     )
 
 
-def _check_plan(options: ConvertOptions) -> Path:
-    """The plan, where one is needed, and nothing beside it that is for text encoders alone."""
+def _check_plan(options: ConvertOptions) -> None:
+    """Refuse what is for text encoders alone, and a LoRA without the model that it is used with.
+
+    Raises:
+        OptionError: naming the option.
+    """
     for name, given in {"--component": options.component, "--certify": options.certify}.items():
         if given:
+            beside = "beside --plan" if options.plan is not None else f"for {options.source}"
             raise OptionError(
-                f"{name} was given beside --plan.",
+                f"{name} was given {beside}.",
                 expected="It is for a text encoder that is converted alone, without a plan.",
-                remedy="Leave one of them out.",
+                remedy="Leave it out, or give a Diffusers folder or a text encoder's folder.",
             )
-    if options.plan is None:
-        raise _miss_plan(options)
-    return options.plan
-
-
-def _miss_plan(options: ConvertOptions) -> OptionError:
-    return OptionError(
-        f"{options.source} was given without --plan.",
-        expected="A LoRA needs the exponents of the model that it is used with. A model needs a "
-        "plan, unless it is a text encoder.",
-        remedy="Give --plan CONVERTED for a LoRA; else make a plan first: stopdown plan SOURCE -o "
-        "plan.json",
-    )
+    if options.plan is None and is_lora_file(Path(options.source).expanduser()):
+        raise OptionError(
+            f"The LoRA {options.source} was given without --plan.",
+            expected="A LoRA needs the exponents of the model that it is used with.",
+            remedy="Give the converted model: --plan CONVERTED.",
+        )
 
 
 def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
@@ -179,24 +189,28 @@ def _list_allowed(options: ConvertOptions) -> list[Literal["eps", "overwrite"]]:
     return [name for name, given in allowed.items() if given]
 
 
-def _convert_encoder(options: ConvertOptions, display: Display) -> Conversion:
+def _find_encoder(options: ConvertOptions, display: Display) -> Encoder | None:
+    """Return the text encoder that SOURCE is, or that --component names; None for a model."""
     load_libraries(display, has_pipelines=False)
-    from stopdown.checkpoints.text_encoders import convert_encoder, find_encoder
+    from stopdown.checkpoints.text_encoders import find_encoder
 
-    encoder = find_encoder(options.source, options.component or "", revision=options.revision)
-    if encoder is None:
-        raise _miss_plan(options)
+    return find_encoder(options.source, options.component or "", revision=options.revision)
+
+
+def _convert_encoder(encoder: Encoder, options: ConvertOptions, display: Display) -> Conversion:
+    from stopdown.checkpoints.text_encoders import convert_encoder
+
     display.progress("measure", encoder.name, 0, 1)
     allow = _list_allowed(options)
     return convert_encoder(encoder, options.output, certify=options.certify, allow=allow)
 
 
-def _convert_lora(options: ConvertOptions, plan: Path, display: Display) -> Conversion:
+def _convert_lora(options: ConvertOptions, display: Display) -> Conversion:
     load_libraries(display, has_pipelines=False)
     from stopdown.checkpoints.lora_files import convert_lora
 
     lora = Path(options.source).expanduser()
-    return convert_lora(lora, options.output, plan, overwrite=options.force)
+    return convert_lora(lora, options.output, str(options.plan), overwrite=options.force)
 
 
 def print_conversion(made: Conversion, console: Console) -> None:

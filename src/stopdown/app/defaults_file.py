@@ -35,9 +35,17 @@ def read_defaults(
         commands: the options of each command, by their names in Python.
 
     Raises:
-        OptionError: the file cannot be read, or sets what no command has.
+        OptionError: the file cannot be read, or sets what no command has; or there is no working folder.
     """
-    for place in (Path.cwd(), *Path.cwd().parents):
+    try:
+        here = Path.cwd()
+    except OSError as error:
+        raise OptionError(
+            f"The folder that this command was started in is not there: {error.strerror}.",
+            expected="It was deleted or moved after the shell had entered it.",
+            remedy="Go to a folder that exists: cd ~",
+        ) from error
+    for place in (here, *here.parents):
         for path in (place / NAME, place / "pyproject.toml"):
             table = _read_table(path) if path.is_file() else None
             if table is not None:

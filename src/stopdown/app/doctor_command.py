@@ -47,7 +47,7 @@ class DoctorOptions(CommandOptions):
 
 
 def main(options: DoctorOptions) -> int:
-    """Run the command and print its page, or the profile."""
+    """Run the command and print its page, or the profile; 1 when PyTorch cannot compute on a device."""
     from stopdown.app.progress import open_display, print_result
 
     if options.toml:
@@ -57,7 +57,7 @@ def main(options: DoctorOptions) -> int:
         load_libraries(display, has_pipelines=False)
         health = examine(options.device)
     print_result(options, health, functools.partial(print_health, health), highlight=False)
-    return 0
+    return int(any(device.missing for device in health.devices))
 
 
 def write_profile(device: str | None) -> str:
@@ -71,7 +71,7 @@ def write_profile(device: str | None) -> str:
             "A profile is written for one device, and none was named.",
             remedy="Write stopdown doctor --device v100 --toml, or --device cuda for the one here.",
         )
-    return format_profile(find_target(device)[1])
+    return format_profile(find_target(device, needs_kernels=False)[1])
 
 
 def print_health(health: MachineHealth, console: Console) -> None:
@@ -96,9 +96,12 @@ def _print_device(device: DeviceHealth, console: Console) -> None:
 
     memory = f", {device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
     capability = f", compute capability {device.capability}" if device.capability else ""
-    origin = "" if device.tried else " (from its profile; nothing was measured)"
+    where = "" if device.missing else "from its profile; "
+    origin = "" if device.tried else f" ({where}nothing was measured)"
     title = Text.assemble((device.device, "bold"), f"{capability}{memory}{origin}")
     console.print(title, soft_wrap=True)
+    if device.missing:
+        print_prose(console, f"  {device.missing}")
     for entry in device.formats:
         ratio = "" if entry.time_ratio is None else f"{entry.time_ratio:.2g} x the time of fp32"
         console.print(f"  {entry.name:5} {entry.state:9} {ratio}".rstrip())

@@ -12,7 +12,7 @@ import typer
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import ConfigOption, ForceOption, SizeOptions
 from stopdown.errors import OptionError
-from stopdown.outputs import check_target, written_beside
+from stopdown.outputs import check_target, refuse_nameless, written_beside
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import resolve_source, verify_source
 from stopdown.plans.plan_files import read_plan
@@ -129,6 +129,7 @@ def export_scales(options: ExportOptions) -> str:
     """
     ending = "json" if options.json else "txt"
     if options.output is not None:
+        refuse_nameless(options.output, "as OUT")
         ending = options.output.suffix.lower().removeprefix(".")
         if ending not in FORMATS:
             raise OptionError(

@@ -141,9 +141,8 @@ GuidanceOption = Annotated[float | None, typer.Option(help="Guidance scale.")]
 AllowOption = Annotated[
     tuple[str, ...],
     typer.Option(
-        help="Change that is allowed so that the run stays within --memory: fp8 or int8 keep "
-        "weights in 8 bits; smaller makes fewer frames or a smaller picture if nothing else "
-        "fits. Repeat for several."
+        help="Change that is allowed so that the run stays within --memory: smaller makes fewer "
+        "frames or a smaller picture if nothing else fits."
     ),
 ]
 StrictOption = Annotated[

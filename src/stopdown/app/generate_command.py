@@ -37,8 +37,6 @@ from stopdown.app.flags import (
 )
 from stopdown.app.request_options import (
     RequestOptions,
-    check_number,
-    check_quantiser,
     check_rate,
     find_source,
     read_allowed,
@@ -50,8 +48,8 @@ from stopdown.device_memory import peak_memory
 from stopdown.environment import Device, choose_device
 from stopdown.errors import OptionError, OutputError
 from stopdown.media import check_output
-from stopdown.outputs import check_target, find_free, find_record_path
-from stopdown.pipelines.requests import Request
+from stopdown.outputs import check_target, find_free, find_record_path, refuse_nameless
+from stopdown.pipelines.requests import Request, refuse_missing_prompt
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.plan_files import describe_no_plan, write_cached_plan, write_plan
 from stopdown.plans.precision import parse_request
@@ -77,7 +75,7 @@ class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     or noise are reported.
 
     Examples:
-      stopdown generate zai-org/CogVideoX-5b "a girl riding a bike" --memory auto
+      stopdown generate zai-org/CogVideoX-5b "a girl riding a bike"
       stopdown generate shapes "a red circle moving left on a grey background"
       stopdown generate shapes "a red circle" --precision fp16 -o circle.mp4
     """
@@ -139,9 +137,10 @@ class GenerateOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Stay within this much device memory, such as 8GiB; auto is all that the device "
+            help="Stay within this much device memory, such as 8GiB. By default all that the device "
             "has. Weights that are not in use are kept elsewhere, and work is split if "
-            "necessary. A call that runs out of memory is run again with less."
+            "necessary. A call that runs out of memory is run again with less. none keeps all "
+            "weights on the device."
         ),
     ] = None
     allow: AllowOption = ()
@@ -192,6 +191,8 @@ def list_runs(options: GenerateOptions) -> list[GenerateOptions]:
             remedy="Leave one of them out.",
         )
     path = Path(options.output) if options.output is not None else None
+    if path is not None:
+        refuse_nameless(path)
     runs = [
         dataclasses.replace(
             options,
@@ -241,7 +242,7 @@ def generate(
     started = time.perf_counter()
     display = display or Display()
     request = _read_request(options)
-    check_quantiser(read_allowed(options.allow, options.memory))
+    read_allowed(options.allow, options.memory)
     numbered = options.output is None
     options = dataclasses.replace(
         options, output=options.output or str(find_free(DEFAULT_OUTPUT, ".json"))
@@ -253,6 +254,7 @@ def generate(
         kept.chosen.source if kept.chosen else follow(ranks, lambda: find_source(options, display))
     )
     if kept.chosen is None:
+        refuse_missing_prompt(source.pipeline_class, source.components, request)
         load_libraries(display)
     device = choose_device(options.device)
     display.detail(f"{options.source} is {source.path}. {device.reason}")
@@ -303,12 +305,16 @@ def _generate(
 ) -> RunRecord:
     """Decide, load, run and write; what happened is the record."""
     from stopdown.plans.plan_choice import choose_loader
-    from stopdown.runtime.memory_limits import Limit, fit_run
+    from stopdown.runtime.memory_limits import choose_limit, fit_run
     from stopdown.runtime.runs import describe_run
 
-    kept = run.kept
+    kept, limit = run.kept, None
+    if run.ranks is None:
+        requested = parse_request(options.precision).parts
+        limit = choose_limit(options.memory, options.allow, requested)
     if kept.chosen is None:
-        kept.chosen = _choose(options, request, device, source, display)
+        memory = limit.memory if limit is not None else None
+        kept.chosen = _choose(options, request, device, source, display, memory)
     chosen, known, stages = kept.chosen, kept.loaded, dict[str, float]()
     if known is not None:
         load = lambda: known  # noqa: E731 - the other way to have it is a partial
@@ -323,15 +329,13 @@ def _generate(
                 progress=display.progress,
             ),
         )
-        load = functools.partial(_load, loader, options, display, stages)
+        load = functools.partial(_load, loader, limit is None, display, stages)
     stages["prepare"] = time.perf_counter() - run.started
-    limit = Limit(options.memory, options.allow) if options.memory is not None else None
-    with peak_memory(device) as memory:
+    with peak_memory(device) as peak:
         loaded = kept.loaded = load()
         begun = time.perf_counter()
         fitted = fit_run(loaded, request, device, limit, chosen.configs, display.announce)
-        if limit is not None:
-            stages["dry_run"] = time.perf_counter() - begun
+        stages["place"] = time.perf_counter() - begun
         offloader, request = fitted.offloader, fitted.request
         with (
             offloader or contextlib.nullcontext(),
@@ -348,18 +352,17 @@ def _generate(
         loaded,
         device,
         made,
-        memory,
+        peak,
         request=_describe_options(options),
         stages_s=stages,
         findings=findings,
         output=output,
         elapsed_s=time.perf_counter() - run.started,
     )
-    updated, updated_plan = fitted.add_out_of_memory(made.updated), None
-    if updated is not None and run.writes:
-        what = "The repair" if made.updated else "What running out of memory taught"
+    updated_plan = None
+    if made.updated is not None and run.writes:
         path = parse_request(options.precision).plan
-        updated_plan = keep_updated(updated, what, path, options.keep_repairs, display.announce)
+        updated_plan = keep_updated(made.updated, path, options.keep_repairs, display.announce)
     if updated_plan is not None:
         kept.loaded = None
     return dataclasses.replace(
@@ -373,7 +376,12 @@ def _generate(
 
 
 def _choose(
-    options: GenerateOptions, request: Request, device: Device, source: Source, display: Display
+    options: GenerateOptions,
+    request: Request,
+    device: Device,
+    source: Source,
+    display: Display,
+    memory: str | None,
 ) -> Selection:
     """The class that serves the request, which fits into memory."""
     from stopdown.pipelines.class_selection import select_pipeline
@@ -385,7 +393,7 @@ def _choose(
         device,
         display,
         precision=options.precision,
-        memory=options.memory,
+        memory=memory,
     )
     return chosen
 
@@ -437,7 +445,6 @@ def _read_request(options: GenerateOptions) -> Request:
     """The request with its files read, before anything heavy is done."""
     asked = parse_request(options.precision)
     check_rate(options.fps)
-    check_number("--journal-limit", options.journal_limit)
     if options.prompt == "":
         raise OptionError(
             "The prompt is empty.",
@@ -475,13 +482,10 @@ def _check_output_early(options: GenerateOptions) -> None:
 
 
 def _load(
-    loader: Callable[..., Loaded],
-    options: GenerateOptions,
-    display: Display,
-    stages: dict[str, float],
+    loader: Callable[..., Loaded], move: bool, display: Display, stages: dict[str, float]
 ) -> Loaded:
     begun = time.perf_counter()
-    loaded = loader(progress=display.progress, move=options.memory is None)
+    loaded = loader(progress=display.progress, move=move)
     stages["load"] = time.perf_counter() - begun
     return loaded
 
@@ -512,12 +516,11 @@ def _run(
 
 
 def keep_updated(
-    updated: Plan, what: str, path: str | None, keeps: bool, announce: Callable[[str], None]
+    updated: Plan, path: str | None, keeps: bool, announce: Callable[[str], None]
 ) -> str | None:
-    """Write a plan with what a run taught for the next one: where, or None when nothing was written.
+    """Write a plan with the repairs of a run for the next one: where, or None when nothing was written.
 
     Args:
-        what: was learnt: `The repair`.
         path: of the plan that was named; None for one that `auto` made.
         keeps: whether that one may be written.
         announce: told what was done.
@@ -526,14 +529,14 @@ def keep_updated(
         try:
             path = str(write_cached_plan(updated))
         except OutputError as error:  # it costs the next run a repair, and this one nothing
-            announce(f"{what} only lasts for this run, and was not kept. {error.what}")
+            announce(f"The repair only lasts for this run, and was not kept. {error.what}")
             return None
     elif keeps:
         write_plan(updated, path)
     else:
-        announce(f"{what} only lasts for this run; --keep-repairs writes it into {path}.")
+        announce(f"The repair only lasts for this run; --keep-repairs writes it into {path}.")
         return None
-    announce(f"{what} was written into {path}, for the next run.")
+    announce(f"The repair was written into {path}, for the next run.")
     return path
 
 

@@ -12,7 +12,6 @@ import typer
 
 from stopdown.app.display import Display, load_libraries
 from stopdown.app.flags import (
-    AllowOption,
     ForceOption,
     GuidanceOption,
     MediaOptions,
@@ -20,11 +19,10 @@ from stopdown.app.flags import (
     SizeOptions,
     SourceArgument,
 )
-from stopdown.app.memory_command import plan_memory, print_memory
 from stopdown.app.request_options import RequestOptions, find_source, read_request
 from stopdown.app.size_limits import refuse_unmeasurable
 from stopdown.errors import OptionError
-from stopdown.outputs import check_target, find_free
+from stopdown.outputs import check_suffix, check_target, find_free
 from stopdown.plans.plan_files import describe_no_plan, seal_plan, write_plan
 from stopdown.plans.precision import check_components, leave_components, parse_fp16
 from stopdown.records import ComponentPlan, Plan
@@ -41,14 +39,12 @@ DEFAULT_OUTPUT = Path("plan.json")
 class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
     """Find how a model runs in fp16 without overflow.
 
-    Measures a few runs, or computes bounds for every run (--certify), and writes a plan for generate,
-    compare and convert. With --memory it predicts memory instead; it then reads no weights and writes
-    no plan.
+    Computes bounds from the weights that hold for every prompt, and runs nothing. With --measure, or with
+    an option of runs such as --prompt or --steps, it runs the model in fp32 a few times instead.
 
     Examples:
       stopdown plan zai-org/CogVideoX-5b -o plan.json
-      stopdown plan shapes --certify -o certified.json
-      stopdown plan zai-org/CogVideoX-5b --memory 16GiB --device v100
+      stopdown plan shapes --measure --steps 2
     """
 
     source: SourceArgument
@@ -68,29 +64,30 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
             help="Prompt to measure. Repeat for several. By default three built-in prompts."
         ),
     ] = ()
-    steps: Annotated[int, typer.Option(help="Denoising steps of each measured run.")] = 4
+    steps: Annotated[
+        int | None, typer.Option(help="Denoising steps of each measured run. By default 4.")
+    ] = None
     precision: Annotated[
         str,
         typer.Option(
             help="auto and fp16 plan everything in fp16; text_encoder=fp32 keeps a component in "
-            "another precision. With --memory, auto compares several precisions; fp32, "
-            "bf16, fp16 or plan.json predicts only that one."
+            "another precision."
         ),
     ] = "auto"
     residual: Annotated[
-        Literal["native", "fp32"],
+        Literal["native", "fp32"] | None,
         typer.Option(
             help="Precision of the residual stream. native: as the model has it. fp32: sums and "
-            "norms in fp32, which is more precise."
+            "norms in fp32, which is more precise. By default fp32, and native for measured runs."
         ),
-    ] = "native"
+    ] = None
     ranges: Annotated[
-        Literal["measured", "bound", "auto"],
+        Literal["measured", "bound", "auto"] | None,
         typer.Option(
-            help="Where the ranges of values come from. measured: from the measured runs. bound: "
+            help="Where the ranges of measured runs come from. measured: from these runs. bound: "
             "from bounds for every input, if there are any. auto: from bounds if they cost nothing."
         ),
-    ] = "measured"
+    ] = None
     call: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -106,49 +103,35 @@ class PlanOptions(MediaOptions, SizeOptions, ModelOptions, RequestOptions):
             "one piece. By default PyTorch's setting applies."
         ),
     ] = None
-    certify: Annotated[
-        bool,
-        typer.Option(
-            "--certify",
-            help="Run nothing. Compute bounds that hold for every prompt from the weights, read "
-            "tensor by tensor.",
-        ),
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure a few runs in fp32 instead of bounding all.")
     ] = False
     device: Annotated[
         str | None, typer.Option(help="Device to measure on, in fp32: cuda, cuda:1, mps or cpu.")
     ] = None
     guidance: GuidanceOption = None
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict memory instead, without weights and without writing a plan. Shows what "
-            "each strategy takes on --device (v100, t4… too) and which stays within this "
-            "amount, such as 8GiB. auto is all that the device has."
-        ),
-    ] = None
-    allow: AllowOption = ()
+    certify: Annotated[bool, typer.Option("--certify", hidden=True)] = False
+    """Refused: bounds are what a plan rests on without an option."""
+    memory: Annotated[str | None, typer.Option(hidden=True)] = None
+    """Refused: whoever types it wants a forecast, which `fit` makes."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether runs are measured: that was asked for, or something that only runs have."""
+        runs = (self.steps, self.ranges, self.device, self.guidance)
+        sizes = (self.frames, self.height, self.width)
+        given = any(x is not None for x in (*runs, *sizes))
+        return self.measure or given or bool(self.prompt or self.call)
 
 
 def main(options: PlanOptions) -> int:
-    """Run the command, with progress and the table; 1 when nothing stays within --memory."""
+    """Run the command, with progress and the table."""
     from stopdown.app.progress import open_display, print_result
 
-    if options.memory is not None:
-        return _predict_memory(options)
     with open_display(options) as display:
         made, written = plan(options, display)
     print_result(options, made, functools.partial(print_plan, made, written), name=written)
     return 0
-
-
-def _predict_memory(options: PlanOptions) -> int:
-    from stopdown.app.progress import open_display, print_result
-
-    request = read_request(options, takes_profile=True)
-    with open_display(options) as display:
-        made = plan_memory(options, request, display)
-    print_result(options, made, functools.partial(print_memory, made), highlight=False)
-    return 0 if made.chosen else 1
 
 
 def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
@@ -157,16 +140,13 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
     Raises:
         StopdownError: anything that went wrong, with what to type; no file is left.
     """
-    _check_certify(options)
+    _refuse_memory(options)
     _check_accumulate(options)
-    others = parse_fp16(options.precision, "A certificate" if options.certify else "A plan")
+    others = parse_fp16(options.precision, "A plan")
     output = options.output or find_free(DEFAULT_OUTPUT)
-    if output.suffix.lower() != ".json":
-        raise OptionError(
-            f"The output {output} does not end in .json.",
-            expected="generate --precision recognises a plan by this extension.",
-            remedy=f"Use -o {output.with_suffix('.json')}.",
-        )
+    check_suffix(
+        output, ".json", expected="generate --precision recognises a plan by this extension."
+    )
     request = read_request(options)
     check_target(output, replaces=describe_no_plan, force=options.force)
     source = find_source(options, display)
@@ -174,63 +154,59 @@ def plan(options: PlanOptions, display: Display) -> tuple[Plan, Path]:
         check_components(others, source.components)
     load_libraries(display)
     from stopdown.pipelines.library_messages import quiet_libraries
-    from stopdown.plans.calibrated import make_plan
+    from stopdown.plans.calibrated import STEPS, measure_plan
     from stopdown.plans.certified import certify_plan
     from stopdown.plans.component_calls import read_call
     from stopdown.plans.fp16_sums import choose_sums
 
-    if not options.certify:
+    if options.measures:
         refuse_unmeasurable(source, request, options.device, display, precision="fp32")
-    with quiet_libraries():
-        made = (
-            certify_plan(
-                source,
-                precision=options.precision,
-                request=request,
-                residual=options.residual,
-                progress=display.progress,
-            )
-            if options.certify
-            else make_plan(
+        with quiet_libraries():
+            made = measure_plan(
                 source,
                 device=options.device,
                 prompts=[*options.prompt, *map(read_call, options.call)],
                 residual=options.residual,
                 ranges=options.ranges,
-                request=dataclasses.replace(request, steps=options.steps),
+                request=dataclasses.replace(request, steps=options.steps or STEPS),
                 progress=display.progress,
             )
-        )
-    if others and not options.certify:
-        kept = tuple(leave_components(made.components, others))
-        made = seal_plan(dataclasses.replace(made, components=kept))
+        if others:
+            kept = tuple(leave_components(made.components, others))
+            made = seal_plan(dataclasses.replace(made, components=kept))
+    else:
+        with quiet_libraries():
+            made = certify_plan(
+                source,
+                precision=options.precision,
+                request=request,
+                residual=options.residual or "fp32",
+                progress=display.progress,
+            )
     if options.accumulate is not None:
         made = choose_sums(made, options.accumulate)
     return made, write_plan(made, output, numbered=options.output is None)
 
 
-def _check_certify(options: PlanOptions) -> None:
-    """Refuse options of runs beside --certify, which makes none.
+def _refuse_memory(options: PlanOptions) -> None:
+    """Refuse a limit of memory, which plans do not have, and the name of what is the default.
 
     Raises:
-        OptionError: naming the option.
+        OptionError: naming the command that forecasts.
     """
-    sizes = (options.frames, options.height, options.width, options.guidance)
-    given = {
-        "--prompt": options.prompt,
-        "--call": options.call,
-        "--ranges": options.ranges != "measured",
-        "--device": options.device,
-        "--frames, --height, --width or --guidance": any(x is not None for x in sizes),
-    }
-    for name, value in given.items():
-        if options.certify and value:
-            raise OptionError(
-                f"{name} was given beside --certify.",
-                expected="A certificate is computed from the weights, and nothing is run.",
-                remedy=f"Leave one of them out; stopdown plan {options.source} --ranges auto runs "
-                "and bounds.",
-            )
+    if options.certify:
+        raise OptionError(
+            "--certify is no option.",
+            expected="A plan rests on bounds from the weights, unless it is measured.",
+            remedy=f"Use stopdown plan {options.source}.",
+        )
+    if options.memory is not None:
+        device = f" --device {options.device}" if options.device is not None else ""
+        raise OptionError(
+            f"--memory {options.memory} was given, and a plan has no limit of memory.",
+            expected="What a run takes is predicted by a command of its own.",
+            remedy=f"Use stopdown fit SOURCE --memory {options.memory}{device}.",
+        )
 
 
 def _check_accumulate(options: PlanOptions) -> None:
@@ -239,12 +215,12 @@ def _check_accumulate(options: PlanOptions) -> None:
     Raises:
         OptionError: saying what bounds them.
     """
-    is_bounded = options.certify or options.ranges != "measured"
+    is_bounded = not options.measures or options.ranges in ("bound", "auto")
     if options.accumulate in ("auto", "fp16") and not is_bounded:
         raise OptionError(
             f"--accumulate {options.accumulate} was given, and ranges are measured.",
             expected="Sums in fp16 are only safe with bounds that hold for every input.",
-            remedy="Add --ranges auto, or --certify.",
+            remedy="Add --ranges auto, or leave out what makes it measure: --measure, --steps, --prompt.",
         )
 
 

@@ -42,7 +42,6 @@ STAGES = {
     "load": "Loading",
     "observe": "Observing",
     "measure": "Measuring",
-    "plan": "Predicting",
     "predict": "Predicting",
     "encode": "Encoding",
     "denoise": "Denoising",

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
+import math
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +24,7 @@ import typer
 from stopdown.app.flags import SHOWN
 from stopdown.app.remedies import reword
 from stopdown.environment import token_in_use
-from stopdown.errors import StopdownError
+from stopdown.errors import OptionError, StopdownError
 
 
 def add_command(app: typer.Typer, name: str, main: Callable[[Any], int], **settings: bool) -> None:
@@ -92,18 +95,68 @@ def _is_tuple(hint: Any) -> bool:
 _METAVARS = {str: "TEXT", int: "N", float: "X", Path: "PATH"}
 
 
-def _name_value(hint: Any) -> Any:
-    """The hint of an option with a name for its value, instead of the name of its type."""
+def _describe_value(entry: dataclasses.Field[Any], hint: Any) -> Any:
+    """The hint of a field with a name for its value, instead of the name of its type, and its reader."""
     values, *described = get_args(hint)
-    info = described[0]
+    info = copy.copy(described[0])
     parts = (values,) if get_origin(values) is list else get_args(values) or (values,)
     inner = next(part for part in parts if part is not type(None))
     inner = get_args(inner)[0] if get_origin(inner) is list else inner
-    if not isinstance(info, typer.models.OptionInfo) or inner not in _METAVARS or info.metavar:
-        return hint
-    info = copy.copy(info)
-    info.metavar = _METAVARS[inner]
+    is_option = isinstance(info, typer.models.OptionInfo)
+    if is_option and inner in _METAVARS and not info.metavar:
+        info.metavar = _METAVARS[inner]
+    said = f"--{entry.name.replace('_', '-')}" if is_option else entry.name.upper()
+    if inner in (int, float):
+        info.parser = functools.partial(_read_number, said, inner)
+    elif inner is Path or entry.name == "output":
+        info.parser = functools.partial(_read_path, said, inner)
     return Annotated[(values, info)]
+
+
+_DECIMAL = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+
+
+def _read_number(flag: str, kind: type[int] | type[float], given: object) -> int | float:
+    """A number in plain digits: Python's own reader takes `1_000`, `١٠`, ` 10 ` and `nan` as well.
+
+    Args:
+        given: text, or what a file of defaults holds.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if isinstance(given, (int, kind)) and not isinstance(given, bool) and math.isfinite(given):
+        return kind(given)
+    text = str(given)
+    if (re.fullmatch("-?[0-9]+", text) if kind is int else _DECIMAL.fullmatch(text)) and (
+        len(text) <= _MOST_DIGITS and math.isfinite(float(text))
+    ):
+        return kind(text)
+    raise OptionError(
+        f"{flag} {shlex.quote(text)} is not a {'whole ' * (kind is int)}number.",
+        expected="A number is written in the digits 0 to 9"
+        + ("." if kind is int else ", with a point where it has decimals."),
+        remedy=f"Write for example {flag} {_EXAMPLES[kind]}.",
+    )
+
+
+_MOST_DIGITS = 300
+_EXAMPLES = {int: "20", float: "6.5"}
+
+
+def _read_path(flag: str, kind: type, given: object) -> object:
+    """A path that is not empty, which would be the working folder.
+
+    Raises:
+        OptionError: it is empty.
+    """
+    if given == "":
+        raise OptionError(
+            f"{flag} is an empty text.",
+            expected="It takes a path. An empty one often comes from a shell variable that is not set.",
+            remedy=f"Leave {flag} out, or name a file.",
+        )
+    return kind(given)
 
 
 def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
@@ -113,6 +166,6 @@ def _make_parameter(entry: dataclasses.Field[Any], hint: Any) -> inspect.Paramet
         values, *described = get_args(hint)
         hint = Annotated[(list[get_args(values)[0]] | None, *described)]  # type: ignore[misc]
         default = None
-    hint = _name_value(hint)
+    hint = _describe_value(entry, hint)
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(entry.name, kind, default=default, annotation=hint)

@@ -9,7 +9,7 @@ from pathlib import Path
 from stopdown.app.display import Display
 from stopdown.app.flags import SourceOptions
 from stopdown.device_profiles import find_profile, is_profile
-from stopdown.environment import is_device_name, require_package
+from stopdown.environment import is_device_name
 from stopdown.errors import OptionError
 from stopdown.media import read_image, read_video
 from stopdown.number_formats import parse_bytes
@@ -120,11 +120,7 @@ def find_source(options: RequestOptions, display: Display, *, with_weights: bool
     return found
 
 
-ALLOWABLE = {
-    "fp8": "weights that wait in 8 bits",
-    "int8": "those of linear layers, which torchao makes",
-    "smaller": "fewer frames or a smaller picture",
-}
+ALLOWABLE = {"smaller": "fewer frames or a smaller picture"}
 """What `--allow` lets change the picture."""
 
 
@@ -142,32 +138,22 @@ def read_allowed(allow: Sequence[str], memory: str | None) -> tuple[str, ...]:
                 expected=f"Known: {known}.",
                 remedy=f"Use --allow {next(iter(ALLOWABLE))}.",
             )
-    if allow and memory is None:
+    if allow and memory == "none":
         raise OptionError(
-            f"--allow {allow[0]} was given without --memory.",
+            f"--allow {allow[0]} was given with --memory none.",
             expected="It says what may change the picture so that a run stays within a limit.",
-            remedy=f"Add a limit: --memory 8GiB --allow {allow[0]}.",
+            remedy=f"Give a limit: --memory 8GiB --allow {allow[0]}.",
         )
     return tuple(dict.fromkeys(allow))
 
 
-def check_quantiser(allow: Sequence[str]) -> None:
-    """Refuse int8 where torchao, which makes its codes, is not installed.
-
-    Raises:
-        OptionError: it is not.
-    """
-    if "int8" in allow:
-        require_package("torchao", "int8", "--allow int8", otherwise=", or use --allow fp8")
-
-
 def read_limit(memory: str | None) -> int | None:
-    """The bytes that `--memory` names; None for none, and for `auto`.
+    """The bytes that `--memory` names; None for `none`, `auto` and no limit.
 
     Raises:
         OptionError: it is no amount of memory.
     """
-    return None if memory in (None, "auto") else parse_bytes(str(memory))
+    return None if memory in (None, "auto", "none") else parse_bytes(str(memory))
 
 
 def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) -> None:
@@ -195,7 +181,7 @@ def refuse_unknown_device(device: str | None, *, takes_profile: bool = False) ->
         "machine.",
         expected="The device of a run is auto, cuda, cuda:1, mps or cpu.",
         remedy="On a machine with this card, use --device cuda. Here, use stopdown check SOURCE --device "
-        f"{device}, or stopdown plan SOURCE --memory auto --device {device}.",
+        f"{device}, or stopdown fit SOURCE --device {device}.",
     )
 
 

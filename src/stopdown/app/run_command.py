@@ -149,7 +149,7 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
     refuse_unknown_device(options.device)
     from stopdown.patches import Patches
     from stopdown.pipelines.library_messages import drop_empty_remarks
-    from stopdown.pipelines.pipeline_interception import redirect_devices
+    from stopdown.pipelines.pipeline_interception import redirect_devices, stop_without_kernels
     from stopdown.runtime.scripts import ScriptGuard
 
     plan = read_plan(path) if path is not None else None
@@ -175,11 +175,13 @@ def run_script(options: ScriptOptions, announce: Callable[[str], None]) -> Scrip
         if options.device is not None:
             device = choose_device(options.device)
             redirect_devices(str(device.torch_name), remark, patches)
+        else:
+            stop_without_kernels(patches)
         try:
             code = _execute(start, remark)
         finally:
             if path is not None and guarding.plan is not None and guarding.plan is not plan:
-                keep_updated(guarding.plan, "The repair", path, options.keep_repairs, remark)
+                keep_updated(guarding.plan, path, options.keep_repairs, remark)
         _hint_at_options(options, code, remark)
         _hint_at_components(options, guarding, remark)
     return ScriptRecord(

@@ -2,59 +2,144 @@
 
 Python does so for Ctrl-C. SIGTERM (`kill`, `timeout`, a queue that takes its machine back) and SIGHUP (a
 terminal that is closed) would end the process on the spot, with temporary files and locks left. A signal
-that is ignored (`nohup`) or handled already stays so, and in a child process both end it as ever.
+that is ignored (`nohup`) or handled already stays so, and in a child process all of them end it as ever.
+
+No exception is raised while a module is imported. Libraries catch it there, or look up the module that is
+half made (NumPy until no recursion is left), and C++ of PyTorch ends with SIGABRT. The signal waits until
+the import is over. A long import is not waited for: the process leaves at once, and what it had under
+temporary names is removed by the next one that writes there.
+
+**Catches** interrupts that Python could only print, out of `__del__` and callbacks, too: they come again.
+**Does not catch** signals before the program begins, or while a function of C does not return.
 """
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
-_ENDING = ("SIGTERM", "SIGHUP")
+_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
+_IMPORTER = "<frozen importlib._bootstrap>"
 
-INTERRUPTED = 130
-"""The code of a program that Ctrl-C ended: 128 and the number of the signal. Typer leaves with it, too."""
+_PATIENCE_S = 1.0
+"""How long an import is waited for."""
+
+_PAUSE_S = 0.02
+"""Between two looks at whether it is over."""
 
 
 class Stopped(SystemExit):
-    """A signal came that ends the program; its code is 128 and the number of the signal.
-
-    Attributes:
-        name: of the signal.
-    """
+    """A signal came that ends the program; its code is 128 and the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
-        self.name = signal.Signals(number).name
 
 
-@contextmanager
-def raised_signals() -> Iterator[None]:
-    """Within the block the first signal that ends programs raises `Stopped`; a second one ends at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
-    taken = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
-    owner = os.getpid()
+class SignalTrap:
+    """Within the block the first signal that ends programs raises `Stopped`, or `KeyboardInterrupt` for
+    Ctrl-C; a second one ends at once.
 
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        for other in taken:
-            signal.signal(other, signal.SIG_DFL)
-        if os.getpid() != owner:  # a child that was forked, such as a loader of data
-            os.kill(os.getpid(), number)
-        raise Stopped(number)
+    Attributes:
+        leave: told the name of a signal that comes during a long import, before the process is left; None
+            raises all the same, for programs of others that may run for hours inside of an import.
+        number: of the signal that was raised; 0 before.
+    """
 
-    for number in taken:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) is stop:
+    def __init__(self, leave: Callable[[str], None] | None = None) -> None:
+        self.number = 0
+        self.leave = leave
+        self._before: dict[int, Any] = {}
+        self._waiting: signal.Signals | None = None
+        self._since = 0.0
+        self._is_reminder = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._owner, self._outermost = os.getpid(), sys._getframe(1)
+        for name in _ENDING:
+            number = getattr(signal, name, None)
+            if number and signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                self._before[number] = signal.signal(number, self._receive)
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._receive_lost
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
+        del self._outermost
+        if sys.unraisablehook == self._receive_lost:
+            sys.unraisablehook = self._hook
+        for number in self._before:
+            self._give_back(number)
+        if self._waiting:  # the import was the last that was done
+            self._raise(self._waiting)
+
+    def end_by_default(self) -> None:
+        """Have the signals end the process without a word, as an interpreter that ends should."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == handler:
                 signal.signal(number, signal.SIG_DFL)
+
+    def _give_back(self, number: int) -> None:
+        if signal.getsignal(number) == self._receive:
+            signal.signal(number, self._before[number])
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a child that was forked, such as a loader of data
+            self._give_back(number)
+            signal.raise_signal(number)
+            return
+        is_reminder, self._is_reminder = self._is_reminder, False
+        is_second = self._waiting and not is_reminder
+        if not self._waiting:
+            self._waiting, self._since = signal.Signals(number), time.monotonic()
+        if not self._is_importing(frame):
+            self._raise(self._waiting)
+        if not is_second and time.monotonic() - self._since < _PATIENCE_S:
+            self._remind(self._waiting)
+            return
+        if self.leave is None:
+            self._raise(self._waiting)
+        self.leave(self._waiting.name)
+        os._exit(128 + self._waiting)
+
+    def _is_importing(self, frame: FrameType | None) -> bool:
+        while frame is not None and frame is not self._outermost:
+            if frame.f_code.co_filename == _IMPORTER:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _remind(self, number: signal.Signals) -> None:
+        """Send a signal again in a moment. `threading` is left alone: its locks may be held just here."""
+
+        def send() -> None:
+            time.sleep(_PAUSE_S)
+            if self._waiting:
+                self._is_reminder = True
+                _thread.interrupt_main(number)
+
+        _thread.start_new_thread(send, ())
+
+    def _raise(self, number: signal.Signals) -> NoReturn:
+        self._waiting, self.number = None, number
+        for other in self._before:
+            self._give_back(other)
+        raise KeyboardInterrupt if number == signal.SIGINT else Stopped(number)
+
+    def _receive_lost(self, lost: Any) -> None:
+        """Raise again what was raised where nobody could catch it."""
+        if self.number and issubclass(lost.exc_type, KeyboardInterrupt | Stopped):
+            self._waiting, self._since = signal.Signals(self.number), time.monotonic()
+            signal.signal(self.number, self._receive)
+            self._remind(self._waiting)
+        else:
+            self._hook(lost)

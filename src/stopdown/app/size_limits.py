@@ -14,7 +14,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from stopdown.app.display import Display
-from stopdown.app.memory_command import find_ways
+from stopdown.app.fit_command import find_ways
 from stopdown.app.request_options import read_limit
 from stopdown.device_profiles import describe_device
 from stopdown.environment import Device, choose_device
@@ -102,7 +102,7 @@ def refuse_too_large(
         if found
         else "No size that was tried fits.",
         remedy=(f"Use height={found[0].height} and width={found[0].width}." if found else "")
-        + (' With memory="auto" less is held at a time.' if memory is None and offloads else ""),
+        + (' Without memory="none" less is held at a time.' if memory is None and offloads else ""),
     )
 
 

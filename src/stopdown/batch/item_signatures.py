@@ -38,15 +38,15 @@ def describe_shared(job: Job, chosen: Selection, plan: Plan | None) -> dict[str,
     }
 
 
-def sign_item(shared: dict[str, Any], request: Request, image: str) -> str:
+def sign_item(shared: dict[str, Any], request: Request, media: str) -> str:
     """The hash of an item, 32 hexadecimal digits.
 
     Args:
         shared: from `describe_shared`.
-        image: hash of its picture; "" without one.
+        media: hashes of its pictures and video; "" without any.
     """
     said = describe_request(request)
-    text = json.dumps([shared, said, image], sort_keys=True, default=str)
+    text = json.dumps([shared, said, media], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -6,11 +6,13 @@ read, items that need different pipelines.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import shutil
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from stopdown.batch.prompts import Item, is_url, naming_line
 from stopdown.batch.settings import Job, Settings
 from stopdown.environment import choose_device, probe_formats
 from stopdown.errors import InputError, OptionError
-from stopdown.media import read_image
+from stopdown.media import read_image, read_video
 from stopdown.pipelines.class_selection import Selection, choose_class, select_pipeline
 from stopdown.pipelines.component_classes import find_class
 from stopdown.pipelines.hub import Progress
@@ -41,22 +43,19 @@ class Task:
         item: hash of what determines it.
         name: of its output, without suffix.
         line: where it stands in the prompts file.
-        request: what is asked of the pipeline, without its picture.
-        image: file or URL of the picture; None without one.
+        request: what is asked of the pipeline, without pictures and videos.
+        media: file or URL of each of these, by field.
     """
 
     item: str
     name: str
     line: int
     request: Request
-    image: str | None = None
+    media: Mapping[str, str] = field(default_factory=dict)
 
     def complete(self) -> Task:
-        """The task with its picture read, to be sent to a worker."""
-        if self.image is None:
-            return self
-        request = dataclasses.replace(self.request, image=read_picture(self.image))
-        return dataclasses.replace(self, request=request)
+        """The task with its pictures and videos read, to be sent to a worker."""
+        return dataclasses.replace(self, request=_read_media(self.request, self.media))
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Prepared:
             if signed in tasks:
                 notes.append(f"Line {item.line} is the same item as line {tasks[signed].line}.")
                 continue
-            tasks[signed] = Task(signed, name_item(item, signed), item.line, request, item.image)
+            tasks[signed] = Task(signed, name_item(item, signed), item.line, request, item.media)
         return tuple(tasks.values()), tuple(notes)
 
 
@@ -137,11 +136,9 @@ def prepare(
 
 
 def _read_first(item: Item, request: Request) -> Request:
-    """The first request with its picture: it decides which pipeline class serves all."""
-    if item.image is None:
-        return request
+    """The first request with its media: they decide which pipeline class serves all."""
     with naming_line(item):
-        return dataclasses.replace(request, image=read_picture(item.image))
+        return _read_media(request, item.media)
 
 
 def _find_known(known: Iterable[Plan], precision: str, model: str) -> Plan | None:
@@ -157,40 +154,57 @@ def _choose_suffix(chosen: Selection) -> str:
 
 
 def _check_item(chosen: Selection, item: Item, request: Request) -> str:
-    """The hash of its picture, once it is certain that the pipeline takes the item."""
-    digest = ""
-    if item.image is not None:
-        picture = read_picture(item.image)
-        digest = hashlib.sha256(f"{picture.shape}".encode() + picture.tobytes()).hexdigest()
-        request = dataclasses.replace(request, image=picture)
+    """The hash of its pictures and videos, once it is certain that the pipeline takes the item."""
+    request = _read_media(request, item.media)
+    digest = "".join(_hash_pixels(getattr(request, name)) for name in item.media)
     wanted = choose_class(chosen.source.pipeline_class, request)
     if wanted != chosen.source.pipeline_class:
         raise OptionError(
             f"It needs a {wanted}, and the first item a {chosen.source.pipeline_class}.",
             expected="All items of a batch use the same pipeline.",
-            remedy="Put items with a picture and items without one into two files.",
+            remedy="Put items with a picture or video and items without into files of their own.",
         )
     chosen.check_request(request)
     return digest
 
 
-def read_picture(given: str) -> Any:
-    """The picture at a path or URL, `[H, W, 3]` uint8.
+def _hash_pixels(frames: Any) -> str:
+    return hashlib.sha256(f"{frames.shape}".encode() + frames.tobytes()).hexdigest()
+
+
+def _read_media(request: Request, media: Mapping[str, str]) -> Request:
+    """A request with the pictures and the video at these places or URLs.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: one cannot be read.
     """
-    if not is_url(given):
-        return read_image(given)
+    read: dict[str, Any] = {}
+    for name, place in media.items():
+        with _fetched(place) as local:
+            is_video = name == "video"
+            read[name] = read_video(local, request.frames) if is_video else read_image(local)
+    return dataclasses.replace(request, **read)
+
+
+@contextlib.contextmanager
+def _fetched(place: str) -> Iterator[str]:
+    """A file on this machine with what is at a path or URL.
+
+    Raises:
+        InputError: the URL cannot be read.
+    """
+    if not is_url(place):
+        yield place
+        return
     import fsspec
 
-    with tempfile.NamedTemporaryFile(suffix=Path(given).suffix) as local:
+    with tempfile.NamedTemporaryFile(suffix=Path(place).suffix) as local:
         try:
-            with fsspec.open(given, "rb") as file:
-                local.write(file.read())
+            with fsspec.open(place, "rb") as file:
+                shutil.copyfileobj(file, local)
         except Exception as error:  # whatever a store's client raises
             raise InputError(
-                f"The picture {given} cannot be read: {error}.", remedy="Check the address."
+                f"{place} cannot be read: {error}.", remedy="Check the address."
             ) from error
         local.flush()
-        return read_image(local.name)
+        yield local.name

@@ -73,7 +73,7 @@ class PlanVersions:
 
         Args:
             made_by: seal of the plan that the item was made by.
-            updated: that plan with repairs, and with what running out of memory taught.
+            updated: that plan with repairs.
         """
         before = next((plan for plan in self.plans if plan.seal == made_by), None)
         if before is None:
@@ -85,12 +85,9 @@ class PlanVersions:
             for x in self.plans[-1].components
         )
         latest = self.plans[-1]
-        learnt = [x for x in updated.out_of_memory if x not in latest.out_of_memory]
-        if merged == latest.components and not learnt:
+        if merged == latest.components:
             return False
-        history = (*latest.out_of_memory, *learnt)
-        made = dataclasses.replace(latest, components=merged, out_of_memory=history)
-        self.plans.append(seal_plan(made))
+        self.plans.append(seal_plan(dataclasses.replace(latest, components=merged)))
         self._keep()
         return True
 

@@ -23,6 +23,7 @@ import msgspec
 from stopdown.batch.limits import MOST_ITEMS
 from stopdown.errors import InputError, take_first_line
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
+from stopdown.pipelines.requests import MEDIA
 
 LONGEST = 4096
 """Characters of a prompt; T5 with 512 tokens reads about 2,000."""
@@ -38,7 +39,8 @@ class Item:
         name: of its output, without suffix; None takes words of the prompt and its hash.
         seed: of the noise.
         frames, height, width, steps, guidance: as for `Request`.
-        image: file or URL of a picture to start from; a relative path begins at the prompts file.
+        image, video, mask, control_image: file or URL, as for `Request`; a relative path begins at the
+            prompts file.
     """
 
     line: int
@@ -52,6 +54,14 @@ class Item:
     steps: int | None = None
     guidance: float | None = None
     image: str | None = None
+    video: str | None = None
+    mask: str | None = None
+    control_image: str | None = None
+
+    @property
+    def media(self) -> dict[str, str]:
+        """The pictures and videos that it names, by field."""
+        return {name: place for name in MEDIA if (place := getattr(self, name)) is not None}
 
 
 _MOST_BYTES = 2**28

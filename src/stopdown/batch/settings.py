@@ -25,8 +25,9 @@ class Settings:
         journal_bytes: size at which one of them ends.
         lora: LoRAs, each a file with its weight: `style.safetensors:0.8`; every worker can read them.
         scheduler: in the place of the model's own.
-        memory: what each item is to stay within, `8GiB`, or `auto`; None sets no limit.
-        allow: what may change the picture for that: `fp8`, `int8`, `smaller`.
+        memory: what each item is to stay within, `8GiB`; None and `auto` take all that the device has,
+            `none` sets no limit.
+        allow: what may change for that: `smaller`, the size of what is made.
     """
 
     source: str

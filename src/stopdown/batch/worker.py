@@ -33,14 +33,15 @@ from stopdown.pipelines.allowed_sizes import read_configs
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.loras_and_schedulers import resolve_whole
-from stopdown.pipelines.requests import Request
+from stopdown.pipelines.requests import MEDIA, Request
 from stopdown.pipelines.sources import fingerprint
 from stopdown.plans.applier import load_planned
 from stopdown.plans.planned_loader import Loaded, load_decided
+from stopdown.plans.precision import parse_request
 from stopdown.records import Plan, RunRecord, from_json
 from stopdown.runtime.guard import Observer
 from stopdown.runtime.journal import Journal
-from stopdown.runtime.memory_limits import Fitted, Limit, fit_run, shrink_request
+from stopdown.runtime.memory_limits import Fitted, choose_limit, fit_run, shrink_request
 from stopdown.runtime.runs import describe_run, make_frames, write_frames, write_record
 
 
@@ -77,8 +78,8 @@ class Worker:
 
     def __init__(self, job: Job, device: str = "auto", share: int = 1) -> None:
         settings = job.settings
-        memory = settings.memory
-        self._limit = Limit(memory, settings.allow, share) if memory is not None else None
+        requested = parse_request(settings.precision).parts
+        self._limit = choose_limit(settings.memory, settings.allow, requested, share)
         self._job, self.device = job, choose_device(device)
         self.store: Store = open_store(settings.output)
         found = resolve_whole(settings)
@@ -142,8 +143,8 @@ class Worker:
     def _fit(self, request: Request, loaded: Loaded, notes: list[str]) -> Fitted:
         """What keeps items of these sizes within the limit: it stays on until other sizes come."""
         names = ("frames", "height", "width", "steps", "guidance")
-        image = getattr(request.image, "shape", None)
-        sizes = str([*(getattr(request, name) for name in names), image])
+        media = [getattr(getattr(request, name), "shape", None) for name in MEDIA]
+        sizes = str([*(getattr(request, name) for name in names), *media])
         if self._fitted is None or self._fitted[0] != sizes:
             self._forget_fit()
             if sizes in self._misfits:
@@ -203,10 +204,9 @@ class Worker:
                     reduced=fitted.reduced,
                 )
                 write_record(record, path)
-        updated = fitted.add_out_of_memory(made.updated)
         if record.steps_down:  # the next item does not depend on what happened to this one
             self._forget_fit()
-        return Answer(describe_result(task, record, "made"), updated, tuple(notes))
+        return Answer(describe_result(task, record, "made"), made.updated, tuple(notes))
 
     @contextmanager
     def _journal(self, task: Task, plan: Plan | None, notes: list[str]) -> Iterator[Journal | None]:

@@ -36,7 +36,7 @@ from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, build_arguments, find_steps, read_frames
 from stopdown.pipelines.step_counter import StepCounter
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 
 Keep = Callable[[Benchmark], None]
@@ -169,7 +169,7 @@ class _Bench:
 
     def _find_plan(self, residual: str) -> Plan:
         if residual not in self.plans:
-            self.plans[residual] = make_plan(
+            self.plans[residual] = measure_plan(
                 self.subject.build(),
                 prompts=[self.subject.request.prompt or ""],
                 residual=residual,

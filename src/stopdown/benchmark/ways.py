@@ -19,7 +19,7 @@ from stopdown.memory.offloader import Offloader
 from stopdown.memory.strategies import Placement, Prediction, Strategy
 from stopdown.number_formats import FORMATS
 from stopdown.pipelines.components import cast_component_, find_callees, find_components
-from stopdown.plans.applier import apply_plan
+from stopdown.plans.applier import put_for_good
 from stopdown.records import Plan
 from stopdown.runtime.guard import guard
 
@@ -81,7 +81,7 @@ def running(
     plan = find_plan(way.residual) if way.residual else None
     pipe = build()
     if plan is not None:
-        apply_plan(pipe, plan)
+        put_for_good(pipe, plan)
     else:
         for module in find_components(pipe).values():
             cast_component_(module, FORMATS[way.precision].torch_dtype)

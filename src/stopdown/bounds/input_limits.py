@@ -1,8 +1,9 @@
 """What the inputs of a component can be: the assumptions that a certificate rests on.
 
 Whole-numbered timesteps are finitely many and computed one by one; others lie in cells around as many
-points. Token ids need no limit. Sizes, crops and positions are those of the captured call. Any other
-floating input has a limit by what its argument is called, raised where a measured call was larger.
+points. The values of token ids need no limit. Sizes, crops and positions are those of the captured call.
+Any other floating input has a limit by what its argument is called, raised if a measured call was larger.
+Tokens, latents and embeddings are at most as long, high and wide as in a captured call.
 
 **Catches** latents, pictures, embeddings, rotary tables, masks, timesteps and size conditions as
 Diffusers and Transformers name them.
@@ -13,23 +14,29 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from stopdown.bounds.propagation import InputLimits, Timesteps
 from stopdown.graph.capture import Capture
+from stopdown.numerics import has_values
+
+Size = tuple[int, ...]
+"""Of an argument without its batch: `(226, 4096)` for 226 tokens."""
 
 LATENTS = 64.0
 """No element of a latent, noise or picture is larger: unit noise stays under 6, and those of
 autoencoders without a scale under 40."""
 
 EMBEDDINGS = 128.0
-"""No element of what a text or image encoder gives is larger."""
+"""No element of what a text or image encoder gives is larger, unless it hands over its hidden states."""
+
+HIDDEN_STATES = 2.0**15
+"""No element of hidden states that fp16 holds is larger, with a bit of headroom."""
 
 TIMESTEPS = 1000
 """Whole-numbered timesteps go from 0 to this one."""
@@ -51,6 +58,7 @@ def state_limits(
     *,
     names: Sequence[str] = (),
     measured: Mapping[str, float] | None = None,
+    encoded: float = EMBEDDINGS,
 ) -> InputLimits:
     """The limits of a call's inputs.
 
@@ -58,6 +66,7 @@ def state_limits(
         args, kwargs: of the captured call; only names, dtypes and sizes are looked at.
         names: of what is called, for its positional arguments in order.
         measured: placeholder name to the largest magnitude seen; a limit is at least twice that.
+        encoded: the limit of what encoders give.
     """
     seen = measured or {}
     found: dict[str, float] = {}
@@ -65,24 +74,20 @@ def state_limits(
     fixed: dict[str, torch.Tensor] = {}
     named = name_inputs(args, kwargs, names)
     for placeholder, (name, tensor) in zip(capture.inputs, named, strict=True):
-        if any(word in name for word in _FIXED) and _has_values(tensor):
+        if any(word in name for word in _FIXED) and has_values(tensor):
             fixed[placeholder] = tensor
         elif _is_timestep(name, tensor):
             steps[placeholder] = _list_timesteps(tensor)
         elif tensor.is_floating_point() or "mask" in name:
-            found[placeholder] = max(state_limit(name), 2 * seen.get(placeholder, 0.0))
+            found[placeholder] = max(state_limit(name, encoded), 2 * seen.get(placeholder, 0.0))
     return InputLimits(found, steps, fixed)
-
-
-def _has_values(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _list_timesteps(tensor: torch.Tensor) -> Timesteps:
     """Whole numbers one by one; else cells from 0 to 1000, or to 1 where the call's own is no more."""
     if not tensor.is_floating_point():
         return Timesteps(torch.arange(TIMESTEPS + 1))
-    last = 1.0 if _has_values(tensor) and float(tensor.abs().max()) <= 1 else float(TIMESTEPS)
+    last = 1.0 if has_values(tensor) and float(tensor.abs().max()) <= 1 else float(TIMESTEPS)
     return Timesteps(torch.linspace(0, last, CELLS + 1).double(), last / CELLS / 2)
 
 
@@ -96,8 +101,19 @@ def name_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
 ) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a call in the order of `flatten_call`, by the names of their arguments."""
+    return [(name, tensor) for name, tensor, _ in _list_inputs(args, kwargs, names)]
+
+
+def _list_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> list[tuple[str, torch.Tensor, bool]]:
+    """Each tensor with its name, and whether a list holds it beside others."""
     leaves, _ = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
-    return [(_name(path, names), leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [
+        (_name(path, names), leaf, len(path) > 2 and isinstance(path[-1], pytree.SequenceKey))
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _name(path: Any, names: Sequence[str]) -> str:
@@ -115,11 +131,13 @@ class Stated:
     Attributes:
         method: what is called; `forward` for the module itself.
         inputs: placeholder and name of each tensor.
+        sizes: as `read_sizes` gives them.
     """
 
     method: str
     inputs: tuple[tuple[str, str], ...]
     limits: InputLimits
+    sizes: tuple[tuple[str, Size], ...]
 
     def find_size(self, placeholder: str) -> float:
         """The magnitude that an input must not exceed; inf for none."""
@@ -135,21 +153,24 @@ def state_calls(
     module: torch.nn.Module,
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     measured: Sequence[Mapping[str, float]] = (),
+    encoded: float = EMBEDDINGS,
 ) -> list[Stated]:
     """The limits of several calls of a module; an argument has the same one in all of them.
 
     Args:
         calls: each with the arguments that it was captured with.
         measured: for each call, placeholder name to the largest magnitude seen.
+        encoded: the limit of what encoders give.
     """
     found, largest = [], dict[tuple[str, str], float]()
     for number, (capture, args, kwargs) in enumerate(calls):
         names = read_names(module, capture.method)
         seen = measured[number] if measured else {}
-        limits = state_limits(capture, args, kwargs, names=names, measured=seen)
-        inputs = [name for name, _ in name_inputs(args, kwargs, names)]
-        pairs = tuple(zip(capture.inputs, inputs, strict=True))
-        found.append(Stated(capture.method or "forward", pairs, limits))
+        limits = state_limits(capture, args, kwargs, names=names, measured=seen, encoded=encoded)
+        inputs = name_inputs(args, kwargs, names)
+        pairs = tuple(zip(capture.inputs, (name for name, _ in inputs), strict=True))
+        sizes = read_sizes(args, kwargs, names)
+        found.append(Stated(capture.method or "forward", pairs, limits, tuple(sizes)))
     for one in found:
         for placeholder, name in one.inputs:
             size, key = one.limits.largest.get(placeholder, 0.0), (one.method, name)
@@ -177,14 +198,59 @@ def list_limits(stated: Sequence[Stated]) -> dict[str, float]:
     return found
 
 
+def read_sizes(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str] = ()
+) -> list[tuple[str, Size]]:
+    """The length, or height and width, of each argument: its shape without the batch.
+
+    A list of matrices has one for each item of the batch. Timesteps and size conditions have no length, and
+    rotary tables and masks are as long as something else.
+    """
+    return [
+        (name, tuple(map(int, tensor.shape if listed and tensor.dim() == 2 else tensor.shape[1:])))
+        for name, tensor, listed in _list_inputs(args, kwargs, names)
+        if tensor.dim() > 1
+        and not _is_timestep(name, tensor)
+        and not any(word in name for word in (*_UNIT, *_FREE, *_FIXED))
+    ]
+
+
+def list_sizes(stated: Sequence[Stated]) -> dict[str, tuple[Size, ...]]:
+    """`forward.hidden_states` to the sizes up to which bounds hold; one that another holds is left out."""
+    found: dict[str, tuple[Size, ...]] = {}
+    for one in stated:
+        for name, size in one.sizes:
+            key = f"{one.method}.{name}"
+            if name and not fits(size, found.get(key, ())):
+                kept = (x for x in found.get(key, ()) if not fits(x, (size,)))
+                found[key] = (*kept, size)
+    return found
+
+
+def fits(size: Size, largest: Collection[Size]) -> bool:
+    """Whether a size is no larger than one of several in any dimension."""
+    pairs = (zip(size, most, strict=True) for most in largest if len(most) == len(size))
+    return any(all(x <= y for x, y in pair) for pair in pairs)
+
+
+def show_sizes(sizes: Iterable[Size]) -> str:
+    """`16 × 60 × 90`, several with `or` between them."""
+    return " or ".join(" × ".join(map(str, size)) for size in sizes)
+
+
 def note_limits(stated: Sequence[Stated]) -> str:
-    """What a certificate assumes of the inputs, as the end of a sentence: `, for latents up to 64`."""
+    """What a certificate assumes of the inputs, as the end of a sentence.
+
+    `, for latents up to 64, latents of at most 4 × 64 × 64`.
+    """
     largest: dict[str, float] = {}
     words: list[str] = []
     for one in stated:
         for placeholder, name in one.inputs:
             words += _word_input(placeholder, name or "its input", one.limits, largest)
     words += [f"{name} up to {size:.4g}" for name, size in largest.items()]
+    for key, sizes in list_sizes(stated).items():
+        words.append(f"{key.partition('.')[2]} of at most {show_sizes(sizes)}")
     return f", for {', '.join(dict.fromkeys(words))}" if words else ""
 
 
@@ -205,10 +271,15 @@ def _is_timestep(name: str, tensor: torch.Tensor) -> bool:
     return (name in _STEPS or name.startswith("timestep")) and tensor.numel() <= 16
 
 
-def state_limit(name: str) -> float:
+def state_limit(name: str, encoded: float = EMBEDDINGS) -> float:
     """The limit of a floating argument by its name; inf for none."""
     if any(word in name for word in _UNIT):
         return 1.0
     if any(word in name for word in (*_FREE, *_FIXED)):
         return math.inf
-    return EMBEDDINGS if any(word in name for word in _ENCODED) else LATENTS
+    return encoded if is_encoded(name) else LATENTS
+
+
+def is_encoded(name: str) -> bool:
+    """Whether an argument is by its name what an encoder gives."""
+    return any(word in name for word in _ENCODED)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from stopdown.bounds.row_sums import multiply_rows
 from stopdown.bounds.singular_values import count_work, measure_sigma
 from stopdown.bounds.values import Bound, Shape, make_bound
-from stopdown.graph.nodes import arguments, find_slope, has_trait, is_kind, operation
+from stopdown.graph.nodes import arguments, find_slope, has_trait, is_float, is_kind, operation
 from stopdown.graph.operations import kind_of
 from stopdown.numerics import CACHED_VALUES, multiply_matrices
 
@@ -179,12 +179,13 @@ def _choose_rule(node: Node, values: list[Interval]) -> Rule | None:
         return _cast
     if has_trait(node, "rearranges"):
         return _move
-    if find_slope(node) is not None:
-        return _apply_smooth
-    known = all(not bool(x.radius.any()) for x in values)
     kind = kind_of(operation(node))
-    if kind in _RULES:
-        return _RULES[kind]
+    if is_float(node):  # whole numbers stay so: they may be positions that something is read from
+        if find_slope(node) is not None:
+            return _apply_smooth
+        if kind in _RULES:
+            return _RULES[kind]
+    known = all(not bool(x.radius.any()) for x in values)
     if kind in _CONSTANTS or (known and kind != "assertion"):
         return _compute_known
     return None
@@ -217,7 +218,7 @@ def _run_by_element(node: Node, values: Mapping[Node, Interval]) -> torch.Tensor
         ((source, value),) = values.items()
         made = _run(node, {source: replace(value, center=drop_repeated(value.center))})
         made = made.expand(value.center.shape)
-    return made if made.is_floating_point() else made.double()
+    return made
 
 
 def _does_in_fp32(node: Node) -> bool:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from stopdown.argument_types import check_type
 from stopdown.checkpoints.cards import list_entries, refuse_rescaled, word_card, write_card_beside
 from stopdown.checkpoints.component_folders import (
     describe_component,
@@ -90,7 +91,7 @@ from stopdown.plans.call_recorder import RecordedCall, record_calls, record_run
 from stopdown.plans.component_calls import play_calls
 from stopdown.plans.dry_calls import draw_calls
 from stopdown.plans.exponents import describe_failure
-from stopdown.plans.plan_files import read_plan
+from stopdown.plans.plan_files import take_plan
 from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.records import ComponentPlan, Conversion, ConvertedComponent, Plan, Scaling
 from stopdown.scaling import cast_
@@ -149,13 +150,13 @@ def convert(
         source: Hub id, Diffusers folder, single safetensors file, bundled model, or `Source`.
         output: a folder that does not exist or is empty, or a `.safetensors` file; a `Target` also says in
             which form: as Diffusers saves it, one file, or a file each for ComfyUI.
-        plan: of this checkpoint, or its path.
+        plan: of this checkpoint: a `Plan`, or the path of its file.
         leave: components that are written as they are stored.
         allow: `eps`: write also where eps that no configuration sets change an output by more than
             `EFFECT_LIMIT`. `overwrite`: replace what `convert` wrote at OUT before, a folder that
             holds its files and nothing else, or a `.safetensors` file with its mark.
         device: where components are run when their exponents are found anew.
-        request: sizes, picture or video of those runs, as for `make_plan`.
+        request: sizes, picture or video of those runs, as for `measure_plan`.
         progress: told of stage, what, done and total.
 
     Raises:
@@ -165,10 +166,17 @@ def convert(
         SourceError: the model is missing, damaged or refused.
 
     Cost: the pipeline in fp32 in memory; where a plan cannot be written as it is, a run in fp32 for
-    each of its prompts, and captures as for `make_plan`.
+    each of its prompts, and captures as for `measure_plan`.
     """
     started = time.perf_counter()
-    wanted = plan if isinstance(plan, Plan) else read_plan(plan)
+    check_type(
+        "convert(output)",
+        output,
+        (str, Path, Target),
+        "It is the path of a folder or of a .safetensors file.",
+        'Use convert(source, "out", plan).',
+    )
+    wanted = take_plan(plan)
     found = source if isinstance(source, Source) else resolve_source(source)
     verify_source(found)
     _refuse_rescaled(found, leave)
@@ -546,7 +554,7 @@ def _list_reasons(work: _Work, entry: ComponentPlan, found: Expressed) -> Iterat
     if math.isfinite(read_headroom(found.scaling)) and not found.scaling.certified:
         yield (
             f"In the measured calls its values stay {read_headroom(found.scaling):.1f} bits below "
-            "the end of fp16. Without Stopdown, nothing watches them."
+            "fp16's maximum. Without Stopdown, nothing watches them."
         )
     if kept := find_kept_fp32(type(getattr(work.pipe, entry.component)), "fp16"):
         yield f"Its class holds {', '.join(kept)} in fp32 once loaded; the files have fp16."

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from stopdown.errors import CaptureError, ScalingError
-from stopdown.fold_names import split_name
+from stopdown.fold_names import read_clamp, split_name
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import bared
@@ -277,10 +277,12 @@ def measure_norms(
     """What each of these eps changes in its own norm's output if it stays while the input is scaled.
 
     Args:
-        eps: `module.path.attribute` to the exponent that it should have.
+        eps: `module.path.attribute` to the exponent that it should have; of numbers in
+            code none is measured.
 
     Cost: a forward in fp32 for each call, and each of these norms twice more.
     """
+    eps = {x: exponent for x, exponent in eps.items() if read_clamp(x.rpartition(".")[2]) is None}
     worst = dict.fromkeys(eps, 0.0)
 
     def compare(place: str, norm: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -18,12 +18,13 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stopdown.argument_types import check_type
 from stopdown.comparison.cells import Outcome, fail_cell, read_outcome, run_cell, write_outcome
 from stopdown.comparison.measures import (
     draw_heats,
@@ -46,7 +47,7 @@ from stopdown.comparison.verdicts import (
     rank_precisions,
     recommend,
 )
-from stopdown.environment import describe_machine
+from stopdown.environment import describe_machine, name_device
 from stopdown.errors import InputError, describe_error
 from stopdown.json_files import UnreadableError, read_json_table
 from stopdown.media import to_uint8
@@ -55,9 +56,13 @@ from stopdown.outputs import written_beside
 from stopdown.pipelines.components import explain_run
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.library_messages import quiet_libraries
-from stopdown.pipelines.requests import MEDIA, Request
-from stopdown.plans.plan_files import read_class_versions
-from stopdown.records import convert_record, from_json, to_json
+from stopdown.pipelines.requests import MEDIA, Request, check_request
+from stopdown.plans.plan_files import read_class_versions, write_plan
+from stopdown.plans.precision import write_request
+from stopdown.records import Plan, convert_record, from_json, to_json
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = tuple[int, str]
 """A line number and a text."""
@@ -219,12 +224,12 @@ class _Matrix:
 def compare(
     pipe_or_source: Any,
     prompts: str | Run | Sequence[str | Prompt | Run],
-    precisions: str | Sequence[str] = "fp32,bf16,fp16,plan",
+    precisions: str | Sequence[str | torch.dtype | Plan] = "fp32,bf16,fp16,plan",
     *,
     request: Request | None = None,
     thresholds: Thresholds | None = None,
-    device: str = "auto",
-    folder: Path | None = None,
+    device: str | torch.device = "auto",
+    folder: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """The same prompts, seeds and noise under several precisions, measured against the best of them.
@@ -239,8 +244,8 @@ def compare(
             arrays or tensors: a function without arguments, or several. PyTorch's seed is set before.
         precisions: `fp32`, `bf16`, `fp16` (nothing repaired), `autocast` (fp32 weights under
             `torch.autocast` in fp16), `clamp` (fp16, every layer's output brought back to 65504),
-            `plan`, a plan's file, `auto`, or by component: `transformer=bf16,vae=fp32`, in a text with
-            others `transformer=bf16+vae=fp32`.
+            `plan`, a `Plan` or the path of its file, `auto`, or by component:
+            `transformer=bf16,vae=fp32`, in a text with others `transformer=bf16+vae=fp32`.
         request: sizes, steps, guidance and a picture or video to start from; its seed is that of the
             first prompt, each further one has the next.
         thresholds: what counts as the same picture.
@@ -256,16 +261,25 @@ def compare(
 
     Cost: a run for each prompt and precision; of one row, the latents of every step on disk.
     """
-    names = parse_precisions(precisions)
-    asked = request or Request()
+    asked = check_request("compare", request) or Request()
     limits = thresholds or Thresholds()
+    check_type(
+        "compare(thresholds=...)",
+        limits,
+        Thresholds,
+        "They are stopdown.Thresholds.",
+        "Leave them out, or use thresholds=stopdown.Thresholds(...).",
+    )
+    device = name_device("compare", device) or "auto"
     numbered, runs = number_prompts(prompts)
     told = progress or (lambda stage, what, done, total: None)
     first = dataclasses.replace(asked, prompt=(numbered[0][1] or None) if numbered else None)
     with ExitStack() as stack:
         if folder is None:
             made = stack.enter_context(tempfile.TemporaryDirectory(prefix="stopdown-compare-"))
-            folder = Path(made)
+            folder = made
+        folder = Path(folder)
+        names = _name_precisions(precisions, folder)
         subject = (
             pipe_or_source
             if isinstance(pipe_or_source, Subject)
@@ -291,11 +305,31 @@ def number_prompts(
         InputError: there are both.
     """
     listed: Any = [given] if isinstance(given, str) or callable(given) else given
+    expected = "A prompt is a text; a program that is no pipeline is run by a function."
+    remedy = 'Use compare(pipe, ["a red circle"]).'
+    check_type("compare(prompts)", listed, (Sequence, Set), expected, remedy)
+    for one in listed:
+        if not callable(one):
+            check_type("compare(prompts)", one, (str, tuple), expected, remedy)
     runs = [one for one in listed if callable(one)]
     if 0 < len(runs) < len(listed):
         raise explain_run("Texts and functions were given together.", "compare")
     texts = ["" if callable(one) else one for one in listed]
     return [(i, x) if isinstance(x, str) else x for i, x in enumerate(texts, 1)], runs
+
+
+def _name_precisions(given: Any, folder: Path) -> tuple[str, ...]:
+    """Return the names of the precisions that are compared.
+
+    A dtype has the name of its format. A plan is written into the folder, and its path is its name.
+    """
+    names = []
+    for one in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(one, Plan):
+            folder.mkdir(parents=True, exist_ok=True)
+            one = write_plan(one, folder / f"plan-{one.seal[:12]}.json")
+        names.append(write_request(one))
+    return parse_precisions(names)
 
 
 def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comparison:
@@ -334,7 +368,7 @@ def _conclude(matrix: _Matrix, kept: Sequence[_Kept], needs_clamp: bool) -> Comp
 def _explain_reference(reference: str, ranked: Sequence[str], needs_clamp: bool) -> str:
     if needs_clamp:
         return (
-            f"A clamp at the end of fp16 is part of this model, so {reference}, where the clamp "
+            f"A clamp at fp16's maximum is part of this model, so {reference}, where the clamp "
             "acts, is its reference, and unclamped fp32 is not."
         )
     if reference == ranked[0]:

@@ -207,8 +207,8 @@ def _clamp(pending: _Pending, module: Any, args: Any, output: Any) -> Any:
     if not isinstance(output, torch.Tensor) or output.dtype != torch.float16:
         return None
     pending.clamped.append((~torch.isfinite(output)).sum())
-    # by the method: a guard takes `torch.nan_to_num` for a clamp of the model
-    return output.nan_to_num(nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
+    # by the operator: a guard takes the function and the method for a clamp of the model
+    return torch.ops.aten.nan_to_num(output, nan=0.0, posinf=FP16.largest, neginf=-FP16.largest)
 
 
 def find_block_paths(owner: torch.nn.Module) -> tuple[str, ...]:

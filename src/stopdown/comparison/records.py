@@ -91,7 +91,7 @@ class Parting(Displayed):
 
     component: str
     step: int | None
-    module_path: str = field(metadata={"was": "site"})
+    module_path: str
     rel_err: float | None
     limit: float
 
@@ -212,7 +212,7 @@ class Heat(Displayed):
     """
 
     component: str
-    module_paths: tuple[str, ...] = field(metadata={"was": "sites"})
+    module_paths: tuple[str, ...]
     bits: tuple[tuple[float | None, ...], ...]
 
 

@@ -21,6 +21,7 @@ import torch
 from stopdown.device_memory import free_memory
 from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import OptionError, StopdownError
+from stopdown.mapped_weights import find_stored
 from stopdown.memory.forecast import Fit, choose_tiling, find_smallest
 from stopdown.memory.offloader import Offloader
 from stopdown.number_formats import FORMATS, format_bytes
@@ -42,7 +43,7 @@ from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.requests import Request, name_arguments
 from stopdown.pipelines.sources import Source, fingerprint, resolve_source, verify_source
 from stopdown.plans.applier import apply_plan, load_planned
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.calibrated import measure_plan
 from stopdown.plans.plan_choice import choose_loader
 from stopdown.plans.plan_files import read_plan, write_plan
 from stopdown.plans.planned_loader import Loaded, gather_facts
@@ -221,7 +222,7 @@ def describe_subject(
         target,
         tuple(class_name for _, class_name in source.components.values()),
         load,
-        partial(make_plan, source, device=target.torch_name, request=request, progress=progress),
+        partial(measure_plan, source, device=target.torch_name, request=request, progress=progress),
         partial(_fit, source, target, request, limit, tiling),
         scheduler=source.scheduler,
         keeps_one=limit is not None,
@@ -281,13 +282,13 @@ def _choose_tiling(
 
 def _describe_pipe(pipe: Any, request: Request, progress: Progress | None) -> Subject:
     name_arguments(type(pipe), request)
-    make = partial(make_plan, pipe, request=request, progress=progress)
+    make = partial(measure_plan, pipe, request=request, progress=progress)
     return _describe(pipe, str(pipe.device), partial(_copy_pipe, pipe), make)
 
 
 def _describe_program(program: Any, runs: Sequence[Run]) -> Subject:
     """A program that is no pipeline: what runs it holds it, so it is cast where it is, and back."""
-    make = partial(make_plan, program, run=lambda: [run() for run in runs])
+    make = partial(measure_plan, program, run=lambda: [run() for run in runs])
     put = partial(_put_program, program)
     return dataclasses.replace(_describe(program, find_device(program), put, make), keeps_one=True)
 
@@ -375,8 +376,14 @@ def _refuse_options(request: Request) -> None:
 
 def _count_bytes(pipe: Any) -> int:
     tensors = {
-        tensor.data_ptr(): tensor.nbytes
+        _find_place(tensor): tensor.nbytes
         for module in find_components(pipe).values()
         for tensor in (*module.parameters(), *module.buffers())
     }
     return sum(tensors.values())
+
+
+def _find_place(tensor: torch.Tensor) -> int:
+    """Address of a tensor's values; of one that waits in its file, their address there."""
+    stored = find_stored(tensor)
+    return (tensor if stored is None else stored.values).data_ptr()

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from stopdown.argument_types import check_function, check_type
 from stopdown.backend_rules import Place
 from stopdown.component_call_names import split_module_path
 from stopdown.device_profiles import Profile, find_target
@@ -28,7 +29,7 @@ from stopdown.dtype_rules import environment_findings, parameters
 from stopdown.dtype_rules.findings import sort_findings, word_for_program, word_observations
 from stopdown.dtype_rules.inspection import Examination, examine, examine_program
 from stopdown.dtype_rules.sum_overflow import check_sums, run_pipeline
-from stopdown.environment import read_version
+from stopdown.environment import name_device, read_version
 from stopdown.errors import OptionError
 from stopdown.number_formats import FORMATS, find_format
 from stopdown.pipelines import hub, sources
@@ -91,7 +92,7 @@ def check(
     pipe_or_source: Any,
     *,
     precision: str | Path | torch.dtype | Mapping[str, Any] | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     arguments: Mapping[str, Any] | None = None,
     sums: bool = False,
     run: Callable[[], Any] | None = None,
@@ -121,9 +122,27 @@ def check(
         PlanError: the plan is damaged or belongs to another model.
     """
     asked = None if precision is None else write_request(precision)
+    check_call("check", arguments, run)
+    where = name_device("check", device)
     return inspect_pipeline(
-        pipe_or_source, precision=asked, device=device, arguments=arguments, sums=sums, run=run
+        pipe_or_source, precision=asked, device=where, arguments=arguments, sums=sums, run=run
     ).findings
+
+
+def check_call(function: str, arguments: object, run: object) -> None:
+    """Refuse arguments of a call that are no table, and a `run` that cannot be called.
+
+    Raises:
+        OptionError: naming what was given.
+    """
+    check_type(
+        f"{function}(arguments=...)",
+        arguments,
+        (Mapping, type(None)),
+        "They are arguments of the pipeline's call, by its own names.",
+        'Use arguments={"height": 512, "width": 512}.',
+    )
+    check_function(f"{function}(run=...)", run, "run=lambda: model(x)")
 
 
 def inspect_pipeline(

@@ -27,7 +27,6 @@ from stopdown.dtype_rules.tracer import (
     LARGEST_KNOWN,
     Origin,
     Walk,
-    Work,
     find_origin,
     set_known,
     set_origin,
@@ -46,6 +45,7 @@ from stopdown.pipelines.dry_run import (
     dry_run_program,
     make_arguments,
 )
+from stopdown.pipelines.requests import refuse_unknown
 from stopdown.scaling.folds import RESCALED
 
 
@@ -58,9 +58,6 @@ class Seen:
         name: of the call: `transformer`, `vae.decode`.
         kind: class of the module.
         main: dtype of most of its weights in that call; None without any.
-        calls: how often it was called.
-        work: what one call costs.
-        weight_bytes: size of its parameters and buffers as they stand.
         times: what each call got as its timestep.
         force_upcast: what its config says.
         is_rescaled: a plan made it fit fp16.
@@ -70,9 +67,6 @@ class Seen:
     name: str
     kind: str
     main: torch.dtype | None
-    calls: int = 0
-    work: Work = field(default_factory=Work)
-    weight_bytes: int = 0
     times: list[torch.Tensor] = field(default_factory=list)
     force_upcast: bool = False
     is_rescaled: bool = False
@@ -106,7 +100,11 @@ def examine(skeleton: Any, place: Place, arguments: Mapping[str, Any] | None = N
         skeleton: from `build_skeleton` or `copy_skeleton`; it is used up.
         place: whose rules hold.
         arguments: of the pipeline's call, instead of its defaults.
+
+    Raises:
+        OptionError: the pipeline does not take one of them.
     """
+    refuse_unknown(type(skeleton), arguments or {})
     given = {**make_arguments(skeleton), **(arguments or {})}
     listener = DtypeListener(place, place.backend)
     seen = _listen(listener, functools.partial(dry_run, skeleton, given))
@@ -181,10 +179,9 @@ class DtypeListener(Listener):
             callee.name, Seen(callee.component_name, callee.name, type(module).__name__, main)
         )
         config = getattr(module, "config", None)
-        seen.main, seen.calls = main, seen.calls + 1
+        seen.main = main
         seen.force_upcast = bool(getattr(config, "force_upcast", False))
         seen.is_rescaled = bool(getattr(module, RESCALED, False))
-        seen.weight_bytes = _count_bytes(module)
         named = _name_arguments(call)
         time = named.get("timestep", named.get("timesteps"))
         if isinstance(time, torch.Tensor):
@@ -205,7 +202,6 @@ class DtypeListener(Listener):
                 yield
         finally:
             self._keep(callee, judge)
-        seen.work = walk.work
 
     def _keep(self, callee: Callee, judge: Judge) -> None:
         """What a judge found in one call."""
@@ -269,10 +265,6 @@ def _mark_argument(name: str, value: Any, fakes: Mapping[int, torch.Tensor]) -> 
     elif isinstance(value, (list, tuple)):
         for item in value:
             _mark_argument(name, item, fakes)
-
-
-def _count_bytes(module: torch.nn.Module) -> int:
-    return sum(x.nbytes for x in (*module.parameters(), *module.buffers()))
 
 
 def _shorten(error: BaseException) -> str:

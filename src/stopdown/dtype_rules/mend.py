@@ -21,9 +21,10 @@ import torch
 
 from stopdown.autocast import without_autocast
 from stopdown.component_call_names import name_module_path, split_module_path
-from stopdown.dtype_rules.check import Checked, inspect_pipeline
+from stopdown.dtype_rules.check import Checked, check_call, inspect_pipeline
 from stopdown.dtype_rules.findings import generalise
 from stopdown.dtype_rules.parameters import find_kept_parameters, find_widening
+from stopdown.environment import name_device
 from stopdown.graph.mixed_dtypes import cast_parameters, cast_to_weights
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
@@ -99,7 +100,7 @@ class Mending:
 def mend(
     pipe: Any,
     *,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     arguments: Mapping[str, Any] | None = None,
     run: Callable[[], Any] | None = None,
 ) -> Mending:
@@ -116,6 +117,8 @@ def mend(
         InputError: it holds no module, or is no pipeline and `run` is missing or calls nothing.
     """
     find_components(pipe)  # refuses a name of a pipeline
+    check_call("mend", arguments, run)
+    device = name_device("mend", device)
     patches, done = Patches(), list[str]()
     look = partial(inspect_pipeline, pipe, device=device, arguments=arguments, run=run)
     checked = look()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +25,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     unset_fake_temporarily,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from stopdown import numerics
 from stopdown.autocast import list_autocast
 from stopdown.graph import operations
 from stopdown.graph.operations import list_kinds, read_calls
@@ -103,21 +101,6 @@ class Step:
         return {operand.dtype for operand in self.operands}
 
 
-@dataclass
-class Work:
-    """What one call costs, by dtype.
-
-    Attributes:
-        flops: of matrix products and convolutions, by the name of the dtype they are done in.
-        bytes: read and written by all operations, in the dtypes as they stand.
-        peak_bytes: largest sum of the sizes of values that live at once, weights aside.
-    """
-
-    flops: dict[torch.dtype, float] = field(default_factory=dict)
-    bytes: float = 0.0
-    peak_bytes: int = 0
-
-
 class Walk(TorchFunctionMode):
     """The walk through one call; see the head of this file.
 
@@ -139,9 +122,6 @@ class Walk(TorchFunctionMode):
         self._judge, self._main, self._paths = judge, main, paths
         self.is_paused = False
         self._device = torch.device(device) if device != "cpu" else None
-        self.work = Work()
-        self._alive: list[tuple[StorageWeakRef, int]] = []
-        self._sizes: dict[int, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -175,7 +155,6 @@ class Walk(TorchFunctionMode):
         if known is not None:
             with unset_fake_temporarily():
                 self._judge.watch(step, next(iter(step.known.values()), None), known)
-        self._count(step, output)
         return output
 
     def _describe(self, func: Any, name: str, args: tuple[Any, ...], kwargs: Any) -> Step:
@@ -213,35 +192,6 @@ class Walk(TorchFunctionMode):
                 set_known(tensor, None)  # changed in place by something unknown
             if tensor.is_floating_point():
                 set_origin(tensor, _trace(step, tensor.dtype))
-
-    def _count(self, step: Step, output: Any) -> None:
-        outputs = _direct_tensors(output)
-        if is_product(step.name) and outputs:
-            dtype = next((o.dtype for o in step.operands), outputs[0].dtype)
-            flops = self.work.flops.get(dtype, 0.0)
-            self.work.flops[dtype] = flops + count_flops(step, outputs[0])
-        if step.name in read_calls().views:
-            return
-        given = [*_direct_tensors(list(step.arguments.values())), *outputs]
-        self.work.bytes += sum(x.nbytes for x in given)
-        for tensor in outputs:
-            self._keep_alive(tensor)
-
-    def _keep_alive(self, tensor: torch.Tensor) -> None:
-        """Note a value; values that are gone are dropped when the sum would be a new peak."""
-        if not isinstance(tensor, FakeTensor):
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._sizes:
-            return
-        size = tensor.nbytes
-        self._alive.append((StorageWeakRef(storage), size))
-        self._sizes[key] = size
-        if sum(self._sizes.values()) > self.work.peak_bytes:
-            self._alive = [entry for entry in self._alive if not entry[0].expired()]
-            self._sizes = {reference.cdata: size for reference, size in self._alive}
-            self.work.peak_bytes = max(self.work.peak_bytes, sum(self._sizes.values()))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -466,14 +416,3 @@ def _heal(output: Any, step: Step, main: torch.dtype | None) -> Any:
         return pytree.tree_map_only(
             torch.Tensor, lambda x: x.to(main) if x.is_floating_point() else x, output
         )
-
-
-# ---------------------------------------------------------------------------------------------
-# Costs
-
-
-def count_flops(step: Step, output: torch.Tensor) -> float:
-    """Floating-point operations of a matrix product or convolution, two for each multiply-add."""
-    tensors = {name: _direct_tensors(value) for name, value in step.arguments.items()}
-    shapes = {name: found[0].shape for name, found in tensors.items() if found}
-    return numerics.count_flops(step.name, shapes, output.shape)

@@ -152,8 +152,9 @@ def _demand(user: Node, node: Node, wanted: Mapping[Node, Blocks]) -> Blocks | N
         return Blocks(dim, tuple(sorted({*bounds, *inner})))
     if is_kind(user, "select") and isinstance(user.args[2], int):
         dim = int(user.args[1]) % len(shape_of(node))  # type: ignore[arg-type]
-        index = user.args[2] % shape_of(node)[dim]
-        return Blocks(dim, (index, index + 1))
+        if size := shape_of(node)[dim]:  # 0 for one that depends on values
+            index = user.args[2] % size
+            return Blocks(dim, (index, index + 1))
     if user not in wanted:
         return None
     return _pull(user, node, wanted[user])

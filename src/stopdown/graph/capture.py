@@ -24,6 +24,7 @@ import functools
 import gc
 import inspect
 import io
+import threading
 import traceback
 import warnings
 from collections import Counter, OrderedDict
@@ -36,21 +37,28 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule, Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx._symbolic_trace import _Patcher
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import is_inside
-from stopdown.errors import CaptureError, take_first_line
+from stopdown.errors import WARNINGS_IGNORED, CaptureError, take_first_line
+from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_operands, find_operands
 from stopdown.graph.nodes import is_kind
 from stopdown.graph.operations import CONVOLUTIONS, NORMS, read_calls
 from stopdown.module_paths import list_parts
+from stopdown.number_formats import FP16, NEAR_FP16_END
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import Operands
+from stopdown.tracing import CALLS_REPLACED
 
 _PREFIX = "component"
 _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+_REGIONS = ("wrap", "tag_activation_checkpoint", "strict_mode")
+"""How the names of operators begin that run their one body as it stands, on the arguments behind it."""
 
 _ONE_DTYPE = ("linear", *CONVOLUTIONS, "matrix")
 
@@ -77,6 +85,8 @@ class Capture:
         outputs: how many tensors the call returns; the graph's outputs after them were asked for.
         replaceable: buffers that the code computes anew, and does not read, at another size.
         operands: what was cast, or kept in fp32, because the code mixes dtypes.
+        signature: of the call, as `sign_call` writes it.
+        keeps_clamps: the code clamps at the end of fp16's range in fp32 as well.
     """
 
     graph: GraphModule
@@ -92,6 +102,8 @@ class Capture:
     outputs: int
     replaceable: frozenset[str]
     operands: Operands
+    signature: str = ""
+    keeps_clamps: bool = False
 
 
 def capture_call(
@@ -120,11 +132,12 @@ def capture_call(
     """
     failure: CaptureError | None = None
     first = _Attempt(call, args, dict(kwargs or {}), dtype, wide, operands)
-    for attempt in _list_attempts(first, answers):
-        try:
-            return _export(attempt)
-        except CaptureError as error:
-            failure = failure or error
+    with WARNINGS_IGNORED:  # and captures of two threads at once disturb each other
+        for attempt in _list_attempts(first, answers):
+            try:
+                return _export(attempt)
+            except CaptureError as error:
+                failure = failure or error
     assert failure is not None
     raise failure
 
@@ -168,6 +181,19 @@ def note_answers(
     with torch.no_grad(), notes:
         call(*args, **kwargs)
     return tuple(notes.found)
+
+
+def clamps_in_fp32(
+    call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a call clamps fp32 values at the end of fp16's range: then that is part of what it computes.
+
+    Cost: one forward of the module as it is.
+    """
+    notes = _RangeClamps()
+    with torch.no_grad(), notes:
+        call(*args, **kwargs)
+    return notes.found
 
 
 def owner_of(call: Callable[..., Any]) -> torch.nn.Module:
@@ -326,6 +352,24 @@ class _Notes(TorchFunctionMode):
         return answer
 
 
+class _RangeClamps(TorchFunctionMode):
+    """Notes whether an fp32 value is clamped at the end of fp16's range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "").rstrip("_") in ("clamp", "clip"):
+            bounds = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, int | float)]
+            ends = [x for x in bounds if NEAR_FP16_END <= abs(x) <= FP16.largest]
+            is_wide = any(x.dtype == torch.float32 for x in iterate_tensors((args, kwargs)))
+            self.found = self.found or (is_wide and len(ends) == 2)
+        return func(*args, **(kwargs or {}))
+
+
 @functools.cache
 def _list_questions() -> frozenset[Any]:
     """The functions and methods of torch that turn a tensor's values into numbers of Python."""
@@ -428,7 +472,7 @@ class _Tracing:
     def find_operands(self) -> Operands:
         """What makes the call's operands one."""
         fakes = contextlib.nullcontext() if self._attempt.is_real else self._mode
-        with torch.no_grad(), warnings.catch_warnings(), fakes:
+        with WARNINGS_IGNORED, torch.no_grad(), warnings.catch_warnings(), fakes:
             warnings.simplefilter("ignore")
             return find_operands(lambda: self._traced(*self._given), self._shadow)
 
@@ -439,7 +483,13 @@ class _Tracing:
             CaptureError: it cannot be traced.
         """
         singles, tables = _watch_outputs(self._shadow), _watch_tables(self._shadow, self._kept)
-        with torch.no_grad(), warnings.catch_warnings(), _quiet_logs(), _light_tracing():
+        with (
+            _alone_in_thread(),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            _quiet_logs(),
+            _light_tracing(),
+        ):
             warnings.simplefilter("ignore")
             try:
                 program = torch.export.export(self._traced, self._given, strict=False)
@@ -463,6 +513,9 @@ class _Tracing:
             outputs=self._counts[-1],
             replaceable=replaceable,
             operands=self._attempt.operands or NO_OPERANDS,
+            signature=sign_call(
+                self._module, self._method or "forward", self._attempt.args, self._attempt.kwargs
+            ),
         )
 
 
@@ -727,10 +780,13 @@ def name_aliases(module: torch.nn.Module) -> dict[str, str]:
 
 
 def inline_regions(graph: GraphModule) -> GraphModule:
-    """The same graph with the bodies of autocast and no-grad regions in their place."""
+    """The same graph with the bodies of autocast and no-grad regions in their place.
+
+    Bodies of other operators (what `flex_attention` does with a score) stay by themselves.
+    """
     if not any(map(_is_region, graph.graph.nodes)):
         return graph
-    flat = torch.fx.Graph()
+    flat = torch.fx.Graph(owning_module=graph)
     flat.output(_copy_nodes(graph, flat, {}))
     return _make_graph_module(graph, flat)
 
@@ -738,7 +794,7 @@ def inline_regions(graph: GraphModule) -> GraphModule:
 def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any]) -> Any:
     """Copy a graph's nodes behind those of `flat`; what its output node held comes back."""
     for node in source.graph.nodes:
-        if node in env or _is_region_body(node):
+        if node in env or (_is_region_body(node) and all(map(_is_region, node.users))):
             continue
         if node.op == "output":
             return pytree.tree_map_only(Node, lambda x: env[x], node.args[0])
@@ -746,6 +802,11 @@ def _copy_nodes(source: GraphModule, flat: torch.fx.Graph, env: dict[Node, Any])
             env[node] = _copy_region(node, source, flat, env)
         elif _picks_from_region(node, env):
             env[node] = env[node.args[0]][node.args[1]]
+        elif _is_region_body(node):
+            name = f"body_{len(flat.nodes)}"
+            assert flat.owning_module is not None  # `inline_regions` names it
+            flat.owning_module.add_module(name, source.get_submodule(str(node.target)))
+            env[node] = flat.get_attr(name)
         else:
             env[node] = flat.node_copy(node, lambda x: env[x])
     return None
@@ -763,9 +824,10 @@ def _copy_region(
 
 
 def _is_region(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and any(
-        _is_region_body(arg) for arg in node.args
-    )
+    is_higher = isinstance(node.target, torch._ops.HigherOrderOperator)
+    if not is_higher or not node.target.name().startswith(_REGIONS):  # type: ignore[union-attr]
+        return False
+    return any(_is_region_body(arg) for arg in node.args)
 
 
 def _is_region_body(value: Any) -> bool:
@@ -809,6 +871,29 @@ def _frames(error: BaseException | None) -> Iterator[traceback.FrameSummary]:
 
 def _class_name(kind: Any) -> str:
     return kind.__name__ if inspect.isclass(kind) else str(kind).rpartition(".")[2]
+
+
+@contextlib.contextmanager
+def _alone_in_thread() -> Iterator[None]:
+    """Trace what this thread calls, one thread at a time.
+
+    The tracer replaces what calls modules, and what reads their attributes, in every thread of the process.
+    """
+    own = threading.get_ident()
+    put: Any = vars(_Patcher)["patch_method"]
+
+    def put_here(self: Any, kind: type, name: str, new: Any, deduplicate: bool = True) -> None:
+        before: Any = getattr(kind, name)
+
+        @functools.wraps(new)
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            return (new if threading.get_ident() == own else before)(*args, **kwargs)
+
+        put(self, kind, name, choose if threading.get_ident() == own else new, deduplicate)
+
+    with CALLS_REPLACED, Patches() as patches:
+        patches.set_class_attribute(_Patcher, "patch_method", put_here)
+        yield
 
 
 @contextlib.contextmanager

@@ -12,8 +12,9 @@ the ones that it is given.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +100,20 @@ def run_capture(
         )
     runner = _Runner(capture, module, dict(zip(capture.inputs, tensors, strict=True)))
     runner.blocks, runner.kept_clamps, runner.known = blocks, kept_clamps, known or {}
-    with torch.no_grad():
+    with torch.no_grad(), _leaving_vmap():
         outputs = runner.run()
     return runner.ranges, outputs
+
+
+@contextlib.contextmanager
+def _leaving_vmap() -> Iterator[None]:
+    """Leave the regions of `vmap` that a graph has entered, if it ends inside one: they stay open else."""
+    before = torch._C._functorch.maybe_current_level() or 0
+    try:
+        yield
+    finally:
+        while (torch._C._functorch.maybe_current_level() or 0) > before:
+            torch._C._functorch._vmap_decrement_nesting()
 
 
 def merge_ranges(first: Ranges, second: Ranges) -> dict[str, tuple[Range, ...]]:
@@ -210,6 +222,10 @@ class _Runner(torch.fx.Interpreter):
         return tuple(self._measure_part(node, part) for part in parts)
 
     def _measure_part(self, node: Node, value: torch.Tensor) -> Range:
+        while torch._C._functorch.is_batchedtensor(
+            value
+        ):  # inside of `vmap`: all of them are measured
+            value = torch._C._functorch.get_unwrapped(value)
         if value.is_complex():
             value = torch.view_as_real(value)
         if node in self.masked:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,16 +19,17 @@ import torch
 
 from stopdown.memory.forecast import Fit, predict_resident
 from stopdown.memory.smaller_requests import Size, find_largest, list_smaller
-from stopdown.pipelines.allowed_sizes import find_grid, find_own_sides
+from stopdown.pipelines.allowed_sizes import (
+    choose_own_sides,
+    find_grid,
+    read_pipe_configs,
+)
 from stopdown.pipelines.components import find_components
 from stopdown.pipelines.requests import find_frames, find_target
 from stopdown.pipelines.skeletons import copy_skeleton
 
 SHARE = 0.8
 """Of the memory that there is: what stands beside a run, and what a forecast misses, take the rest."""
-
-_WORTH = 2
-"""A pipeline's default stays where it has at most this many times the pixels that the configs name."""
 
 
 def choose_size(
@@ -50,7 +50,7 @@ def choose_size(
         return {}, ""  # it takes its size from the picture or video that it is given
     if any(arguments.get(target) is not None for target in names.values() if target):
         return {}, ""
-    own = _name_own(pipe, names)
+    own = choose_own_sides(pipe)
     forecast = functools.partial(_forecast, pipe, on_cpu=on_cpu)
     try:
         peak, made = forecast({**arguments, **own})
@@ -75,9 +75,10 @@ def _shrink(
         sizes = dataclasses.asdict(one)
         return {target: sizes[name] for name, target in names.items() if target}
 
-    configs = {name: _read_config(part) for name, part in find_components(pipe).items()}
     has_video = any(name in arguments for name in ("video", "control_video"))
-    sizes = list_smaller(size, find_grid(configs), keeps_frames=has_video or not names["frames"])
+    sizes = list_smaller(
+        size, find_grid(read_pipe_configs(pipe)), keeps_frames=has_video or not names["frames"]
+    )
     found = find_largest(sizes, lambda one: forecast({**arguments, **express(one)})[0], limit)
     made = found[0] if found else (sizes or [size])[-1]
     why = (
@@ -87,28 +88,9 @@ def _shrink(
     return express(made), why
 
 
-def _name_own(pipe: Any, names: Mapping[str, str | None]) -> dict[str, int]:
-    """Height and width of the configs, where the pipeline's default is far beyond them."""
-    taken = inspect.signature(type(pipe).__call__).parameters
-    height, width = names["height"], names["width"]
-    sides = find_own_sides(pipe)
-    if not height or not width or sides is None:
-        return {}
-    default = (taken[height].default, taken[width].default)
-    if not all(isinstance(x, int) for x in default):
-        return {}  # the pipeline asks the configs itself
-    far = default[0] * default[1] > _WORTH * sides[0] * sides[1]
-    return {height: sides[0], width: sides[1]} if far else {}
-
-
 def _forecast(pipe: Any, arguments: Mapping[str, Any], *, on_cpu: bool) -> tuple[Fit, Size | None]:
     """What a step in fp32 takes with all weights at hand, and the size of what it makes."""
     skeleton = copy_skeleton(pipe, dict.fromkeys(find_components(pipe), torch.float32))
     skeleton.set_progress_bar_config(disable=True)
     fit = predict_resident(skeleton, arguments, on_cpu=on_cpu)
     return fit, fit.sides and Size(find_frames(pipe, dict(arguments)), *fit.sides)
-
-
-def _read_config(part: Any) -> dict[str, Any]:
-    config = getattr(part, "config", None)
-    return {"_class_name": type(part).__name__, **(config if isinstance(config, Mapping) else {})}

@@ -8,17 +8,15 @@ order of what they usually cost.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stopdown.memory.run_memory import MemoryListener, RunMemory, listen_to_run
-from stopdown.memory.smaller_calls import put_variant
+from stopdown.memory.smaller_calls import decodes_in_chunks, put_variant
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import (
-    PACKED_PLACEMENTS,
     Prediction,
-    Storage,
     Strategy,
     Variant,
     list_strategies,
@@ -27,14 +25,10 @@ from stopdown.memory.strategies import (
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_components, is_autoencoder
 from stopdown.pipelines.dry_run import Answers
-from stopdown.pipelines.layerwise_casting import find_storable
 from stopdown.records import MemoryRow
 
 USABLE_SHARE = 0.95
 """Share of a limit that predictions may fill: allocators round, and kernels take a little."""
-
-WORTH = 1.25
-"""What changes the picture is taken when everything else that fits takes this much longer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,6 @@ def predict_all(
     steps: int,
     fused: bool = True,
     on_cpu: bool = True,
-    storages: Sequence[Storage] = ("fp8", "int8"),
     answers: Answers | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Fit:
@@ -73,19 +66,17 @@ def predict_all(
         steps: denoising steps of the real run.
         fused: whether attention runs in a kernel that keeps no score matrix.
         on_cpu: whether the run is to be on the CPU, whose convolutions take memory for themselves.
-        storages: formats of 8 bits that the device knows.
         answers: of dry runs of other pipelines of this configuration; what is new is added.
 
     Raises:
         CaptureError: a component reads values of its inputs.
     """
-    modules = list(find_components(pipe).values())
-    coders = [module for module in modules if is_autoencoder(module)]
+    coders = [module for module in find_components(pipe).values() if is_autoencoder(module)]
     strategies = list_strategies(
         has_tiling=any(hasattr(module, "use_tiling") for module in coders),
         has_slicing=any(hasattr(module, "use_slicing") for module in coders),
+        has_chunks=decodes_in_chunks(pipe),
         fused=fused,
-        storages=storages if any(map(find_storable, modules)) else (),
     )
     answers = {} if answers is None else answers
     found: dict[Variant, RunMemory] = {}
@@ -124,10 +115,7 @@ def _find_sides(run: RunMemory) -> tuple[int, int] | None:
 
 
 def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
-    """The same predictions, those first that are estimated to take the least time.
-
-    Where it is not known how fast weights are widened from 8 bits, that is left out.
-    """
+    """The same predictions, those first that are estimated to take the least time."""
     if speed is None:
         return fit
     timed = [dataclasses.replace(one, seconds=estimate_time(one, speed)) for one in fit.predictions]
@@ -135,59 +123,10 @@ def sort_by_time(fit: Fit, speed: Speed | None) -> Fit:
     return dataclasses.replace(fit, predictions=tuple(timed))
 
 
-def list_storages(device: str) -> tuple[Storage, ...]:
-    """Formats of 8 bits that weights can wait in on a device; Apple's GPUs have no fp8."""
-    return ("int8",) if device.startswith("mps") else ("fp8", "int8")
-
-
-def list_allowed(fit: Fit, allowed: Collection[str] = ()) -> tuple[Prediction, ...]:
-    """The predictions that may be used, in their order.
-
-    Args:
-        allowed: formats of 8 bits that weights may wait in though the picture changes.
-    """
-    return tuple(
-        one
-        for one in fit.predictions
-        if one.strategy.storage == "native" or one.strategy.storage in allowed
-    )
-
-
-def choose(
-    fit: Fit, limit_bytes: int, allowed: Collection[str] = (), failed: Collection[str] = ()
-) -> Prediction | None:
-    """The prediction that costs the least time among those that fit; None when none does.
-
-    One that changes the picture has to save time by `WORTH`.
-
-    Args:
-        allowed: as in `list_allowed`.
-        failed: names of strategies that ran out of memory before: only smaller ones are taken.
-    """
+def choose(fit: Fit, limit_bytes: int) -> Prediction | None:
+    """Return the prediction that costs the least time among those that fit; None if none does."""
     usable = limit_bytes * USABLE_SHARE
-    known = [one.peak_bytes - 1 for one in fit.predictions if one.strategy.name in failed]
-    most = min([usable, *known])
-    fitting = [one for one in list_allowed(fit, allowed) if one.peak_bytes <= most]
-    return pick([(one, one.seconds or 0.0) for one in fitting])
-
-
-def pick(timed: Sequence[tuple[Prediction, float]]) -> Prediction | None:
-    """The first of what fits; of those that change the picture only one that saves time by `WORTH`.
-
-    Where a component fits as it is, 8 bits save its first loading at most: then they are not taken.
-
-    Args:
-        timed: predictions with their seconds, those that take the least time first.
-    """
-    if not timed:
-        return None
-    first, least_s = timed[0]
-    exact = [(one, taken_s) for one, taken_s in timed if one.strategy.storage == "native"]
-    whole = [pair for pair in exact if pair[0].strategy.placement in PACKED_PLACEMENTS]
-    if whole and first.strategy.storage != "native":
-        return whole[0][0]
-    found, found_s = exact[0] if exact else (first, least_s)
-    return found if found_s <= WORTH * least_s else first
+    return next((one for one in fit.predictions if one.peak_bytes <= usable), None)
 
 
 def keep_tiling(fit: Fit, tiling: bool) -> Fit:
@@ -204,9 +143,9 @@ def choose_tiling(fits: Iterable[Fit], limit_bytes: int) -> bool | None:
     return any(choose(keep_tiling(fit, False), limit_bytes) is None for fit in fitting)
 
 
-def find_smallest(fit: Fit, allowed: Collection[str] = ()) -> Prediction:
+def find_smallest(fit: Fit) -> Prediction:
     """The prediction with the smallest peak."""
-    return min(list_allowed(fit, allowed), key=lambda one: one.peak_bytes)
+    return min(fit.predictions, key=lambda one: one.peak_bytes)
 
 
 def make_rows(fit: Fit, speed: Speed | None, unit_s: float) -> tuple[MemoryRow, ...]:
@@ -218,21 +157,9 @@ def make_rows(fit: Fit, speed: Speed | None, unit_s: float) -> tuple[MemoryRow, 
             one.component,
             one.moved_bytes,
             one.stored_bytes,
-            round(estimate_time(one, speed) / unit_s, 3) if _is_timed(one, speed) else None,
-            CHANGES.get(one.strategy.storage, ""),
+            round(estimate_time(one, speed) / unit_s, 3) if speed is not None else None,
         )
         for one in fit.predictions
-    )
-
-
-CHANGES = {"fp8": "weights rounded to fp8", "int8": "weights rounded to int8"}
-"""What a storage of weights changes in the picture."""
-
-
-def _is_timed(prediction: Prediction, speed: Speed | None) -> bool:
-    """Whether all that a prediction does has a known speed."""
-    return speed is not None and (
-        not prediction.widened_bytes or speed.widened_bytes_per_s is not None
     )
 
 
@@ -240,10 +167,20 @@ def estimate_time(prediction: Prediction, speed: Speed | None) -> float:
     """Seconds that a run takes; 1.0 where nothing is known of the device."""
     if speed is None:
         return 1.0
-    widening = prediction.widened_bytes / (speed.widened_bytes_per_s or float("inf"))
-    moving = prediction.moved_bytes / speed.link_bytes_per_s
-    return prediction.flops / speed.flops_per_s + moving + widening
+    return prediction.flops / speed.flops_per_s + prediction.moved_bytes / speed.link_bytes_per_s
 
 
 def _list_shapes(run: RunMemory) -> list[tuple[tuple[int, ...], ...]]:
-    return [call.shapes for call in run.calls]
+    """Shapes of what each call gave; chunks of a video that are decoded in turn are one."""
+    found: list[tuple[str, tuple[tuple[int, ...], ...]]] = []
+    for call in run.calls:
+        shapes = call.shapes
+        is_next = found and call.stage == "decode" and found[-1][0] == call.component
+        if is_next and len(found[-1][1]) == len(shapes):
+            before = found.pop()[1]
+            shapes = tuple(
+                (one[0] + other[0], *other[1:]) if one[1:] == other[1:] else other
+                for one, other in zip(before, shapes, strict=True)
+            )
+        found.append((call.component, shapes))
+    return [shapes for _, shapes in found]

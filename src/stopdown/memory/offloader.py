@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from stopdown.memory.forecast import (
     Fit,
     choose,
     find_smallest,
-    list_allowed,
-    list_storages,
     predict_all,
     sort_by_time,
 )
@@ -38,7 +36,7 @@ from stopdown.memory.weight_stores import WeightStore
 from stopdown.number_formats import format_bytes
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Rank, intercept
-from stopdown.pipelines.components import Callee, find_callees
+from stopdown.pipelines.components import Callee, find_callees, find_components
 from stopdown.pipelines.skeletons import copy_skeleton
 from stopdown.records import StepDown
 
@@ -84,6 +82,8 @@ class Offloader:
 
     def __enter__(self) -> Offloader:
         try:
+            for module in find_components(self.pipe).values():
+                self._store.serve(module, self._callees)
             for callee in find_callees(self.pipe):
                 intercept(
                     callee, functools.partial(self._stand, callee), self._callees, Rank.MEMORY
@@ -98,11 +98,6 @@ class Offloader:
         self._on.undo()
         self._store.close()
         self._callees.undo()
-
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that weights in 8 bits have on the device just now."""
-        return self._store.packed_bytes
 
     def _put_on(self, prediction: Prediction) -> None:
         self._on.undo()
@@ -181,7 +176,6 @@ def predict_run(
         steps=steps,
         fused=fused,
         on_cpu=device.startswith("cpu"),
-        storages=list_storages(device),
     )
     return sort_by_time(predicted, speed)
 
@@ -193,8 +187,6 @@ def make_offloader(
     *,
     device: str = "cpu",
     store: Path | None = None,
-    allowed: Collection[str] = (),
-    failed: Collection[str] = (),
     announce: Callable[[str], None] | None = None,
 ) -> Offloader:
     """Choose the strategy that costs the least time within a limit.
@@ -202,19 +194,17 @@ def make_offloader(
     Args:
         fit: of the run.
         limit_bytes: of weights and values together.
-        allowed: what may change the picture: `fp8`, `int8`.
-        failed: strategies that ran out of memory before; only smaller ones are taken.
 
     Raises:
         StopdownError: nothing fits; the message names the smallest.
     """
-    chosen = choose(fit, limit_bytes, allowed, failed)
+    chosen = choose(fit, limit_bytes)
     if chosen is None:
-        raise _describe_misfit(fit, limit_bytes, allowed, failed)
+        raise _describe_misfit(fit, limit_bytes)
     return Offloader(
         pipe,
         chosen,
-        list_allowed(fit, allowed),
+        fit.predictions,
         fit.strays,
         device=device,
         store=store,
@@ -222,14 +212,11 @@ def make_offloader(
     )
 
 
-def _describe_misfit(
-    fit: Fit, limit_bytes: int, allowed: Collection[str], failed: Collection[str]
-) -> StopdownError:
-    least = find_smallest(fit, allowed)
-    ran_out = f" {', '.join(failed)} ran out of memory before." if failed else ""
+def _describe_misfit(fit: Fit, limit_bytes: int) -> StopdownError:
+    least = find_smallest(fit)
     return StopdownError(
         f"No strategy stays within {format_bytes(limit_bytes)}: the smallest strategy, "
-        f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.{ran_out}",
+        f"{least.strategy.name}, is predicted to take {format_bytes(least.peak_bytes)}.",
         expected=f"Predictions may use {USABLE_SHARE:.0%} of the limit.",
         remedy='Add allow="smaller", use a smaller `height` and `width`, fewer `frames`, a 16-bit '
         f'`precision`, or memory="{_round_up(least.peak_bytes / USABLE_SHARE)}".',

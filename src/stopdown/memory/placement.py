@@ -1,7 +1,6 @@
 """Where a strategy puts weights: they come when they are needed.
 
-The weights of a group (a component, a block, a layer) wait on a store (`weight_stores`). Layers whose
-weights wait in 8 bits (`eight_bits`) widen them while they run.
+The weights of a group (a component, a block, a layer) wait on a store (`weight_stores`).
 
 **Catches** parameters that are tied, or shared by two components: they are stored once.
 **Does not catch** code that reads the values of a module's weights outside of its `forward`.
@@ -15,12 +14,12 @@ from typing import Any
 
 import torch
 
-from stopdown.memory.eight_bits import choose_packed
 from stopdown.memory.run_memory import LISTS, weigh
-from stopdown.memory.strategies import Placement, Storage, Strategy, group_weights
+from stopdown.memory.strategies import Placement, Strategy, group_weights
 from stopdown.memory.weight_stores import WeightGroup, WeightStore
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks, find_components
+from stopdown.scaling.call_watch import WAITING
 
 
 def put_placement(
@@ -44,35 +43,16 @@ def put_placement(
     store.clear()
     for name, module in find_components(pipe).items():
         own = strays.get(name, {})
-        packed = _pack_layers(module, strategy.storage, own, store, patches)
         _follow_casts(module, store, patches)
         if strategy.placement == "resident":
             store.bring(module)
             continue
+        patches.set_attribute(module, WAITING, True)
         store.move_buffers(module)
-        for group in _make_groups(module, strategy.placement, own, store, packed):
+        for group in _make_groups(module, strategy.placement, own, store):
             store.keep(name, group, strategy.placement)
             if group.path:
                 _hook_group(group, patches)
-
-
-def _pack_layers(
-    module: torch.nn.Module,
-    storage: Storage,
-    strays: Mapping[str, frozenset[str]],
-    store: WeightStore,
-    patches: Patches,
-) -> list[torch.Tensor]:
-    """Have layers wait in 8 bits on the device; the tensors that they wait in come back."""
-    if storage == "native":
-        return []
-    parts = dict(module.named_modules())
-    made: dict[int, torch.Tensor] = {}
-    for path, weights in choose_packed(module, strays, storage).items():
-        for weight in weights.values():
-            made |= {id(tensor): tensor for tensor in store.pack(weight, storage)}
-        _hook_group(WeightGroup(path, parts[path], list(weights.values()), store), patches)
-    return list(made.values())
 
 
 def _follow_casts(module: torch.nn.Module, store: WeightStore, patches: Patches) -> None:
@@ -100,16 +80,10 @@ def _make_groups(
     placement: Placement,
     strays: Mapping[str, frozenset[str]],
     store: WeightStore,
-    packed: list[torch.Tensor],
 ) -> Iterable[WeightGroup]:
-    """The groups of one component, those of its blocks and layers before its own.
-
-    Args:
-        packed: what weights in 8 bits wait in; it is moved instead of them.
-    """
+    """The groups of one component, those of its blocks and layers before its own."""
     parts = dict(module.named_modules())
     groups = group_weights(weigh(module), find_blocks(module, LISTS), strays, placement)
     for group, paths in groups.items():
         tensors = [x for path in paths for x in parts[path].parameters(recurse=False)]
-        tensors = [x for x in tensors if not store.is_packed(x)]
-        yield WeightGroup(group, parts[group], [*tensors, *packed], store)
+        yield WeightGroup(group, parts[group], tensors, store)

@@ -25,7 +25,6 @@ from stopdown.component_call_names import name_component
 from stopdown.errors import CaptureError, take_first_line
 from stopdown.graph.capture import describe_failure, name_parameters
 from stopdown.memory.allocation_tracker import StorageTracker
-from stopdown.memory.eight_bits import Packing, weigh_packing
 from stopdown.memory.tiles import Given, Tile, describe_output
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
@@ -83,7 +82,6 @@ class RunMemory:
         blocks: component → paths of the entries of its outermost lists of modules.
         between_bytes: most bytes alive outside of calls.
         steps: that were run dry.
-        packings: format of 8 bits → component → what its weights take when those that can wait so.
     """
 
     calls: tuple[CallMemory, ...]
@@ -93,17 +91,10 @@ class RunMemory:
     blocks: dict[str, tuple[str, ...]]
     between_bytes: int
     steps: int
-    packings: dict[str, dict[str, Packing]] = field(default_factory=dict)
 
-    def weigh(self, component: str, storage: str = "native") -> int:
+    def weigh(self, component: str) -> int:
         """Bytes of all parameters of a component; directions of an autoencoder share theirs."""
-        if storage != "native":
-            return self.find_packing(component, storage).total_bytes
         return self.totals[name_component(component)][0]
-
-    def find_packing(self, component: str, storage: str) -> Packing:
-        """What the weights of a component take in a format of 8 bits."""
-        return self.packings[storage][name_component(component)]
 
 
 def listen_to_run(
@@ -164,19 +155,14 @@ class MemoryListener(Listener):
     def conclude(self, pipe: Any) -> RunMemory:
         """What the run that is over took, on a skeleton or the pipeline itself."""
         parts = find_components(pipe)
-        strays = {name: _merge_strays(self._calls, name) for name in parts}
         return RunMemory(
             calls=tuple(self._calls),
             weights={name: weigh(part) for name, part in parts.items()},
             totals={name: _sum_up(part) for name, part in parts.items()},
-            strays=strays,
+            strays={name: _merge_strays(self._calls, name) for name in parts},
             blocks={name: find_blocks(part, LISTS) for name, part in parts.items()},
             between_bytes=self._tracker.peak_bytes,
             steps=self._steps,
-            packings={
-                storage: {n: weigh_packing(part, strays[n], storage) for n, part in parts.items()}
-                for storage in ("fp8", "int8")
-            },
         )
 
     def around(self, arguments: Mapping[str, Any]) -> contextlib.AbstractContextManager[object]:
@@ -217,10 +203,33 @@ class MemoryListener(Listener):
 
     def _put_tiles(self, owner: torch.nn.Module, patches: Patches) -> None:
         """Where an autoencoder works in tiles, have its code run once for those of the same shapes."""
-        for name in ("encoder", "decoder") if getattr(owner, "use_tiling", False) else ():
+        if not getattr(owner, "use_tiling", False):
+            return
+        for name in ("encoder", "decoder"):
             if isinstance(part := getattr(owner, name, None), torch.nn.Module):
                 once = functools.partial(self._run_tile, {}, part.forward)
                 patches.set_attribute(part, "forward", once)
+        for name in ("blend_t", "blend_v", "blend_h"):
+            if callable(code := getattr(owner, name, None)):
+                patches.set_attribute(owner, name, functools.partial(self._run_blend, {}, code))
+
+    def _run_blend(self, known: dict[str, int], code: Callable[..., Any], *given: Any) -> Any:
+        """Blend the seam of two tiles, row by row; another of the same shapes takes as much.
+
+        Args:
+            given: the tile before it, the tile that is written into and comes back, and the width.
+        """
+        path = self._paths.current
+        self.leave(path)
+        alive, key = self._tracker.live_bytes, sign_arguments(given, {})
+        output = given[1]
+        if key not in known:
+            output = code(*given)
+            if output is not given[1] or self._tracker.live_bytes != alive:
+                return output
+            known[key] = self._tracker.peak_bytes - alive
+        self._tracker.peak_bytes = max(self._tracker.peak_bytes, alive + known[key])
+        return output
 
     def _run_tile(
         self, known: dict[str, Tile], code: Callable[..., Any], *args: Any, **kwargs: Any

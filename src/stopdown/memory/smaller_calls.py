@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,12 @@ _MOST_SCORE_BYTES = 2**28
 """Scores of attention in fp32 that are made at a time when it is split."""
 
 
+CHUNKS_DIFFER = (
+    "To save memory, a few frames are decoded at a time. The decoder then does not see the frames beside "
+    "a chunk, so the video can flicker where chunks meet."
+)
+_CHUNK = "decode_chunk_size"
+
 _FEED_FORWARD = ("FeedForward",)
 """Classes that work on each position of a sequence alone."""
 
@@ -28,11 +35,27 @@ def put_variant(pipe: Any, strategy: Strategy, patches: Patches) -> None:
         if is_autoencoder(module):
             for name, wanted in (("slicing", strategy.slicing), ("tiling", strategy.tiling)):
                 _switch(module, name, wanted, patches)
+    if strategy.frames and decodes_in_chunks(pipe):
+        decode = functools.partial(_decode_in_chunks, strategy.frames, pipe.decode_latents)
+        patches.set_attribute(pipe, "decode_latents", decode)
     for callee in find_callees(pipe):
         if strategy.pieces > 1 and callee.stage == "denoise":
             _put_pieces(callee.owner, strategy.pieces, patches)
         if strategy.split:
             intercept(callee, _split_attention, patches, Rank.MEMORY)
+
+
+def decodes_in_chunks(pipe: Any) -> bool:
+    """Return whether a pipeline can decode a few frames of a video at a time, as SVD can."""
+    decode = getattr(pipe, "decode_latents", None)
+    return callable(decode) and _CHUNK in inspect.signature(decode).parameters
+
+
+def _decode_in_chunks(most: int, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    given = inspect.signature(decode).bind(*args, **kwargs)
+    given.apply_defaults()
+    given.arguments[_CHUNK] = min(most, given.arguments[_CHUNK])
+    return decode(*given.args, **given.kwargs)
 
 
 def _switch(module: torch.nn.Module, name: str, wanted: bool, patches: Patches) -> None:

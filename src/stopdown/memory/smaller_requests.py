@@ -8,7 +8,7 @@ then the sides, keeping their ratio. What takes less at every size makes a bisec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stopdown.memory.forecast import Fit, choose
@@ -64,7 +64,6 @@ def find_largest(
     sizes: Sequence[Size],
     predict: Callable[[Size], Fit],
     limit_bytes: int,
-    allowed: Collection[str] = (),
 ) -> tuple[Size, Fit] | None:
     """The largest size that fits, and what its strategies take; None when none does.
 
@@ -78,7 +77,7 @@ def find_largest(
     while start < end:
         middle = (start + end) // 2
         fit = predict(sizes[middle])
-        if choose(fit, limit_bytes, allowed) is None:
+        if choose(fit, limit_bytes) is None:
             start = middle + 1
         else:
             found, end = (sizes[middle], fit), middle

@@ -18,7 +18,6 @@ import torch
 from stopdown.device_memory import is_out_of_memory
 from stopdown.device_profiles import Profile
 from stopdown.environment import Device, synchronise
-from stopdown.memory.eight_bits import pack
 from stopdown.number_formats import FORMATS
 
 LINK_BYTES_PER_S = 12e9
@@ -42,13 +41,11 @@ class Speed:
         flops_per_s: of a large matrix product in the precision of the run.
         link_bytes_per_s: from where weights wait to the device.
         reason: where the figures come from, one sentence.
-        widened_bytes_per_s: weights made from 8 bits; None where nothing says how fast that is.
     """
 
     flops_per_s: float
     link_bytes_per_s: float
     reason: str
-    widened_bytes_per_s: float | None = None
 
 
 def find_speed(profile: Profile, formats: Iterable[str]) -> Speed | None:
@@ -74,7 +71,6 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
         rates = {name: _time_product(device, name) for name in formats}
         slowest = min(rates, key=lambda name: rates[name])
         link = _time_copy(device)
-        widening = _time_widening(device, slowest)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -82,7 +78,7 @@ def measure_speed(device: Device, formats: Iterable[str]) -> Speed:
     reason = (
         f"{rates[slowest] / 1e12:.3g} TFLOPS in {slowest} and {link / 1e9:.3g} GB/s, timed here."
     )
-    return Speed(rates[slowest], link, reason, widening)
+    return Speed(rates[slowest], link, reason)
 
 
 def _time_product(device: Device, name: str) -> float:
@@ -100,16 +96,6 @@ def _time_copy(device: Device) -> float:
     source = torch.ones(_COPIED_BYTES // 4)
     target = torch.empty_like(source, device=device.torch_name)
     return _COPIED_BYTES / _time_second(device, functools.partial(target.copy_, source))
-
-
-def _time_widening(device: Device, name: str) -> float | None:
-    """Bytes per second of weights that are made from fp8; None on a device that has no fp8."""
-    if device.type == "mps":
-        return None
-    weight = torch.ones(_SIDE, _SIDE, dtype=FORMATS[name].torch_dtype)
-    packed = pack(weight).to(torch.device(device.torch_name))
-    target = torch.empty_like(weight, device=device.torch_name)
-    return weight.nbytes / _time_second(device, functools.partial(packed.fill, target))
 
 
 def _time_second(device: Device, work: Callable[[], Any]) -> float:

@@ -8,7 +8,8 @@ weights of the modules that are running then.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,15 +24,11 @@ Placement = Literal["resident", "component", "block", "leaf"]
 
 PLACEMENTS: tuple[Placement, ...] = ("resident", "component", "block", "leaf")
 
-Storage = Literal["native", "fp8", "int8"]
-"""How weights wait: in the format that they compute in, or in 8 bits, which changes the picture."""
+Variant = tuple[bool, bool, int, bool, int]
+"""What changes the calls themselves: slicing, tiling, pieces, split, frames."""
 
-PACKED_PLACEMENTS: tuple[Placement, ...] = ("resident", "component")
-"""With which 8 bits are worth it: where blocks or layers are there one at a time, they save little."""
-
-
-Variant = tuple[bool, bool, int, bool]
-"""What changes the calls themselves: slicing, tiling, pieces, split."""
+FRAMES = (4, 1)
+"""Frames of a video that are decoded at a time, if a pipeline decodes in chunks."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +37,12 @@ class Strategy:
 
     Attributes:
         placement: which weights are there at a time.
-        storage: how they wait; in 8 bits each layer's are widened while it runs.
         slicing: the autoencoder works picture by picture.
         tiling: the autoencoder works tile by tile; the result differs a little at the seams.
         pieces: feed-forward layers of the denoiser work on this many pieces of the sequence.
         split: attention works on a few queries at a time, where no kernel does without all scores.
+        frames: the autoencoder decodes at most so many frames at a time, each chunk without regard to the
+            next, so that the result differs; 0 leaves that to the pipeline.
     """
 
     placement: Placement = "resident"
@@ -52,22 +50,22 @@ class Strategy:
     tiling: bool = False
     pieces: int = 1
     split: bool = False
-    storage: Storage = "native"
+    frames: int = 0
 
     @property
     def name(self) -> str:
-        """`resident`, `component+fp8+tiling`; with tiling goes slicing, where there is both."""
+        """`resident`, `component+tiling`; with tiling goes slicing, where there is both."""
         parts: list[str] = [self.placement]
-        parts += [self.storage] if self.storage != "native" else []
         parts += ["tiling"] if self.tiling else ["slicing"] if self.slicing else []
         parts += [f"{self.pieces} pieces"] if self.pieces > 1 else []
         parts += ["split"] if self.split else []
+        parts += [f"{self.frames} frame{'s' * (self.frames > 1)}"] if self.frames else []
         return "+".join(parts)
 
     @property
     def variant(self) -> Variant:
         """What of it changes the calls themselves."""
-        return self.slicing, self.tiling, self.pieces, self.split
+        return self.slicing, self.tiling, self.pieces, self.split, self.frames
 
     def sign(self, call: ComponentCall) -> str:
         """What of it changes this call; slicing has nothing to cut in a batch of one."""
@@ -91,7 +89,6 @@ class Prediction:
         component: whose call that is; "" between calls.
         moved_bytes: weights that are brought to the device in one run of `steps`.
         stored_bytes: weights that wait in host memory or on disk.
-        widened_bytes: weights that are made from 8 bits in one run, as they compute.
         flops: of the run.
         seconds: estimated for the run; None where no speed is known.
     """
@@ -101,32 +98,31 @@ class Prediction:
     component: str
     moved_bytes: int
     stored_bytes: int
-    widened_bytes: int = 0
     flops: float = 0.0
     seconds: float | None = None
 
 
 def list_strategies(
-    *, has_tiling: bool, has_slicing: bool, fused: bool = True, storages: Sequence[Storage] = ()
+    *, has_tiling: bool, has_slicing: bool, has_chunks: bool = False, fused: bool = True
 ) -> tuple[Strategy, ...]:
     """All that are tried, those that cost the least time first.
 
     Args:
         has_tiling, has_slicing: what the autoencoder offers.
+        has_chunks: the pipeline can decode a few frames at a time.
         fused: whether attention runs in a kernel that keeps no score matrix.
-        storages: formats of 8 bits that weights may wait in.
     """
-    smaller: list[tuple[bool, bool, int]] = [(False, False, 1)]
-    smaller += [(True, False, 1)] if has_slicing else []
-    smaller += [(has_slicing, True, 1)] if has_tiling else []
-    smaller += [(has_slicing, has_tiling, 4)]
-    kept: list[tuple[Placement, Storage]] = [(placement, "native") for placement in PLACEMENTS]
-    kept += [(placement, storage) for storage in storages for placement in PACKED_PLACEMENTS]
+    smaller = [Strategy()]
+    smaller += [Strategy(slicing=True)] if has_slicing else []
+    smaller += [Strategy(slicing=has_slicing, tiling=True)] if has_tiling else []
+    chunks = [dataclasses.replace(smaller[-1], frames=n) for n in FRAMES] if has_chunks else []
+    smaller += chunks
+    smaller += [dataclasses.replace(one, pieces=4) for one in chunks or smaller[-1:]]
     return tuple(
-        Strategy(placement, slicing, tiling, pieces, split, storage)
-        for placement, storage in kept
+        dataclasses.replace(one, placement=placement, split=split)
+        for placement in PLACEMENTS
         for split in ((False,) if fused else (False, True))
-        for slicing, tiling, pieces in smaller
+        for one in smaller
     )
 
 
@@ -138,7 +134,7 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
         steps: denoising steps of the real run.
     """
     fixed = sum(buffers for _, buffers in run.totals.values())
-    weights = {name: run.weigh(name, strategy.storage) for name in run.weights}
+    weights = {name: run.weigh(name) for name in run.weights}
     everything = sum(weights.values())
     if strategy.placement == "resident":
         fixed += everything
@@ -154,7 +150,6 @@ def predict(run: RunMemory, strategy: Strategy, *, steps: int) -> Prediction:
         component,
         everything if is_resident else _count_moved(run, strategy, steps),
         0 if is_resident else everything,
-        0 if strategy.storage == "native" else _count_widened(run, strategy.storage, steps),
         sum(call.flops * _count_repeats(run, call, steps) for call in run.calls),
     )
 
@@ -193,8 +188,6 @@ def _choose_unit(path: str, blocks: Iterable[str], placement: Placement) -> str:
 
 def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
     """Most bytes of values and loaded weights together during one call."""
-    if strategy.storage != "native":
-        return _find_packed_peak(run, call, strategy)
     if strategy.placement == "resident":
         return call.peak_bytes
     sizes = _weigh_units(run, call.component, strategy.placement)
@@ -202,24 +195,6 @@ def _find_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
         peak + sum(size for unit, size in sizes.items() if is_inside(path, unit))
         for path, peak in call.peaks.items()
     )
-
-
-def _find_packed_peak(run: RunMemory, call: CallMemory, strategy: Strategy) -> int:
-    """Most bytes of values, of a component's weights in 8 bits, and of the layer that is widened."""
-    widened = run.find_packing(call.component, strategy.storage).parts
-    stands = strategy.placement == "component"
-    weights = run.weigh(call.component, strategy.storage) if stands else 0
-    return weights + max(peak + widened.get(path, 0) for path, peak in call.peaks.items())
-
-
-def _count_widened(run: RunMemory, storage: Storage, steps: int) -> int:
-    """Bytes of weights that are made from 8 bits in a run: those of a layer at each of its calls."""
-    widened = 0.0
-    for call in run.calls:
-        parts = run.find_packing(call.component, storage).parts
-        once = sum(count * parts.get(path, 0) for path, count in call.entries.items())
-        widened += once * _count_repeats(run, call, steps)
-    return int(widened)
 
 
 def _count_repeats(run: RunMemory, call: CallMemory, steps: int) -> float:
@@ -243,7 +218,7 @@ def _count_moved(run: RunMemory, strategy: Strategy, steps: int) -> int:
     for call in run.calls:
         name = name_component(call.component)
         if strategy.placement == "component":
-            moved += run.weigh(name, strategy.storage) if name != current else 0
+            moved += run.weigh(name) if name != current else 0
             current = name
             continue
         repeats = _count_repeats(run, call, steps)

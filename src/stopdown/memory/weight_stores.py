@@ -1,8 +1,11 @@
-"""Where weights wait while a pipeline runs: on disk when it runs on the CPU, in host memory otherwise.
+"""Where weights wait while a pipeline runs: in host memory if they fit there, else in files.
 
-While they wait, parameters keep shape, dtype and device and own no memory (their storage is
-resized to nothing, as FSDP does it), so everything that looks at them works as before; only values
-are missing. One store serves all strategies of a run: what it holds once is not written again.
+Weights that were left in the checkpoint's files are read from there each time, with their exponents.
+Others are written to temporary files if the run is on the CPU. While they wait, parameters keep shape,
+dtype and device and own no memory (their storage is resized to nothing, as FSDP does it), so everything
+that looks at them works as before; only values are missing. One store serves all strategies of a run:
+what it holds once is not written again. `weights_at_hand` brings a component's weights for whoever
+changes them, and takes over what they have become.
 
 **Catches** parameters that are tied, or shared by two components: they are stored once.
 **Does not catch** what holds a parameter's storage besides (a view taken before).
@@ -10,18 +13,22 @@ are missing. One store serves all strategies of a run: what it holds once is not
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stopdown.mapped_weights import is_mapped, map_copy
-from stopdown.memory.eight_bits import Packed, pack
+from stopdown.mapped_weights import StoredWeight, find_stored, is_mapped, map_copy, wait_
 from stopdown.memory.strategies import Placement
+from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call
+
+_STORE = "stopdown_weight_store"
+"""Attribute of a component whose weights wait: its `WeightStore`."""
 
 
 class WeightGroup:
@@ -32,6 +39,10 @@ class WeightGroup:
     ) -> None:
         self.path, self.module = path, module
         self._tensors, self._store, self._users = tensors, store, 0
+
+    def __deepcopy__(self, memo: object) -> WeightGroup:
+        """Return the group itself: the weights of a copied module are not in the store."""
+        return self
 
     def store(self) -> None:
         for tensor in self._tensors:
@@ -64,18 +75,23 @@ class WeightStore:
         """
         Args:
             device: where calls run.
-            folder: for a temporary copy of the weights; None keeps them in host memory, which makes
-                sense for a device that has a memory of its own.
+            folder: for a temporary copy of weights that lie in no file; others are read from their files.
+                None keeps all in host memory, which makes sense for a device that has a memory of its
+                own.
         """
         self._device, self._place = torch.device(device), folder
         self._folder: Path | None = None
-        self._kept: dict[int, torch.Tensor] = {}
+        self._is_open = False
+        self._kept: dict[int, StoredWeight] = {}
         self._owners: dict[int, tuple[torch.Tensor, torch.device]] = {}
         self._sizes: dict[int, int] = {}
         self._forget()
 
+    def __deepcopy__(self, memo: object) -> WeightStore:
+        """Return the store itself: a copied module brings no weights of its own."""
+        return self
+
     def _forget(self) -> None:
-        self._packed: dict[int, Packed] = {}
         self._units: dict[str, list[WeightGroup]] = {}
         self._callees: dict[str, WeightGroup] = {}
         self._current = ""
@@ -95,36 +111,47 @@ class WeightStore:
         """
         if id(tensor) not in self._kept:
             self._owners.setdefault(id(tensor), (tensor, tensor.device))  # it may be away already
-            self._kept[id(tensor)] = self._write(tensor)
+            self._kept[id(tensor)] = self._keep(tensor)
             self._own(tensor)
         self.drop(tensor)
 
-    def pack(self, weight: torch.Tensor, storage: str) -> tuple[torch.Tensor, ...]:
-        """Have a weight wait in 8 bits on the device; what it waits in."""
-        if id(weight) not in self._packed:
-            self.store(weight)
-            self._packed[id(weight)] = pack(self._kept[id(weight)], storage).to(self._device)
-        return self._packed[id(weight)].tensors
+    def find(self, tensor: torch.Tensor) -> StoredWeight | None:
+        """Return what a tensor is read from; None for one that does not wait here."""
+        return self._kept.get(id(tensor))
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes that weights in 8 bits have on the device just now."""
-        kept = (tensor for packed in self._packed.values() for tensor in packed.tensors)
-        return sum(tensor.untyped_storage().nbytes() for tensor in kept)
+    def serve(self, module: torch.nn.Module, patches: Patches) -> None:
+        """Let `weights_at_hand` find the store of a component, until `patches` is undone."""
+        patches.set_attribute(module, _STORE, self)
 
-    def is_packed(self, tensor: torch.Tensor) -> bool:
-        """Whether a weight waits in 8 bits."""
-        return id(tensor) in self._packed
+    @contextlib.contextmanager
+    def opened(self, module: torch.nn.Module) -> Iterator[None]:
+        """Have all weights of a component here, and take over what they have become at the end.
+
+        Cost: its whole weights on the device at the same time.
+        """
+        waiting = [x for x in module.parameters() if id(x) in self._kept]
+        away = [x for x in waiting if not x.untyped_storage().nbytes()]
+        was_open, self._is_open = self._is_open, True
+        try:
+            for tensor in away:
+                self.load(tensor)
+            before = {id(x): (x.data_ptr(), x._version) for x in waiting}
+            yield
+            for tensor in waiting:
+                if before[id(tensor)] != (tensor.data_ptr(), tensor._version):
+                    self._kept[id(tensor)] = StoredWeight(self._write(tensor), tensor.dtype)
+                    self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
+        finally:
+            self._is_open = was_open
+            for tensor in away:
+                self.drop(tensor)
 
     def load(self, tensor: torch.Tensor) -> None:
         """Bring a tensor's values, unless they are there."""
         storage, key = tensor.untyped_storage(), id(tensor)
         if storage.nbytes() == 0 and self._sizes[key]:
             storage.resize_(self._sizes[key])
-            if key in self._packed:
-                self._packed[key].fill(tensor.data)
-            else:
-                tensor.data.copy_(self._kept[key])
+            self._kept[key].write(tensor.data)
 
     def cast(self, module: torch.nn.Module, dtype: torch.dtype) -> None:
         """Have a module's weights wait in another dtype: pipelines cast an autoencoder before a call."""
@@ -136,23 +163,25 @@ class WeightStore:
             ):
                 continue
             is_here = tensor.untyped_storage().nbytes() > 0
-            self._kept[id(tensor)] = self._write(self._kept[id(tensor)].to(dtype))
+            cast = self._kept[id(tensor)].read().to(dtype)
+            self._kept[id(tensor)] = StoredWeight(self._write(cast), dtype)
             self._own(tensor, dtype)
             self.drop(tensor)
             if is_here:
                 self.load(tensor)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        """Give a tensor's memory back."""
-        tensor.untyped_storage().resize_(0)
+        """Give a tensor's memory back, unless somebody has the weights at hand."""
+        if not self._is_open:
+            tensor.untyped_storage().resize_(0)
 
     def bring(self, module: torch.nn.Module) -> None:
-        """Have a module's weights on the device for good, but those that wait in 8 bits."""
+        """Have a module's weights on the device for good."""
         self.move_buffers(module)
         for tensor in module.parameters():
             if id(tensor) not in self._kept:
                 self._move(tensor)
-            elif not self.is_packed(tensor):
+            else:
                 self.load(tensor)
 
     def move_buffers(self, module: torch.nn.Module) -> None:
@@ -179,10 +208,7 @@ class WeightStore:
 
     def clear(self) -> None:
         """Forget who is loaded when, before another strategy: everything that waits waits again."""
-        codes = {id(tensor) for packed in self._packed.values() for tensor in packed.tensors}
         self._forget()
-        for key in codes & self._kept.keys():
-            self._discard(key)
         for tensor, _ in self._list_waiting():
             self.drop(tensor)
 
@@ -203,21 +229,25 @@ class WeightStore:
         return (owner for key, owner in self._owners.items() if key in self._kept)
 
     def _bring_home(
-        self, tensor: torch.Tensor, kept: torch.Tensor | None, home: torch.device
+        self, tensor: torch.Tensor, kept: StoredWeight | None, home: torch.device
     ) -> None:
         if kept is None:
             tensor.data = tensor.data.to(home)
+        elif kept is find_stored(tensor):
+            wait_(tensor, kept)
         elif tensor.is_contiguous():
-            tensor.data = kept.to(home)
+            tensor.data = kept.read(home)
         else:  # its strides come back, too
-            tensor.data = torch.empty_like(tensor.data, device=home).copy_(kept)
+            tensor.data = torch.empty_like(tensor.data, device=home).copy_(kept.read())
 
     def _discard(self, key: int) -> None:
         for table in (self._kept, self._owners, self._sizes):
             table.pop(key, None)
 
     def _move(self, tensor: torch.Tensor) -> None:
-        if not is_on(tensor, self._device):
+        if (stored := find_stored(tensor)) is not None:
+            tensor.data = stored.read(self._device)
+        elif not is_on(tensor, self._device):
             self._owners.setdefault(id(tensor), (tensor, tensor.device))
             tensor.data = tensor.data.to(self._device)
 
@@ -231,6 +261,12 @@ class WeightStore:
         tensor.data = torch.empty_like(like, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
 
+    def _keep(self, tensor: torch.Tensor) -> StoredWeight:
+        stored = find_stored(tensor)
+        if stored is None:
+            return StoredWeight(self._write(tensor), tensor.dtype)
+        return stored if self._place is not None else StoredWeight(stored.read(), stored.dtype)
+
     def _write(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy to load from: in host memory, or mapped from a file, which takes none."""
         if self._place is None:
@@ -240,6 +276,25 @@ class WeightStore:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(dir=self._place))
         return map_copy(tensor, self._folder)
+
+
+@contextlib.contextmanager
+def weights_at_hand(module: torch.nn.Module) -> Iterator[None]:
+    """Have the weights of a component here while they are read or changed, wherever they wait.
+
+    Cost: for a component whose weights wait, all of them on the device at the same time.
+    """
+    store: WeightStore | None = vars(module).get(_STORE)
+    with contextlib.nullcontext() if store is None else store.opened(module):
+        yield
+
+
+def find_waiting(module: torch.nn.Module, tensor: torch.Tensor) -> StoredWeight | None:
+    """Return what a weight of a component is read from; None for one that has its values."""
+    if tensor.is_meta or tensor.untyped_storage().nbytes() or not tensor.numel():
+        return None
+    store: WeightStore | None = vars(module).get(_STORE)
+    return (store.find(tensor) if store is not None else None) or find_stored(tensor)
 
 
 def is_on(tensor: torch.Tensor, device: torch.device) -> bool:

@@ -7,12 +7,17 @@ Some transformers have positions for one size only, or up to a size.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stopdown.errors import OptionError, SourceError
 from stopdown.pipelines.descriptions import read_description
+
+_FAR = 2
+"""A pipeline's default stays where it has at most this many times the pixels that the configs name."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ def _find_grid(configs: dict[str, dict[str, Any]]) -> Grid:
     if autoencoder.get("_class_name") == "AutoencoderKLCogVideoX":
         frames *= 2  # of an even number of latent frames it decodes three frames too many
         frames_reason += ", and takes latent frames by twos after the first"
-    positions = transformer.get("pos_embed_max_size") or 0
+    learned = transformer.get("pos_embed_max_size")
+    positions = learned or transformer.get("rope_max_seq_len") or 0  # each Wan has those of an axis
     if positions:
         reasons.append(f"it has positions for {positions} patches on a side")
     only = _read_only(transformer, side)
@@ -127,6 +133,41 @@ def find_own_sides(pipe: Any) -> tuple[int, int] | None:
     scale: Any = getattr(pipe, "vae_scale_factor_spatial", None)
     scale = scale or getattr(pipe, "vae_scale_factor", 8)
     return int(height) * int(scale), int(width) * int(scale)
+
+
+def choose_own_sides(pipe: Any) -> dict[str, int]:
+    """Height and width for a call that names none, if the pipeline's default does not suit its configs.
+
+    A default is written for the checkpoint of a pipeline's authors. Configs that name a far smaller size
+    decide themselves, and no side goes beyond the positions that a transformer has.
+
+    Returns:
+        Nothing if the default suits, or if the pipeline asks its configs itself.
+    """
+    taken = inspect.signature(type(pipe).__call__).parameters
+    default = [taken[name].default for name in ("height", "width") if name in taken]
+    if len(default) < 2 or not all(isinstance(side, int) for side in default):
+        return {}
+    own = find_own_sides(pipe)
+    is_far = own is not None and default[0] * default[1] > _FAR * own[0] * own[1]
+    chosen = list(own) if own is not None and is_far else default
+    grid = find_grid(read_pipe_configs(pipe))
+    if grid.most and max(chosen) > grid.most:
+        share = grid.most / max(chosen)
+        chosen = [max(1, int(side * share) // grid.side) * grid.side for side in chosen]
+    return {} if chosen == default else {"height": chosen[0], "width": chosen[1]}
+
+
+def read_pipe_configs(pipe: Any) -> dict[str, dict[str, Any]]:
+    """The config of each component of a pipeline, by component."""
+    from stopdown.pipelines.components import find_components
+
+    found = {}
+    for name, part in find_components(pipe).items():
+        config = getattr(part, "config", None)
+        own = dict(config) if isinstance(config, Mapping) else {}
+        found[name] = {"_class_name": type(part).__name__, **own}
+    return found
 
 
 def check_sizes(

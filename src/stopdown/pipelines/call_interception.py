@@ -20,6 +20,7 @@ import enum
 import fnmatch
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,13 @@ Call = Callable[..., Any]
 Layer = Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a method: what to call next, its positional and its keyword arguments."""
 
+_CHANGING = threading.RLock()
+"""Held while layers are put on or taken off; those of one method may belong to several threads."""
+
 _Layers = tuple[tuple["Rank", Layer], ...]
+
+UNPLANNED = "stopdown_unplanned"
+"""Attribute of a module while it runs in fp32 without its plan, which does not hold for a call."""
 
 
 class Rank(enum.IntEnum):
@@ -51,6 +58,7 @@ class Rank(enum.IntEnum):
     RECORD = 6  # measures and keeps calls for comparisons, plans and dry runs
     BRANCHES = 7  # makes calls that come one after the other on several devices at once
     JOURNAL = 8  # answers a call from a file, or writes it there
+    EXPONENTS = 9  # takes exponents off for calls that they do not hold for
 
 
 class _Stack:
@@ -77,11 +85,8 @@ class _Stack:
         self.owner = owner
 
     def hide(self, patches: Patches, method: str) -> None:
-        """Put what was there before in the stack's place, until `patches` is undone."""
-        if getattr(self.original, "__func__", None) is getattr(type(self.owner), method, None):
-            patches.remove_attribute(self.owner, method)
-        else:
-            patches.set_attribute(self.owner, method, self.original)
+        """Let this thread find what was there before in the stack's place, until `patches` is undone."""
+        patches.set_attribute(self.owner, method, _Bypass(self))
 
     def add(self, entry: tuple[Rank, Layer]) -> None:
         """Put one layer at the place of its rank."""
@@ -89,9 +94,28 @@ class _Stack:
 
     def remove(self, entry: tuple[Rank, Layer]) -> None:
         """Take one layer off, and the stack with the last one."""
-        self.layers = tuple(other for other in self.layers if other is not entry)
-        if not self.layers:
-            self.patches.undo()
+        with _CHANGING:
+            self.layers = tuple(other for other in self.layers if other is not entry)
+            if not self.layers:
+                self.patches.undo()
+
+
+class _Bypass:
+    """In the place of a stack: for the thread that made it and for copies of the module it is not there."""
+
+    def __init__(self, stack: _Stack) -> None:
+        functools.update_wrapper(self, stack.original)
+        if owner := getattr(stack.original, "__self__", None):
+            self.__self__ = owner
+        self.stopdown_stack, self._thread = stack, threading.get_ident()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = self.stopdown_stack
+        is_own = threading.get_ident() == self._thread
+        return (stack.original if is_own else stack.call)(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.stopdown_stack.original, memo)
 
 
 def _enter(original: Call, layers: _Layers, args: Any, kwargs: Any) -> Any:
@@ -112,13 +136,22 @@ def put_layer(owner: object, method: str, layer: Layer, patches: Patches, rank: 
     Args:
         rank: outside of the layers of a lower or the same rank, inside of those of a higher one.
     """
-    found = vars(owner).get(method)
-    stack = _find_stack(found)
-    if stack is None or stack.call is not found:  # a wrapper copies the attributes of a function
-        stack = _Stack(owner, method)
     entry = (rank, layer)
-    stack.add(entry)
+    with _CHANGING:
+        found = vars(owner).get(method)
+        stack = _find_stack(found)
+        if (
+            stack is None or stack.call is not found
+        ):  # a wrapper copies the attributes of a function
+            stack = _Stack(owner, method)
+        stack.add(entry)
     patches.defer(functools.partial(stack.remove, entry))
+
+
+def has_layer(owner: object, method: str, rank: Rank) -> bool:
+    """Whether a layer of a rank lies on a method."""
+    stack = _find_stack(vars(owner).get(method))
+    return stack is not None and any(x is rank for x, _ in stack.layers)
 
 
 def _find_stack(found: object) -> _Stack | None:
@@ -174,7 +207,7 @@ _COMPILED = "_compiled_call_impl"
 
 @contextlib.contextmanager
 def bared(module: torch.nn.Module) -> Iterator[None]:
-    """The module as it is beneath all layers: a capture copies it and must find no trace of them."""
+    """The module as it is beneath all layers, in this thread: a capture must find no trace of them."""
     stacks = {name: stack for name, found in vars(module).items() if (stack := _find_stack(found))}
     with Patches() as patches:
         for name, stack in stacks.items():
@@ -212,11 +245,14 @@ def put_cast(callee: Callee, dtype: torch.dtype, patches: Patches) -> None:
             Diffusion does so with its autoencoder) are followed.
         patches: where the layer is put.
     """
-    weights = find_module(callee).parameters()
-    sample = next((weight for weight in weights if weight.dtype == dtype), None)
+    module = find_module(callee)
+    sample = next((weight for weight in module.parameters() if weight.dtype == dtype), None)
 
     def cast(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return call_cast(callee, call, args, kwargs, dtype if sample is None else sample.dtype)
+        wanted = dtype if sample is None else sample.dtype
+        if vars(module).get(UNPLANNED, False):
+            wanted = torch.float32
+        return call_cast(callee, call, args, kwargs, wanted)
 
     intercept(callee, cast, patches, Rank.PLAN)
 
@@ -228,7 +264,7 @@ def call_cast(
     names = find_argument_names(callee)
     came_as = find_float_dtype({**dict(zip(names, args, strict=False)), **kwargs})
     cast = functools.partial(_cast, dtype=dtype)
-    keeps = functools.partial(_is_kept, keeps=callee.keeps)
+    keeps = functools.partial(is_kept, keeps=callee.keeps)
     args, kwargs, replaced = replace_tensors(args, kwargs, cast, names=names, keeps=keeps)
     try:
         output = call(*args, **kwargs)
@@ -259,7 +295,7 @@ def find_module(callee: Callee) -> torch.nn.Module:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The same nest with floating tensors in `dtype`; times and positions in dicts stay as they are."""
-    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=_is_kept)
+    return map_tensors(value, functools.partial(_cast, dtype=dtype), keeps=is_kept)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -321,9 +357,10 @@ def find_float_dtype(arguments: dict[str, Any]) -> torch.dtype | None:
         found.extend([tensor.dtype] * tensor.is_floating_point())
         return tensor
 
-    map_tensors(arguments, note, keeps=_is_kept)
+    map_tensors(arguments, note, keeps=is_kept)
     return next(iter(found), None)
 
 
-def _is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
+def is_kept(name: str, keeps: tuple[str, ...] = DIFFUSERS_KEEPS) -> bool:
+    """Whether an argument of this name keeps its dtype: times and positions."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in keeps)

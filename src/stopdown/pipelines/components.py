@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from stopdown.component_call_names import list_outermost, name_call
 from stopdown.errors import InputError
-from stopdown.mapped_weights import cast_tensor
+from stopdown.mapped_weights import StoredWeight, cast_tensor, find_stored, wait_
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import name_dtype
 from stopdown.patches import Patches
@@ -397,16 +397,26 @@ def read_precisions(module: torch.nn.Module) -> tuple[torch.dtype, ...]:
     return tuple(sorted(sizes, key=lambda dtype: -sizes[dtype]))
 
 
-def cast_component_(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The module itself with its floating weights in `dtype`, as if it had been loaded so.
+def cast_component_(
+    module: torch.nn.Module, dtype: torch.dtype, *, waits: bool = False
+) -> torch.nn.Module:
+    """Cast the floating weights of a module as if it had been loaded in `dtype`, and return it.
 
     What its authors keep in fp32 is in fp32, and what is not a weight stays as it is.
+
+    Args:
+        waits: leave parameters in the files that they were mapped from, for a `WeightStore` to read.
     """
     kept = find_kept_fp32(type(module), name_dtype(dtype))
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
-            is_kept = any(part in kept for part in name.split("."))
-            tensor.data = cast_tensor(tensor.data, torch.float32 if is_kept else dtype)
+        if not tensor.is_floating_point():
+            continue
+        is_kept = any(part in kept for part in name.split("."))
+        wanted = torch.float32 if is_kept else dtype
+        if not waits or not isinstance(tensor, torch.nn.Parameter):
+            tensor.data = cast_tensor(tensor.data, wanted)
+        elif find_stored(tensor) is None:  # a tied one has several names
+            wait_(tensor, StoredWeight(tensor.data, wanted))
     return module
 
 

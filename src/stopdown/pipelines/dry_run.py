@@ -32,7 +32,7 @@ from stopdown.graph.capture import find_mode
 from stopdown.module_paths import ModulePaths
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.allowed_sizes import find_own_sides
+from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
 from stopdown.pipelines.call_interception import (
     Call,
     Rank,
@@ -328,9 +328,9 @@ def _find_device(call: ComponentCall) -> torch.device:
 
 
 def make_arguments(pipe: Any) -> dict[str, Any]:
-    """Arguments for the smallest request that a pipeline takes; sizes are its own defaults."""
+    """Arguments for the smallest request that a pipeline takes; sizes are its own defaults if they suit."""
     taken = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = dict(choose_own_sides(pipe))
     if "prompt" in taken:
         arguments["prompt"] = PROMPTS[0]
     height, width = find_own_sides(pipe) or (_SIDE, _SIDE)

@@ -53,6 +53,7 @@ def quiet_libraries() -> Iterator[None]:
         warnings.filterwarnings("ignore", _OLD_GATHERING, FutureWarning)
         _hide_bars(patches)
         _drop(_NOISE, patches)
+        _hide_tracebacks(patches)
         yield
 
 
@@ -87,6 +88,12 @@ def _drop(noise: re.Pattern[str], patches: Patches) -> None:
         for handler in logging.getLogger(name).handlers:
             handler.addFilter(is_heard)
             patches.defer(functools.partial(handler.removeFilter, is_heard))
+
+
+def _hide_tracebacks(patches: Patches) -> None:
+    """Hide tracebacks that PyTorch logs of errors on fake tensors: it raises those errors, too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    patches.set_attribute(logger, "disabled", True)
 
 
 def _hide_bars(patches: Patches) -> None:

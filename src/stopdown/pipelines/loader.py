@@ -25,7 +25,7 @@ from stopdown.device_memory import describing_out_of_memory
 from stopdown.environment import Device, choose_device
 from stopdown.errors import SourceError
 from stopdown.graph.capture import name_parameters
-from stopdown.mapped_weights import choose_folder
+from stopdown.mapped_weights import choose_folder, find_stored
 from stopdown.number_formats import FORMATS, list_some, name_dtype
 from stopdown.patches import Patches
 from stopdown.pipelines import hub
@@ -52,8 +52,8 @@ from stopdown.pipelines.sources import (
 )
 from stopdown.pipelines.weight_files import load_weights, open_weight_file, read_shapes
 
-Dtypes = torch.dtype | Mapping[str, torch.dtype]
-"""One dtype, or component → dtype with `default` for the others (fp32 without it)."""
+Dtypes = torch.dtype | Mapping[str, torch.dtype] | None
+"""One dtype, or component → dtype with `default` for the others (fp32 without it); None: as stored."""
 
 
 def load_pipeline(
@@ -69,7 +69,8 @@ def load_pipeline(
 
     Args:
         source: what `resolve_source` gave, and `verify_source` let pass.
-        torch_dtypes: dtype of each component.
+        torch_dtypes: dtype of each component; None leaves every weight as it is stored, mapped from
+            the checkpoint's own files if its class allows that.
         progress: called with the component, its bytes loaded so far and the bytes in all.
         mapped: map them in this folder, however small they are; not those of a single file.
 
@@ -102,7 +103,8 @@ def load_program(source: Source, *, torch_dtypes: Dtypes, progress: Progress | N
     with quiet_libraries():
         made = load_parts(source, load_weights(source.path))
     for name, module in made.items():
-        cast_component_(module, choose_dtype(torch_dtypes, name))
+        if (dtype := choose_dtype(torch_dtypes, name)) is not None:
+            cast_component_(module, dtype)
     _report(progress, source.path.name, size, size)
     return SimpleNamespace(**made)
 
@@ -116,14 +118,20 @@ def _refuse_parts(source: Source) -> SourceError:
 def move_program(program: Any, device: Device) -> Any:
     """Have the weights of a module, a program or a pipeline on a device; it comes back.
 
+    Weights that wait in their files are read there, one after the other.
+
     Raises:
         StopdownError: they do not fit.
     """
-    if device.type != "cpu":  # where they are loaded
-        is_module = isinstance(program, torch.nn.Module)
-        modules = [program] if is_module else find_components(program).values()
-        with describing_out_of_memory():
-            for module in modules:
+    modules = (
+        [program] if isinstance(program, torch.nn.Module) else find_components(program).values()
+    )
+    with describing_out_of_memory():
+        for module in modules:
+            for tensor in module.parameters():
+                if (stored := find_stored(tensor)) is not None:
+                    tensor.data = stored.read(device.torch_name)
+            if device.type != "cpu":  # where they are loaded
                 module.to(device.torch_name)
     return program
 
@@ -180,24 +188,28 @@ def _report(progress: Progress | None, what: str, done: int, total: int) -> None
         progress("load", f"loading {what}", done, total)
 
 
-def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype:
-    """The dtype of one component."""
-    if isinstance(dtypes, torch.dtype):
+def choose_dtype(dtypes: Dtypes, name: str) -> torch.dtype | None:
+    """The dtype of one component; None leaves it as it is stored."""
+    if dtypes is None or isinstance(dtypes, torch.dtype):
         return dtypes
     return dtypes.get(name, dtypes.get("default", torch.float32))
 
 
-def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype) -> int:
+def _count_cast_bytes(files: Iterable[Path], dtype: torch.dtype | None) -> int:
     """Bytes of a component's weights that are cast to this dtype while they are loaded.
 
     What is stored in it takes no memory of its own: the class maps the file.
     """
+    if dtype is None:
+        return 0
     entries = (entry for path in files for entry in read_header(path).values())
     cast = (x for x in entries if x.dtype in FORMATS and x.dtype != name_dtype(dtype))
     return sum(math.prod(entry.shape) * dtype.itemsize for entry in cast)
 
 
-def _load_component(source: Source, name: str, dtype: torch.dtype, mapped: Path | None) -> Any:
+def _load_component(
+    source: Source, name: str, dtype: torch.dtype | None, mapped: Path | None
+) -> Any:
     library, class_name = source.components[name]
     folder = source.path / name
     variant, files = find_weights(folder, source.variant)
@@ -205,13 +217,13 @@ def _load_component(source: Source, name: str, dtype: torch.dtype, mapped: Path 
     tensors = {key: entry for header in stored.values() for key, entry in header.items()}
     module_class = find_class(library, class_name)
     with describing_failures(folder, class_name), limited_building(tensors.values()):
-        if mapped is not None:
+        if mapped is not None or dtype is None:
             module = map_component(module_class, folder, dtype, stored, mapped)
             if module is not None:
                 return module
         model, report = module_class.from_pretrained(
             folder,
-            dtype=dtype,
+            dtype=dtype or _find_common_dtype(entry.dtype for entry in tensors.values()),
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
@@ -296,12 +308,14 @@ def _load_single_file(source: Source, dtypes: Dtypes, progress: Progress | None)
             str(source.path),
             config=str(described.path),
             local_files_only=True,
-            dtype=_choose_common_dtype(dtypes),
+            dtype=_choose_common_dtype(dtypes, source.path),
         )
     for name, component in pipe.components.items():
         if isinstance(component, torch.nn.Module):
             _check_filled(component, source.path)
-            cast_component_(component, choose_dtype(dtypes, name)).eval()
+            if (dtype := choose_dtype(dtypes, name)) is not None:
+                cast_component_(component, dtype)
+            component.eval()
     _report(progress, "pipeline", size, size)
     return pipe
 
@@ -316,10 +330,19 @@ def _read_scales(path: Path, patches: Patches) -> None:
         patches.set_attribute(loader, "load_single_file_checkpoint", lambda *_, **__: weights)
 
 
-def _choose_common_dtype(dtypes: Dtypes) -> torch.dtype:
+def _choose_common_dtype(dtypes: Dtypes, path: Path) -> torch.dtype:
     """The one dtype that Diffusers takes for a single file: fp32 when components differ."""
+    if dtypes is None:
+        return _find_common_dtype(entry.dtype for entry in read_shapes(path).values())
     found = {dtypes} if isinstance(dtypes, torch.dtype) else set(dtypes.values())
     return found.pop() if len(found) == 1 else torch.float32
+
+
+def _find_common_dtype(stored: Iterable[str]) -> torch.dtype:
+    """The one 16-bit dtype that weights are stored in, else fp32, which holds them all."""
+    found = {*stored} & FORMATS.keys()
+    only = found.pop() if len(found) == 1 else ""
+    return FORMATS[only].torch_dtype if only in ("fp16", "bf16") else torch.float32
 
 
 def _check_filled(module: torch.nn.Module, path: Path) -> None:

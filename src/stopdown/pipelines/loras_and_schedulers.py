@@ -106,7 +106,7 @@ def parse_lora(text: str) -> tuple[str, float]:
             not installed.
     """
     path, sign, weight = text.rpartition(":")
-    if not sign or not re.fullmatch(r"-?\d+(\.\d+)?", weight):
+    if not sign or not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", weight):
         path, weight = text, "1"
     file = Path(path).expanduser()
     if file.suffix.lower() != ".safetensors" or not file.is_file():

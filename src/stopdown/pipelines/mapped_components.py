@@ -1,7 +1,8 @@
-"""A component whose weights lie in temporary files: built empty, filled tensor by tensor.
+"""A component whose weights lie in files: built empty, filled tensor by tensor.
 
-It has what its class would have loaded, bit for bit, and takes no memory that the system could not take
-back. So a model larger than memory can be measured, planned and run.
+As they are stored they lie in the checkpoint's own files, cast to another dtype in temporary ones. The
+component takes no memory that the system could not take back. So a model larger than memory can be
+measured, planned and run.
 
 **Does not catch** weights whose names, shapes or dtypes are not the class's own (quantised ones, files of
 older layouts): the class loads those itself, or says what is wrong.
@@ -9,6 +10,7 @@ older layouts): the class loads those itself, or says what is wrong.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,23 +21,24 @@ from safetensors import safe_open
 from stopdown.mapped_weights import map_copy
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.pipelines.components import build_module, find_kept_fp32
+from stopdown.pipelines.descriptions import read_description
 from stopdown.pipelines.headers import StoredTensor
 
 
 def map_component(
     module_class: Any,
     config: Path,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     stored: Mapping[Path, Mapping[str, StoredTensor]],
-    folder: Path,
+    folder: Path | None = None,
 ) -> torch.nn.Module | None:
-    """A component with mapped weights; None where its class has to load it.
+    """Build a component with mapped weights; None if its class has to load it.
 
     Args:
         config: folder of its configuration.
-        dtype: of its weights; its authors may keep some in fp32.
+        dtype: of its weights; its authors may keep some in fp32. None leaves each as it is stored.
         stored: of each of its files, what the header says.
-        folder: for the files that are mapped.
+        folder: for the temporary files; None maps those of the checkpoint.
 
     Raises:
         OutputError: the disk is full.
@@ -44,7 +47,8 @@ def map_component(
 
     files = {key: path for path, tensors in stored.items() for key in tensors}
     dtypes = {entry.dtype for tensors in stored.values() for entry in tensors.values()}
-    if not dtypes <= FORMATS.keys():
+    description = read_description(config / "config.json")
+    if not dtypes <= FORMATS.keys() or "quantization_config" in description:
         return None
     with init_empty_weights(include_buffers=False):
         module = build_module(module_class, config)
@@ -58,23 +62,27 @@ def map_component(
     shapes = {key: entry.shape for tensors in stored.values() for key, entry in tensors.items()}
     if any(shapes[stored_as[id(x)]] != tuple(x.shape) for _, x in owners):
         return None
-    kept = find_kept_fp32(type(module), name_dtype(dtype))
+    kept = () if dtype is None else find_kept_fp32(type(module), name_dtype(dtype))
     made: dict[int, torch.Tensor] = {}
-    for key, empty in owners:
-        if id(empty) not in made:
-            is_kept = any(part in kept for part in key.split("."))
-            path, known = files[stored_as[id(empty)]], stored_as[id(empty)]
-            made[id(empty)] = _read(path, known, torch.float32 if is_kept else dtype, folder, empty)
-        _put(module, key, made[id(empty)])
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(safe_open(path, framework="pt")) for path in stored}
+        for key, empty in owners:
+            if id(empty) not in made:
+                is_kept = any(part in kept for part in key.split("."))
+                known = stored_as[id(empty)]
+                value = opened[files[known]].get_tensor(known)
+                wanted = torch.float32 if is_kept else dtype
+                made[id(empty)] = _map(value, wanted, folder, empty)
+            _put(module, key, made[id(empty)])
     return module.eval()
 
 
-def _read(
-    path: Path, key: str, dtype: torch.dtype, folder: Path, empty: torch.Tensor
+def _map(
+    stored: torch.Tensor, dtype: torch.dtype | None, folder: Path | None, empty: torch.Tensor
 ) -> torch.Tensor:
-    with safe_open(path, framework="pt") as file:
-        stored = file.get_tensor(key)
-    mapped = map_copy(stored, folder, dtype if stored.is_floating_point() else None)
+    mapped = stored
+    if folder is not None:
+        mapped = map_copy(stored, folder, dtype if stored.is_floating_point() else None)
     if isinstance(empty, torch.nn.Parameter):
         return torch.nn.Parameter(mapped, requires_grad=empty.requires_grad)
     return mapped

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import threading
 import weakref
@@ -22,9 +23,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from stopdown.patches import Patches
-from stopdown.tracing import is_traced
+from stopdown.tracing import CALLS_REPLACED, is_traced
 
 Listener = Callable[[torch.nn.Module, str], AbstractContextManager[object]]
 """Given the module that is called, and its method; entered around the call."""
@@ -37,7 +39,6 @@ class _Thread(threading.local):
 _thread = _Thread()
 _listeners: tuple[weakref.ref[Listener], ...] = ()  # replaced, never changed: a call keeps its own
 _patches = Patches()
-_CHANGING = threading.RLock()
 
 
 def find_outermost() -> torch.nn.Module | None:
@@ -67,7 +68,7 @@ def listen(listener: Listener, patches: Patches) -> None:
     global _listeners
     refer = weakref.WeakMethod if inspect.ismethod(listener) else weakref.ref
     entry = refer(listener, _stop)
-    with _CHANGING:
+    with CALLS_REPLACED:
         if not _listeners:
             _put_on()
         _listeners = (*_listeners, entry)
@@ -80,7 +81,7 @@ def _leave(listener: Listener, entry: weakref.ref[Listener]) -> None:
 
 def _stop(entry: weakref.ref[Listener]) -> None:
     global _listeners
-    with _CHANGING:
+    with CALLS_REPLACED:
         _listeners = tuple(other for other in _listeners if other is not entry)
         if not _listeners:
             _patches.undo()
@@ -173,8 +174,35 @@ _NOBODY = torch.nn.Identity()
 
 
 def is_in_training(module: torch.nn.Module) -> bool:
-    """Whether a call of now is one of training: it is left alone."""
-    return module.training and torch.is_grad_enabled()
+    """Whether a call of now is one of training: it is left alone.
+
+    Modules are in training mode until somebody says `eval()`, so that alone shows nothing.
+
+    Cost: for the first call in training mode with gradients on what `wants_gradients` costs.
+    """
+    if not (module.training and torch.is_grad_enabled()):
+        return False
+    if module not in _trained:
+        _trained[module] = wants_gradients(module)
+    return _trained[module]
+
+
+_trained: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def wants_gradients(module: torch.nn.Module) -> bool:
+    """Whether gradients of a module's parameters are wanted: one has a gradient, or is in an optimizer.
+
+    Cost: where parameters require gradients a look at every object of the process, up to a second.
+    """
+    wanted = {id(x): x for x in module.parameters() if x.requires_grad}
+    if not wanted or not torch.is_grad_enabled():
+        return False
+    if any(x.grad is not None for x in wanted.values()):
+        return True
+    optimizers: list[Any] = [x for x in gc.get_objects() if issubclass(type(x), Optimizer)]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return any(id(x) in wanted for group in groups for x in group["params"])
 
 
 def is_plain() -> bool:

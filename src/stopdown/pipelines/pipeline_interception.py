@@ -22,6 +22,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch.utils._device import DeviceContext, _device_constructors
 
+from stopdown.environment import list_devices, require_kernels
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call, Layer, Rank, put_layer
 
@@ -140,6 +141,25 @@ def redirect_devices(target: str, announce: Callable[[str], None], patches: Patc
         for name in _OFFLOADS:
             _leave_out(name, say_once, patches)
     _drop_device_map(say_once, patches)
+
+
+def stop_without_kernels(patches: Patches) -> None:
+    """End a script, when it first uses CUDA, if this build of PyTorch has no kernels for any card here.
+
+    It is not asked earlier: a script may choose its cards by environment variables until then.
+    """
+    start, was_asked = torch.cuda._lazy_init, False
+
+    def ask() -> None:
+        nonlocal was_asked
+        start()
+        if not was_asked:
+            was_asked = True
+            cards = [device for device in list_devices() if device.type == "cuda"]
+            if all(card.missing for card in cards):
+                require_kernels(*cards[:1])
+
+    patches.set_attribute(torch.cuda, "_lazy_init", ask)
 
 
 def _list_device_takers() -> list[tuple[Any, str]]:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
+from stopdown.argument_types import check_type
 from stopdown.errors import OptionError, take_first_line
+from stopdown.pipelines.allowed_sizes import choose_own_sides
 
 if TYPE_CHECKING:
     import numpy as np
@@ -91,6 +94,67 @@ class Request:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+_TYPES: dict[str, type] = {
+    **dict.fromkeys(("prompt", "negative"), str),
+    **dict.fromkeys(("frames", "height", "width", "steps", "seed"), Integral),
+    **dict.fromkeys(("strength", "guidance"), Real),
+    "arguments": Mapping,
+}
+_IN_WORDS: dict[type, str] = {
+    str: "a text",
+    Integral: "a whole number",
+    Real: "a number",
+    Mapping: "a mapping",
+}
+
+
+def check_request(function: str, given: Request | None) -> Request | None:
+    """Refuse what is no request, and one whose attributes have other types than they should.
+
+    Args:
+        function: that it was given to.
+
+    Raises:
+        OptionError: naming the attribute.
+    """
+    check_type(
+        f"{function}(request=...)",
+        given,
+        (Request, type(None)),
+        "It is a stopdown.Request.",
+        "Use request=stopdown.Request(steps=4, height=512, width=512).",
+    )
+    for name, kind in _TYPES.items() if given is not None else ():
+        words = _IN_WORDS[kind]
+        check_type(
+            f"Request({name}=...)",
+            getattr(given, name),
+            (kind, type(None)),
+            f"It is {words}.",
+            f"Give {words}, or leave `{name}` out.",
+        )
+    return given
+
+
+def list_prompts(function: str, given: Any) -> list[str | Mapping[str, Any]]:
+    """Return prompts one by one: a text or a table of arguments alone is one prompt.
+
+    Args:
+        function: that they were given to.
+
+    Raises:
+        OptionError: one is neither a text nor a table of arguments.
+    """
+    expected = "A prompt is a text, or a table of arguments of the pipeline's call."
+    remedy = f'Use {function}(..., prompts=["a red circle"]).'
+    if isinstance(given, (str, Mapping)):
+        return [given]
+    check_type(f"{function}(prompts=...)", given, (Sequence, Set), expected, remedy)
+    for one in given:
+        check_type(f"{function}(prompts=[...])", one, (str, Mapping), expected, remedy)
+    return list(given)
+
+
 def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
     """What was asked for, by the names that a pipeline class has for it; nothing need be loaded.
 
@@ -98,7 +162,6 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
         OptionError: something was asked for that this pipeline does not take, or something that it
             needs is missing.
     """
-    taken = _read_signature(pipeline_class)
     arguments: dict[str, Any] = {}
     for name in _NAMES:
         value = getattr(request, name)
@@ -110,17 +173,49 @@ def name_arguments(pipeline_class: type, request: Request) -> dict[str, Any]:
         if target in arguments:
             raise _describe_clash(pipeline_class, target)
         arguments[target] = value
-    for name in request.arguments:
+    refuse_unknown(pipeline_class, request.arguments)
+    given = {**arguments, **request.arguments}
+    _check_needed(pipeline_class, given)
+    _check_steps(pipeline_class, given)
+    return arguments
+
+
+def refuse_unknown(pipeline_class: type, names: Iterable[str]) -> None:
+    """Refuse arguments that a pipeline's call does not take.
+
+    Raises:
+        OptionError: naming the first of them.
+    """
+    taken = _read_signature(pipeline_class)
+    for name in names:
         if name not in taken and not _takes_anything(pipeline_class):
             raise OptionError(
                 f"{pipeline_class.__name__} does not take the argument {name}.",
                 expected=f"Its call takes {', '.join(taken)}.",
                 remedy=f"Leave {name} out.",
             )
-    given = {**arguments, **request.arguments}
-    _check_needed(pipeline_class, given)
-    _check_steps(pipeline_class, given)
-    return arguments
+
+
+_WITHOUT_PROMPT = re.compile("LEditsPP|Marigold|UnCLIPImageVariation|VisualCloze")
+"""Classes that have a tokenizer, and take texts by other names or none."""
+
+
+def refuse_missing_prompt(class_name: str, components: Iterable[str], request: Request) -> None:
+    """Refuse a request without a prompt by the description of a pipeline alone: whatever has a tokenizer
+    needs one.
+
+    Args:
+        class_name: of the pipeline.
+        components: names of what it has.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if {"prompt", "prompt_embeds"} & set(request.arguments) or request.prompt is not None:
+        return
+    has_tokenizer = any(name.startswith("tokenizer") for name in components)
+    if has_tokenizer and not _WITHOUT_PROMPT.search(class_name):
+        raise _describe_missing(class_name, "`prompt`", _GIVE_PROMPT)
 
 
 def list_needed(pipeline_class: type) -> list[str]:
@@ -184,14 +279,20 @@ def find_target(name: str, pipeline_class: type) -> str | None:
     return found
 
 
-def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
+def build_arguments(pipe: Any, request: Request, *, chooses_sides: bool = True) -> dict[str, Any]:
     """Keyword arguments for the pipeline's call.
+
+    Args:
+        chooses_sides: add height and width when the request names none and the pipeline's default does
+            not suit its configs.
 
     Raises:
         OptionError: as `name_arguments`.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     arguments = name_arguments(type(pipe), request)
+    if chooses_sides:
+        arguments = {**list_own_sides(pipe, request), **arguments}
     arguments |= _prepare_media(arguments, request)
     if "generator" in taken:
         import torch
@@ -200,6 +301,12 @@ def build_arguments(pipe: Any, request: Request) -> dict[str, Any]:
     if "output_type" in taken:
         arguments["output_type"] = "np"
     return {**arguments, **_match_text_length(pipe, taken), **request.arguments}
+
+
+def list_own_sides(pipe: Any, request: Request) -> dict[str, int]:
+    """Height and width of a run that names none, if the pipeline's default does not suit its configs."""
+    asked = (request.height, request.width, *map(request.arguments.get, ("height", "width")))
+    return {} if any(side is not None for side in asked) else choose_own_sides(pipe)
 
 
 def _is_in_media(name: str, request: Request) -> bool:
@@ -241,11 +348,15 @@ def _check_needed(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
     missing = [name for name in list_needed(pipeline_class) if arguments.get(name) is None]
     missing = [name for name in missing if name != "prompt" or not has_prompt]
     if missing:
-        raise OptionError(
-            f"{pipeline_class.__name__} needs {_list_fields(pipeline_class, missing)}, and there is "
-            "none.",
-            remedy=_say_how(pipeline_class, missing),
-        )
+        fields = _list_fields(pipeline_class, missing)
+        raise _describe_missing(pipeline_class.__name__, fields, _say_how(pipeline_class, missing))
+
+
+def _describe_missing(class_name: str, fields: str, remedy: str) -> OptionError:
+    return OptionError(f"{class_name} needs {fields}, and there is none.", remedy=remedy)
+
+
+_GIVE_PROMPT = 'Give `prompt`, what is to be seen: "a red circle".'
 
 
 def _check_steps(pipeline_class: type, arguments: Mapping[str, Any]) -> None:
@@ -286,7 +397,7 @@ def _list_fields(pipeline_class: type, arguments: list[str]) -> str:
 def _say_how(pipeline_class: type, arguments: list[str]) -> str:
     """How to give arguments of a pipeline's call: in the request, and by name where it has none."""
     if arguments == ["prompt"]:
-        return 'Give `prompt`, what is to be seen: "a red circle".'
+        return _GIVE_PROMPT
     names = [_find_field(pipeline_class, argument) for argument in arguments]
     given = " and ".join(f"`{name}`" for name in names if name)
     others = ", ".join(f'"{x}": ...' for x, name in zip(arguments, names, strict=True) if not name)
@@ -334,13 +445,15 @@ def find_frames(pipe: Any, arguments: dict[str, Any]) -> int:
     for name in _NAMES["frames"]:
         if name in parameters:
             asked = arguments.get(name) or parameters[name].default
-            unet = getattr(getattr(pipe, "unet", None), "config", None)
-            transformer = getattr(getattr(pipe, "transformer", None), "config", None)
-            made_for = getattr(unet, "num_frames", None) or getattr(
-                transformer, "sample_frames", None
-            )
-            return int(asked or made_for or 2)
+            return int(asked or find_own_frames(pipe) or 2)
     return 1
+
+
+def find_own_frames(pipe: Any) -> int | None:
+    """The frames that the config of a pipeline's denoiser names; None if it names none."""
+    unet = getattr(getattr(pipe, "unet", None), "config", None)
+    transformer = getattr(getattr(pipe, "transformer", None), "config", None)
+    return getattr(unet, "num_frames", None) or getattr(transformer, "sample_frames", None)
 
 
 def find_steps(pipe: Any, arguments: dict[str, Any]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ import torch
 
 from stopdown.accumulation import accumulating, sum_linear_in_fp16
 from stopdown.environment import Device
-from stopdown.errors import PlanError, ScalingError
-from stopdown.graph.capture import casts_weights, name_parameters
-from stopdown.mapped_weights import cast_tensor
+from stopdown.errors import PlanError, ScalingError, warn_user
+from stopdown.graph.capture import casts_weights
 from stopdown.number_formats import FORMATS
 from stopdown.patches import Patches
 from stopdown.pipelines.attribute_walk import find_parts
@@ -46,14 +46,15 @@ from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.calibrated import count_folds
-from stopdown.plans.plan_files import read_class_versions, read_plan
+from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.planned_loader import Loaded, LoadedPlan, gather_facts
 from stopdown.plans.precision import ComponentFacts
 from stopdown.plans.weight_fingerprints import sample_weights
 from stopdown.records import Accumulation, ComponentPlan, Decision, Plan, Scaling
 from stopdown.scaling import cast_, fold_scaling
+from stopdown.scaling.call_watch import WatchOptions, watch_calls
 from stopdown.scaling.certificate import describe_share
-from stopdown.scaling.folds import RESCALED, list_misfits
+from stopdown.scaling.folds import RESCALED, list_misfits, load_scaled, widen_
 
 _REMEDY = "Load the checkpoint in fp32 without adapters, or make a plan: stopdown plan SOURCE."
 
@@ -88,12 +89,12 @@ def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> Appl
     Args:
         pipe: a Diffusers pipeline of the plan's checkpoint, in fp32 or as stored, on any device; or the
             program of another kind that the plan was made for, as `guard` takes it.
-        plan: from `make_plan` or `read_plan`, or the path of its file.
+        plan: a `Plan`, or the path of its file.
         cast: False folds alone: every dtype stays, and in fp32 so does every bit of the outputs.
 
     Returns:
-        A handle with `.undo()`, also a context manager. It holds the old weights: drop it to free
-        them when the plan is to stay.
+        A handle with `.undo()`, also a context manager. The old weights are held for as long as the plan
+        is on, for calls that it does not hold for; `load` does not hold them.
 
     Raises:
         PlanError: the plan does not belong to this pipeline, with all that differs. Nothing was
@@ -101,7 +102,7 @@ def apply_plan(pipe: Any, plan: Plan | str | Path, *, cast: bool = True) -> Appl
         InputError: the file holds no plan, or what was given holds no module.
     """
     find_parts(pipe)
-    plan = plan if isinstance(plan, Plan) else read_plan(plan)
+    plan = take_plan(plan)
     check_plan(pipe, plan)
     own = Patches()
     try:
@@ -140,13 +141,20 @@ def apply_entry(
     patches: Patches,
     *,
     cast: bool = True,
-    keep: bool = True,
     fold: bool = True,
 ) -> None:
     """Put one component's entry on it, as `apply_precision` does; what is left as loaded stays so."""
     if entry.precision != "as loaded":
         scaling = entry.scaling if entry.precision == "fp16" else None
-        apply_precision(module, entry.precision, scaling, patches, cast=cast, keep=keep, fold=fold)
+        apply_precision(
+            module,
+            entry.precision,
+            scaling,
+            patches,
+            cast=cast,
+            fold=fold,
+            watch=WatchOptions(entry.component),
+        )
 
 
 def apply_precision(
@@ -156,10 +164,12 @@ def apply_precision(
     patches: Patches,
     *,
     cast: bool = True,
-    keep: bool = True,
     fold: bool = True,
+    watch: WatchOptions | None = None,
 ) -> None:
     """Fold one component's exponents and cast it; the only way in which a plan or a repair does so.
+
+    From then on its calls are watched: those that the exponents do not hold for run without them.
 
     Args:
         precision: name of the format that it is cast to.
@@ -167,38 +177,70 @@ def apply_precision(
             what its authors keep in fp32 stays.
         patches: take it off.
         cast: False folds alone.
-        keep: False lets the old weights go: once it is off, they are in fp32, as near to the old ones as
-            the precision holds them.
         fold: False where there are no weights: exponents are left out.
+        watch: whom the watch of its calls tells, and who helps it.
 
     Raises:
         ScalingError: a name of the scaling is not in the module.
     """
+    put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
+    if scaling is not None and fold:
+        watch_calls(module, scaling, put, patches, watch, casts=cast)
+    else:
+        put(patches)
+
+
+def watch_saving(module: torch.nn.Module, patches: Patches) -> None:
+    """Refuse to pickle a rescaled module, and warn once when its weights are taken to be saved.
+
+    A deep copy is one with the same exponents, and is made as before.
+    """
+    kind, reduce, warned = type(module).__name__, module.__reduce_ex__, list[bool]()
+    advice = "Take the plan off first (.undo()), or write a converted model: stopdown convert."
+
+    def refuse(protocol: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == "copy":
+            return reduce(protocol)
+        raise PlanError(
+            f"A {kind} under a plan or a repair cannot be pickled, as torch.save(module) does.",
+            expected="Its weights are scaled, and hooks belong to them.",
+            remedy=advice,
+        )
+
+    def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+        caller = str(sys._getframe(2).f_globals.get("__name__"))
+        is_offloaded = caller.startswith("accelerate.")  # which gives each call its weights back
+        if owner is module and not (prefix or keep_vars or warned or is_offloaded):
+            warned.append(True)
+            warn_user(
+                f"The weights of a {kind} under a plan or a repair are scaled: without its exponents they "
+                f"are those of another model. {advice}"
+            )
+
+    patches.set_attribute(module, "__reduce_ex__", refuse)
+    patches.defer(module.register_state_dict_pre_hook(warn).remove)
+
+
+def _put_precision(
+    module: torch.nn.Module,
+    precision: str,
+    scaling: Scaling | None,
+    cast: bool,
+    fold: bool,
+    patches: Patches,
+) -> None:
     if scaling is not None and fold:
         patches.defer(fold_scaling(module, scaling).undo)
+        watch_saving(module, patches)
     elif scaling is not None:
         patches.set_attribute(module, RESCALED, True)
     if not cast:
         return
     dtype = FORMATS[precision].torch_dtype
-    if not keep:
-        patches.defer(functools.partial(_widen, module))
     if scaling is not None:
-        patches.defer(cast_(module, dtype, scaling, keep=keep).undo)
-        return
-    if casts_weights(module):  # its arguments alone say what it computes in
-        return
-    if keep:
+        patches.defer(cast_(module, dtype, scaling).undo)
+    elif not casts_weights(module):  # its arguments alone say what it computes in
         put_precision(module, dtype, patches)
-    else:
-        cast_component_(module, dtype)
-
-
-def _widen(module: torch.nn.Module) -> None:
-    """Every floating parameter and buffer in fp32, so that what is scaled back does not overflow."""
-    for tensor in name_parameters(module).values():
-        if tensor.is_floating_point():
-            tensor.data = cast_tensor(tensor.data, torch.float32)
 
 
 def apply_without_weights(skeleton: Any, plan: Plan) -> None:
@@ -214,7 +256,7 @@ def apply_without_weights(skeleton: Any, plan: Plan) -> None:
     try:
         for entry in plan.components:
             if entry.component in modules:
-                apply_entry(modules[entry.component], entry, patches, keep=False, fold=False)
+                apply_entry(modules[entry.component], entry, patches, fold=False)
         put_boundaries(skeleton, plan, patches)
     except ScalingError as error:
         raise _explain_misfit(plan, error) from error
@@ -378,14 +420,15 @@ def load_planned(
     progress: Progress | None = None,
     move: bool = True,
 ) -> Loaded:
-    """Load a checkpoint in fp32, put its plan on, and move it to a device.
+    """Load a checkpoint by its plan, and move it to a device.
 
-    One component after the other is folded and cast, and its fp32 weights are let go. LoRAs that the plan
-    was made without are put on afterwards.
+    Weights are folded and cast one tensor after the other, from the format that they are stored in. LoRAs
+    that the plan was made without are put on afterwards. A model whose LoRAs the plan knows is loaded in
+    fp32.
 
     Args:
         name: of the plan, for the reasons: `plan.json`.
-        move: False leaves the weights in host memory.
+        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read.
 
     Raises:
         PlanError: the plan does not belong to this checkpoint, with all that differs.
@@ -394,11 +437,11 @@ def load_planned(
     check_source(plan, source)
     loras = source.loras if leaves_loras(plan, source) else ()
     first = dataclasses.replace(source, loras=()) if loras else source
-    pipe = load_pipeline(first, torch_dtypes=torch.float32, progress=progress)
+    dtypes = torch.float32 if first.loras else None
+    pipe = load_pipeline(first, torch_dtypes=dtypes, progress=progress)
     _refuse(plan, list(_compare_components(pipe, plan)))
-    off = {entry.component: Patches() for entry in plan.components}
-    for entry in plan.components:
-        apply_entry(getattr(pipe, entry.component), entry, off[entry.component], keep=False)
+    waits = not source.loras and (not move or device.type != "cpu")
+    off = put_for_good(pipe, plan, waits=waits)
     patches = Patches()
     put_boundaries(pipe, plan, patches)
     watch_adapters(pipe, plan, patches)
@@ -408,6 +451,41 @@ def load_planned(
     return Loaded(
         pipe, decide_by_plan(plan, name, gather_facts(source)), patches, LoadedPlan(plan, off)
     )
+
+
+def put_for_good(pipe: Any, plan: Plan, *, waits: bool = False) -> dict[str, Patches]:
+    """Fold and cast each component by its entry, and let the old weights go.
+
+    Args:
+        waits: leave parameters in the files that they were mapped from.
+
+    Returns:
+        Component to what takes its entry off: the weights are in fp32 then, as near to the old ones as
+        the plan's precision holds them.
+    """
+    return {
+        entry.component: _load_entry(getattr(pipe, entry.component), entry, waits)
+        for entry in plan.components
+    }
+
+
+def _load_entry(module: torch.nn.Module, entry: ComponentPlan, waits: bool) -> Patches:
+    """Put one component's entry on it while it is loaded; return what takes it off."""
+    if entry.precision == "as loaded":
+        return Patches()
+    dtype, patches = FORMATS[entry.precision].torch_dtype, Patches()
+    if entry.precision != "fp16":
+        cast_component_(module, dtype, waits=waits)
+        patches.defer(functools.partial(widen_, module))
+        return patches
+    first = [waits]
+
+    def put(layers: Patches) -> None:
+        waits = first.pop() if first else False  # later the weights are here, without exponents
+        layers.defer(load_scaled(module, dtype, entry.scaling, waits=waits).undo)
+
+    watch_calls(module, entry.scaling, put, patches, WatchOptions(entry.component))
+    return patches
 
 
 def decide_by_plan(plan: Plan, name: str, facts: list[ComponentFacts]) -> tuple[Decision, ...]:

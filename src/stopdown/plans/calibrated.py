@@ -1,4 +1,4 @@
-"""`make_plan`: how each component of a checkpoint can run in fp16, found by running it in fp32.
+"""`measure_plan`: how each component of a checkpoint can run in fp16, found by running it in fp32.
 
 The pipeline runs on a few prompts in fp32; the arguments of every component's calls are kept
 (`recording`), and exponents are found for one component after the other (`measuring`). What cannot
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from stopdown.environment import Device, choose_device, probe_formats
+from stopdown.argument_types import check_function
+from stopdown.environment import Device, choose_device, name_device, probe_formats
 from stopdown.errors import OptionError
 from stopdown.memory.affordable_size import choose_size
 from stopdown.number_formats import FP16, name_dtype
@@ -37,9 +37,16 @@ from stopdown.pipelines.components import (
     find_device,
     read_precisions,
 )
+from stopdown.pipelines.drawn_inputs import draw_inputs
 from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.loader import complete_source, load_program, move_program
-from stopdown.pipelines.requests import Request, build_arguments, list_needed_fields
+from stopdown.pipelines.requests import (
+    Request,
+    build_arguments,
+    check_request,
+    list_needed_fields,
+    list_prompts,
+)
 from stopdown.pipelines.sources import (
     Source,
     fingerprint,
@@ -80,57 +87,37 @@ class _Opened:
     device: Device
 
 
-def make_plan(
+def measure_plan(
     pipe_or_source: Any,
     *,
-    prompts: Sequence[str | Mapping[str, Any]] = (),
+    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
     residual: str | None = None,
     ranges: str | None = None,
     request: Request | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     progress: Progress | None = None,
     run: Callable[[], Any] | None = None,
 ) -> Plan:
-    """How each component of a checkpoint is to run in fp16, with the reasons.
+    """Find how each component of a checkpoint runs in fp16, by running it in fp32.
 
-    Args:
-        pipe_or_source: a Diffusers pipeline, or another program as `guard` takes it, which is measured
-            where it is and left as it was; or a Hub id, Diffusers folder, single safetensors file,
-            bundled model, or `Source`.
-        prompts: what to measure, one run each: texts, or arguments of the pipeline's call by its own
-            names (a `mask_image`, `prompt_embeds`); `PROMPTS` where there are none. Of a file with parts
-            of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for a single one
-            the inner table.
-        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
-            allows it, beside fp16 matrix products; None and `native` leave it as it is.
-        ranges: `measured` trusts the runs; `bound` takes ranges that hold for every input where it
-            can; `auto` takes bounds where they cost nothing, and measures with room where they
-            are too loose. None is `measured`.
-        request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
-            leaves the model's defaults, and draws what the pipeline cannot do without. The first,
-            middle and last of `STEPS` steps are measured, unless it names others. Where no size is
-            asked for, the configs' own is taken if the default is far beyond it, and a smaller one if
-            a run in fp32 would not fit into memory.
-        device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds
-            the pipeline in fp32.
-        progress: told of stage, what, done and total.
-        run: runs a program that is no pipeline once, as it is to be run later; what it calls is planned.
-
-    Raises:
-        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
-        OptionError: an option is unknown, or does not fit the pipeline.
-        SourceError: the model is missing, damaged or refused.
+    Args and errors are those of `make_plan`, which says what each is for.
 
     Each component's exponents are tried before they are believed: bit for bit the same in fp32, and run
-    once in fp16 as planned. The next way is taken where that fails: without an fp32 residual stream,
-    as far as hooks show that fp16 does, bf16 or fp32; `reasons` say why, and `trial` how near it was.
+    once in fp16 as planned. The next strategy is taken if that fails: without an fp32 residual stream,
+    as far as hooks show that fp16 does, bf16 or fp32; `reasons` say why, and `trial` how near it was. The
+    first, middle and last of `STEPS` steps are measured, unless the request names others. If no size is
+    asked for, the configs' own is taken if the default is far beyond it, and a smaller one if a run in
+    fp32 would not fit into memory.
 
     Cost: one run in fp32 for each prompt, and for each component captures of seconds and about as
     many forwards again as were kept.
     """
     started = time.perf_counter()
     options = (check_residual(residual), check_ranges(ranges))
-    given = request or Request()
+    given = check_request("make_plan", request) or Request()
+    prompts, device = list_prompts("make_plan", prompts), name_device("make_plan", device)
+    check_function("make_plan(run=...)", run, "run=lambda: model(x)")
+    check_function("make_plan(progress=...)", progress, "progress=print", 4)
     steps = STEPS if given.steps is None else given.steps
     if steps < 1:
         raise OptionError(f"steps={steps} is less than 1.", remedy="Use steps=1 or more.")
@@ -259,15 +246,10 @@ def list_requests(
     """One request for each prompt; a drawn picture, mask or video where one is needed.
 
     Args:
-        prompts: texts or arguments of the call, as for `make_plan`.
+        prompts: texts or arguments of the call, as for `measure_plan`.
     """
     needed = list_needed_fields(type(pipe))
-    drawn: dict[str, Any] = {
-        name: draw()
-        for name, draw in _DRAWN.items()
-        if name in needed and getattr(given, name) is None
-    }
-    base = dataclasses.replace(given, **drawn)
+    base = draw_inputs(pipe, given)
     has_prompt = "prompt" in needed and not given.arguments.keys() & {"prompt", "prompt_embeds"}
     if not has_prompt and all(isinstance(one, str) for one in prompts):
         return [dataclasses.replace(base, prompt=None)]
@@ -287,7 +269,7 @@ def _fit_size(opened: _Opened, requests: list[Request]) -> tuple[list[Request], 
     where = opened.device
     sizes, why = choose_size(
         opened.pipe,
-        build_arguments(opened.pipe, requests[0]),
+        build_arguments(opened.pipe, requests[0], chooses_sides=False),
         memory_bytes=where.memory_bytes,
         on_cpu=where.type == "cpu",
     )
@@ -301,30 +283,6 @@ def _add_reason(
     if any(call.callee.stage == "denoise" for call in recorded.get(entry.component, ())):
         return dataclasses.replace(entry, reasons=(*entry.reasons, why))
     return entry
-
-
-def _draw_picture(shift: int = 0) -> np.ndarray[Any, Any]:
-    """A picture `[256, 256, 3]` uint8 with slopes, edges and grain."""
-    rows, columns = np.mgrid[0:256, 0:256]
-    grain = np.random.default_rng(shift).integers(0, 48, (256, 256))
-    edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
-    return np.stack([rows, edges + grain, 255 - columns], axis=-1).astype(np.uint8)
-
-
-def _draw_mask() -> np.ndarray[Any, Any]:
-    """A mask `[256, 256]` uint8, white in the middle."""
-    mask = np.zeros((256, 256), np.uint8)
-    mask[64:192, 64:192] = 255
-    return mask
-
-
-_DRAWN: dict[str, Callable[[], np.ndarray[Any, Any]]] = {
-    "image": _draw_picture,
-    "video": lambda: np.stack([_draw_picture(i) for i in range(9)]),
-    "mask": _draw_mask,
-    "control_image": functools.partial(_draw_picture, 1),
-}
-"""Attribute of a request to what is drawn for it."""
 
 
 def _widen(pipe: Any, patches: Patches) -> None:
@@ -420,10 +378,10 @@ def _list_reasons(scaling: Scaling, calls: int) -> list[str]:
         where = f"In {calls} measured calls" if calls else "By bounds from its weights"
         reasons.append(
             f"{where} every 16-bit value stays {scaling.headroom_bits:.1f} bits "
-            f"below the end of fp16; the tightest is {scaling.tightest}."
+            f"below fp16's maximum; the tightest is {scaling.tightest}."
         )
     if scaling.exponents:
-        reasons.append(f"For that {count_folds(scaling)}.")
+        reasons.append(f"To do this, {count_folds(scaling)}.")
     else:
         reasons.append("No weight had to be scaled.")
     if scaling.fp32_modules:

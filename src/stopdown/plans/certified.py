@@ -23,8 +23,9 @@ from types import SimpleNamespace
 import torch
 from safetensors import safe_open
 
+from stopdown.bounds.input_limits import HIDDEN_STATES, is_encoded
 from stopdown.bounds.propagation import Load
-from stopdown.environment import choose_device
+from stopdown.environment import Device, choose_device, probe_formats
 from stopdown.errors import CaptureError, ScalingError, SourceError
 from stopdown.graph.capture import name_parameters
 from stopdown.number_formats import FORMATS
@@ -46,7 +47,13 @@ from stopdown.plans.calibrated import describe_scaling
 from stopdown.plans.call_recorder import RecordedCall
 from stopdown.plans.dry_calls import list_source_calls
 from stopdown.plans.plan_files import read_class_versions, seal_plan
-from stopdown.plans.precision import ComponentFacts, check_components, leave_components, parse_fp16
+from stopdown.plans.precision import (
+    ComponentFacts,
+    check_components,
+    choose_precision,
+    leave_components,
+    parse_fp16,
+)
 from stopdown.plans.quantised_bounds import put_file_bounds
 from stopdown.plans.weight_fingerprints import sample_tensors
 from stopdown.records import ComponentPlan, Plan, ResidualStream, Scaling, Trial
@@ -103,6 +110,7 @@ def certify_plan(
     precision: str = "fp16",
     request: Request | None = None,
     residual: str | None = None,
+    device: Device | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """A plan whose exponents rest on bounds, from the weights of a model.
@@ -114,6 +122,8 @@ def certify_plan(
         request: picture or video that the pipeline starts from; sizes are its defaults.
         residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
             allows it. Its bounds, the loosest of all, then scale nothing down.
+        device: where the plan is used: what cannot run in fp16 runs in bf16 only if the device computes
+            fast in it. None is a device that does.
         progress: told of stage, what, done and total: tensors that were read.
 
     Raises:
@@ -144,16 +154,16 @@ def certify_plan(
         }
         loaded = _load_file(source) if source.kind == "file" else {}
     put_file_bounds(source, SimpleNamespace(**modules))
+    recorded = [call for made in calls.values() for call in made]
+    hands_over = any(call.kwargs.get("output_hidden_states") for call in recorded)
     components = [
         _plan_component(
-            source,
+            _Context(source, stream, device, unseen, progress),
             name,
             module,
             _open(source, name, module, loaded.get(name)),
             calls.get(name, []),
-            unseen,
-            stream,
-            progress,
+            hands_over=hands_over,
         )
         for name, module in modules.items()
     ]
@@ -190,28 +200,39 @@ def _load_file(source: Source) -> dict[str, dict[str, torch.Tensor]]:
     return {name: name_parameters(getattr(program, name)) for name in list_planned(source)}
 
 
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    """What all components of a plan share; `unseen` says why calls of some are not known."""
+
+    source: Source
+    residual: str
+    device: Device | None
+    unseen: str
+    progress: Progress | None
+
+
 def _plan_component(
-    source: Source,
+    context: _Context,
     name: str,
     module: torch.nn.Module,
     load: Load,
     made: list[RecordedCall],
-    unseen: str,
-    residual: str,
-    progress: Progress | None,
+    *,
+    hands_over: bool,
 ) -> ComponentPlan:
     digest = sample_tensors((key, load(key)) for key in sorted(module.state_dict()))
     bare = ComponentPlan(name, type(module).__name__, digest, "fp32")
     if not made:
-        return _fall_back(source, bare, unseen or "The pipeline does not call it.")
+        return _fall_back(context, bare, context.unseen or "The pipeline does not call it.")
     try:
-        scaling = _scale(module, made, residual, _count(load, name, module, progress))
+        counted = _count(load, name, module, context.progress)
+        scaling = scale_component(module, made, context.residual, counted, hands_over=hands_over)
     except (CaptureError, ScalingError) as error:
-        return _fall_back(source, bare, error.what)
+        return _fall_back(context, bare, error.what)
     if "" in scaling.fp32_modules:
-        return _fall_back(source, bare, _WHOLE)
+        return _fall_back(context, bare, _WHOLE)
     scaling = dataclasses.replace(scaling, trial=_UNTRIED)
-    return describe_scaling(bare, scaling, "fp16", 0, suggest_stream(scaling, residual))
+    return describe_scaling(bare, scaling, "fp16", 0, suggest_stream(scaling, context.residual))
 
 
 def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
@@ -221,8 +242,7 @@ def suggest_stream(scaling: Scaling, residual: str) -> tuple[str, ...]:
         return ()
     return (
         f"Bounds scale values down by as much as 2^{-lowest}, to where fp16 has few digits. For a plan "
-        "that is run, and not written into a file, stopdown plan SOURCE --certify --residual fp32 is "
-        "more precise.",
+        'that is run, and not written into a file, residual="fp32" is more precise.',
     )
 
 
@@ -270,17 +290,31 @@ def _count(load: Load, name: str, module: torch.nn.Module, progress: Progress | 
     return counted
 
 
-def _scale(
-    module: torch.nn.Module, made: Sequence[RecordedCall], residual: str, load: Load
+def scale_component(
+    module: torch.nn.Module,
+    made: Sequence[RecordedCall],
+    residual: str,
+    load: Load,
+    *,
+    hands_over: bool,
 ) -> Scaling:
-    """Exponents with the stream asked for, else as the model has it."""
+    """Exponents with the stream asked for, else as the model has it.
+
+    Args:
+        hands_over: an encoder of the pipeline returns hidden states, which no norm has made small. What
+            encoders give may then be anything that fp16 holds, if exponents for that cost nothing.
+    """
     calls = [(x.callee.bind(module), x.args, x.kwargs) for x in made]
     captures = Captures(torch.float16)
 
     def scale(stream: ResidualStream | None) -> Scaling:
         captured = [(captures.take(x, stream), *x[1:]) for x in calls]
         find = functools.partial(find_scaling, stream=stream)
-        return scale_unmeasured(module, captured, load, find)
+        found = scale_unmeasured(module, captured, load, find)
+        if not hands_over or not any(map(is_encoded, found.limits)):
+            return found
+        wide = scale_unmeasured(module, captured, load, find, encoded=HIDDEN_STATES)
+        return wide if _price(wide) <= _price(found) else found
 
     if residual == "native":
         return scale(None)
@@ -294,10 +328,22 @@ def _scale(
     return dataclasses.replace(scale(None), note=f"The residual stream is not kept in fp32: {why}")
 
 
-def _fall_back(source: Source, bare: ComponentPlan, why: str) -> ComponentPlan:
-    """The component in bf16 where its weights are stored so, else in fp32."""
-    counts = read_stored_dtypes(source)
+def _price(scaling: Scaling) -> tuple[float, ...]:
+    """What exponents cost: work in fp32, multiplies, values without a bound, digits of what is stored."""
+    lowest = min((entry for pair in scaling.layers.values() for entry in pair), default=0)
+    rest = scaling.values - scaling.bounded
+    return (scaling.fp32_flops, len(scaling.fp32_modules), len(scaling.multiplies), rest, -lowest)
+
+
+def _fall_back(context: _Context, bare: ComponentPlan, why: str) -> ComponentPlan:
+    """The component in bf16 where its weights are stored so and the device is quick at it, else in fp32."""
+    counts = read_stored_dtypes(context.source)
     stored = counts.get(bare.component, counts.get("checkpoint", {}))
     facts = ComponentFacts(bare.component, (bare.component,), dict(stored))
-    precision = "bf16" if facts.stored_mostly == "bf16" else "fp32"
-    return dataclasses.replace(bare, precision=precision, reasons=(why,))
+    precision, reason = "fp32", ""
+    if facts.stored_mostly == "bf16":
+        precision = "bf16"
+        if context.device is not None:
+            precision, reason = choose_precision(facts, probe_formats(context.device))
+    reasons = tuple(filter(None, (why, reason)))
+    return dataclasses.replace(bare, precision=precision, reasons=reasons)

@@ -11,14 +11,20 @@ quantised, that no exponents bring into range, that would not be exact, or does 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from stopdown.bounds.input_limits import name_inputs
 from stopdown.errors import CaptureError, ScalingError, StopdownError, take_first_line
+from stopdown.numerics import measure_amax
+from stopdown.pipelines.call_interception import find_argument_names
 from stopdown.plans.call_recorder import RecordedCall, sign_call
 from stopdown.records import Scaling
 from stopdown.scaling import scale_calls
+from stopdown.scaling.range_notes import list_ranged
 from stopdown.scaling.weight_checks import check_weights
 
 _MADE_UP = "Encoding was measured on what the decoder gave, because the pipeline does not encode."
@@ -70,7 +76,19 @@ def _find_exact(
     scaling = scale_calls(module, placed, dtype, residual, ranges)
     if "" in scaling.fp32_modules:
         raise ScalingError("Only the whole component in fp32 would keep its values in range.")
-    return scaling
+    return replace(scaling, inputs=_measure_inputs(kinds))
+
+
+def _measure_inputs(kinds: Sequence[Sequence[RecordedCall]]) -> dict[str, float]:
+    """`method.argument` to the largest finite magnitude in these calls."""
+    found: dict[str, float] = {}
+    for call in (call for kind in kinds for call in kind):
+        names = find_argument_names(call.callee)
+        for name, tensor in list_ranged(name_inputs(call.args, call.kwargs, names)):
+            place, amax = f"{call.callee.method}.{name}", measure_amax(tensor)
+            if math.isfinite(amax):
+                found[place] = max(found.get(place, 0.0), amax)
+    return found
 
 
 def group_calls(calls: Sequence[RecordedCall]) -> list[list[RecordedCall]]:

@@ -13,7 +13,7 @@ from stopdown.pipelines.hub import Progress
 from stopdown.pipelines.requests import Request
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.applier import check_source, load_planned
-from stopdown.plans.calibrated import make_plan
+from stopdown.plans.certified import certify_plan
 from stopdown.plans.plan_files import read_cached_plan, read_plan, write_cached_plan
 from stopdown.plans.planned_loader import Loaded, decide, gather_facts, load_decided
 from stopdown.plans.precision import explain_plan, parse_request
@@ -61,26 +61,32 @@ def choose_plan(
     request: Request | None = None,
     progress: Progress | None = None,
 ) -> Chosen | None:
-    """The plan that was named, or that `auto` wants on this device; None when there is none.
+    """Return the plan that was named, or that `auto` needs on this device; None if it needs none.
+
+    `auto` wants fp16 on a device that computes fast in it and not in bf16.
 
     Raises:
         PlanError: the named plan is damaged or belongs to another checkpoint.
 
-    Cost: for `auto`, the first time that a checkpoint is met here, `make_plan`.
+    Cost: the first time that a checkpoint is met here, `certify_plan`: one pass over the weights.
     """
     asked = parse_request(precision)
     if asked.plan is not None:
         named = read_plan(asked.plan)
         check_source(named, source)
         return Chosen(named, Path(asked.plan).name)
-    reason = explain_plan(gather_facts(source), probe_formats(device)) if asked.is_auto else ""
-    if not reason or device.type == "cpu":
+    if not asked.is_auto or device.type == "cpu":
+        return None
+    why = explain_plan(gather_facts(source), probe_formats(device))
+    if not why:
         return None
     plan = read_cached_plan(fingerprint(source))
     if plan is None:
-        plan = make_plan(source, request=request, progress=progress)
+        plan = certify_plan(
+            source, residual="fp32", device=device, request=request, progress=progress
+        )
         try:
             write_cached_plan(plan)
         except OutputError as error:
             warn_user(f"The plan was not kept for the next run. {error.what}")
-    return Chosen(plan, f"a plan of its own, because {reason}")
+    return Chosen(plan, f"a plan of its own, because {why}")

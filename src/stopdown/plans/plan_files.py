@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from stopdown.argument_types import check_type
 from stopdown.environment import cache_folder, read_version
 from stopdown.errors import InputError, PlanError
 from stopdown.json_files import UnreadableError, parse_json, read_small_file
@@ -63,6 +64,13 @@ def write_plan(plan: Plan, path: str | Path, *, numbered: bool = False) -> Path:
             f"write_plan was given a {type(plan).__name__} and no plan.",
             remedy="Make one: stopdown.make_plan(pipe).",
         )
+    check_type(
+        "write_plan(path)",
+        path,
+        (str, Path),
+        "It is the path of a file.",
+        'Use write_plan(plan, "plan.json").',
+    )
     text = to_json(plan)
     if numbered:
         return write_numbered(path, lambda part: part.write_text(text, encoding="utf-8"))
@@ -75,12 +83,29 @@ describe_no_plan = functools.partial(describe_other, "plan")
 """What a file holds that no plan may replace; empty for a plan."""
 
 
+def take_plan(given: Plan | str | Path) -> Plan:
+    """Return a plan, from itself or from the path of its file.
+
+    Raises:
+        PlanError: as `read_plan`.
+        OptionError: it is neither.
+    """
+    return given if isinstance(given, Plan) else read_plan(given)
+
+
 def read_plan(path: str | Path) -> Plan:
-    """A plan from a JSON file, of this schema or an older one; its seal is that of what comes back.
+    """Read a plan from a JSON file.
 
     Raises:
         PlanError: there is no such file, or it is not a plan as it was written.
     """
+    check_type(
+        "A plan",
+        path,
+        (str, Path),
+        "It is a Plan, or the path of its file.",
+        "Make one, stopdown.make_plan(pipe), or name its file.",
+    )
     try:
         text = read_small_file(Path(path))
     except UnreadableError as error:
@@ -110,7 +135,7 @@ def read_plan(path: str | Path) -> Plan:
             expected="Its seal fits, so it was not Stopdown that wrote these values.",
             remedy=f"Make it again: stopdown plan SOURCE -o {path}",
         )
-    return seal_plan(plan)
+    return plan
 
 
 def find_cached_path(fingerprint: str) -> Path:

@@ -58,11 +58,18 @@ def _list_entry(entry: ComponentPlan) -> Iterator[str]:
     counts = (scaling.values, scaling.bounded, entry.calls, entry.prompts)
     if min(counts) < 0 or max(counts) > 2**53 or scaling.bounded > scaling.values:
         yield f"the counts {', '.join(str(count)[:20] for count in counts)}"
+    yield from _list_limits(scaling)
+    if entry.accumulation is not None:
+        yield from _list_accumulation(entry.accumulation)
+
+
+def _list_limits(scaling: Scaling) -> Iterator[str]:
     for name, limit in scaling.limits.items():
         if not (math.isfinite(limit) and limit >= 0):
             yield f"the limit {limit} of {name[:40]!r}"
-    if entry.accumulation is not None:
-        yield from _list_accumulation(entry.accumulation)
+    for name, sizes in scaling.sizes.items():
+        if not all(0 <= x <= 2**53 for size in sizes for x in size):
+            yield f"a size of {name[:40]!r} that no tensor has"
 
 
 def _list_accumulation(accumulation: Accumulation) -> Iterator[str]:

@@ -118,7 +118,8 @@ def load_decided(
     arguments are cast at their component calls.
 
     Args:
-        move: False leaves the weights in host memory, for whoever places them: then there is one copy.
+        move: False leaves the weights in the checkpoint's files, for a `WeightStore` to read: then there
+            is one copy of each.
 
     Raises:
         SourceError: the weights do not fit their model.
@@ -129,7 +130,11 @@ def load_decided(
             _share_weights(x, formats[name_component(x.component)]) for x in decisions
         )
     widest = {name: FORMATS[precision].torch_dtype for name, precision in formats.items()}
-    pipe = load_pipeline(source, torch_dtypes=widest, progress=progress)
+    waits = not (move or source.loras)
+    pipe = load_pipeline(source, torch_dtypes=None if waits else widest, progress=progress)
+    for name, module in find_components(pipe).items() if waits else ():
+        if name in widest:
+            cast_component_(module, widest[name], waits=True)
     decisions = tuple(d for d in decisions if name_component(d.component) in find_components(pipe))
     wanted = {d.component: FORMATS[d.precision].torch_dtype for d in decisions}
     patches = Patches()

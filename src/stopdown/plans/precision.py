@@ -260,7 +260,7 @@ def _accept(call: str, precision: str, supports: Mapping[str, Support]) -> tuple
             f"{call} cannot run in {precision} on this device. {support.reason}",
             remedy=f'Use precision="{call}=fp32", or leave it to auto.',
         )
-    return precision, "Asked for."
+    return precision, "Requested."
 
 
 def choose_precision(facts: ComponentFacts, supports: Mapping[str, Support]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ among those that fit is taken, the nearer to fp32 of two alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,7 @@ from stopdown.memory.forecast import (
     USABLE_SHARE,
     Fit,
     estimate_time,
-    list_allowed,
     make_rows,
-    pick,
 )
 from stopdown.memory.speed import Speed
 from stopdown.memory.strategies import Prediction, Strategy
@@ -161,29 +159,23 @@ def weigh_speed(way: Way, narrow: Speed | None, wide: Speed | None) -> Speed | N
     return dataclasses.replace(narrow, flops_per_s=rate)
 
 
-def choose_way(
-    found: Sequence[Budgeted], limit_bytes: int, allowed: Collection[str] = ()
-) -> tuple[Way, Prediction] | None:
+def choose_way(found: Sequence[Budgeted], limit_bytes: int) -> tuple[Way, Prediction] | None:
     """What takes the least time among all that fits; without known speeds the first way that fits.
 
     Args:
         found: the way that was asked for first.
-        allowed: formats of 8 bits that weights may wait in.
     """
     fitting = [
         (one.way, prediction, estimate_time(prediction, one.speed))
         for one in found
-        for prediction in list_allowed(one.fit, allowed)
+        for prediction in one.fit.predictions
         if prediction.peak_bytes <= limit_bytes * USABLE_SHARE
     ]
     if not fitting:
         return None
     if all(one.speed is not None for one in found):
         fitting.sort(key=lambda one: (round(one[2], 9), -one[0].bits))
-    else:
-        fitting = [(way, prediction, 0.0) for way, prediction, _ in fitting]
-    taken = pick([(prediction, seconds) for _, prediction, seconds in fitting])
-    return next((way, prediction) for way, prediction, _ in fitting if prediction is taken)
+    return fitting[0][:2]
 
 
 def list_rows(found: Sequence[Budgeted]) -> tuple[MemoryRow, ...]:

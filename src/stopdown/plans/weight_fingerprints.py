@@ -7,28 +7,37 @@ from collections.abc import Iterable
 
 import torch
 
+from stopdown.mapped_weights import StoredWeight
+from stopdown.memory.weight_stores import find_waiting
+
 SAMPLES = 16
 """Values of each tensor that tell one checkpoint from another."""
 
 
 def sample_weights(module: torch.nn.Module) -> str:
-    """SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
+    """Return the SHA-256 over names, shapes and `SAMPLES` values of each weight, as hexadecimal.
 
-    The same in fp32 and in the format that the checkpoint is stored in.
-    Cost: one host read for each dtype.
+    It is the same in fp32 and in the format that the checkpoint is stored in, and wherever weights wait.
+    Cost: one host read if all weights are on one device, else one for each.
     """
-    return sample_tensors(sorted(module.state_dict().items()))
+    named = sorted(module.state_dict(keep_vars=True).items())
+    return sample_tensors((name, find_waiting(module, x) or x) for name, x in named)
 
 
-def sample_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> str:
+def sample_tensors(named: Iterable[tuple[str, torch.Tensor | StoredWeight]]) -> str:
     """As `sample_weights`, of tensors that come one by one in the order of their names."""
     digest, taken = hashlib.sha256(), []
-    for name, tensor in named:
+    for name, weight in named:
+        tensor = weight.values if isinstance(weight, StoredWeight) else weight.detach()
         digest.update(f"{name}{tuple(tensor.shape)}\0".encode())
         if tensor.is_floating_point() and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            places = torch.linspace(0, flat.numel() - 1, SAMPLES, dtype=torch.float64)
-            taken.append(flat[places.long().to(flat.device)].float())
+            spread = torch.linspace(0, tensor.numel() - 1, SAMPLES, dtype=torch.float64)
+            places = spread.long().to(tensor.device)
+            is_stored = isinstance(weight, StoredWeight)
+            found = weight.take(places) if is_stored else tensor.reshape(-1)[places]
+            taken.append(found.float())
+    if len({x.device for x in taken}) > 1:
+        taken = [x.cpu() for x in taken]
     if taken:
         digest.update(torch.cat(taken).cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ component's outermost `ModuleList`s: `transformer_blocks.7`, `encoder.block.3`, 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,24 +24,32 @@ from stopdown.numerics import has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.components import find_blocks
 from stopdown.runtime.clamps import find_clamping
+from stopdown.tracing import is_traced
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
-class Notes:
-    """What the modules of one component noted during its call.
+class Notes(threading.local):
+    """What the modules of one component noted during its call, for each thread that makes one.
 
     Attributes:
-        clamping: path of a module that clamps at the end of fp16, and the bounds of its output; "" and
-            those of what `nan_to_num` was called with.
+        clamping: path of a module that clamps at the end of fp16, and the bounds of its output; `tanh()`
+            and what says whether that operation hid something (`hidden_values`).
+        meant: operations that hide what is to be hidden.
         blocks: path and dtype of a block's output, and its bounds.
         inputs: name of an argument, the limit up to which a plan's bounds hold for it, and its bounds.
+        oversizes: arguments that are longer, higher or wider than a plan's bounds hold for.
     """
 
     clamping: list[tuple[str, Bounds]] = field(default_factory=list)
     blocks: list[tuple[str, torch.dtype, Bounds]] = field(default_factory=list)
     inputs: list[tuple[str, float | None, Bounds]] = field(default_factory=list)
+    meant: set[str] = field(default_factory=set)
+    oversizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: object) -> Notes:
+        return Notes()  # a copy of a module has the hooks of what it is made of
 
     def clear(self) -> None:
         """Forget the call."""
@@ -54,10 +63,10 @@ class Notes:
         seen = [seen for _, seen in self.clamping]
         return [*seen, *(seen for *_, seen in self.blocks), *(seen for *_, seen in self.inputs)]
 
-    def note_clamp(self, given: torch.Tensor) -> None:
-        """Note the bounds of what is clamped; nothing is read."""
-        if is_readable(given):
-            self.clamping.append(("", _bound(given)))
+    def note_hidden(self, operation: str, given: torch.Tensor) -> None:
+        """Note the bounds of what is hidden; nothing is read."""
+        if f"{operation}()" not in self.meant and is_readable(given):
+            self.clamping.append((f"{operation}()", _bound(given)))
 
     def note_inputs(
         self, limits: Mapping[str, float], given: Iterable[tuple[str, torch.Tensor]]
@@ -89,12 +98,16 @@ def _hook(module: torch.nn.Module, path: str, note: Any, patches: Patches) -> No
 
 
 def _note_clamp(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    if is_traced():  # reading a tensor's state would break the graph
+        return
     for tensor in iterate_tensors(output):
         if tensor.dtype == torch.float16 and is_readable(tensor):
             notes.clamping.append((path, _bound(tensor)))
 
 
 def _note_block(notes: Notes, path: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+    if is_traced():
+        return
     for tensor in iterate_tensors(output):
         if is_readable(tensor):
             notes.blocks.append((path, tensor.dtype, _bound(tensor)))

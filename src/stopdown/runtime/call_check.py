@@ -8,8 +8,8 @@ so are the arguments, and those of every block where that is asked for (`activat
 
 **Catches** NaN and +-Inf in any floating tensor that a component returns or is called with; in fp16,
 values that a clamp at the end of the range brought back.
-**Does not catch** values that `nan_to_num` or a softmax inside the component made finite, or a result
-that is finite and wrong for another reason; the finished frames are looked at by `frame_faults`.
+**Does not catch** values that a softmax inside the component made finite, or a result that is finite and
+wrong for another reason; the finished frames are looked at by `frame_faults`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class CallCheck:
 
     Attributes:
         is_finite: no value that it returned is NaN or Inf.
-        clamped: modules that clamped what was not finite.
+        clamped: modules that clamped what was not finite, and operations that hid it
+            (`tanh()`) where the result is finite.
         inputs: arguments that were not finite; a mask may hold -Inf.
         is_seen: it returned tensors that could be looked at.
         host_reads: how often the host waited for values.
         maxima: path, dtype and largest magnitude of each block's output; NaN and Inf are infinite.
         limited: name, limit and largest magnitude of each argument that has a limit.
         headroom_bits: least between a finite output in fp16 and the end of fp16; None without one.
+        ends: smallest and largest value of each tensor that it returned, in turn.
     """
 
     is_finite: bool = True
@@ -48,11 +50,22 @@ class CallCheck:
     maxima: tuple[tuple[str, torch.dtype, float], ...] = ()
     limited: tuple[tuple[str, float, float], ...] = ()
     headroom_bits: float | None = None
+    ends: tuple[float, ...] = ()
 
     @property
     def is_good(self) -> bool:
         """Whether what it returned can be gone on with."""
         return self.is_finite and not self.clamped
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether all that was found are operations that made finite values of Inf."""
+        return self.is_finite and bool(self.clamped) and all(map(is_operation, self.clamped))
+
+
+def is_operation(path: str) -> bool:
+    """Whether this names an operation and not a module."""
+    return path.endswith("()")
 
 
 def check_call(notes: Notes, output: Any) -> CallCheck:
@@ -72,10 +85,12 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
     ends = [(output.dtype, *next(pairs)) for output in outputs]
     is_finite = all([_is_finite(low, high) for _, low, high in ends])
     clamped = [
-        path  # the output of a module that clamps, where NaN stays; or what `nan_to_num` is given
+        path  # the output of a module that clamps, where NaN stays; or what `nan_to_num()` is given
         for path, _ in notes.clamping
-        if (_amax if path else _end)(*next(pairs)) >= CLAMPED_FROM
+        if (_end if is_operation(path) else _amax)(*next(pairs)) >= CLAMPED_FROM
     ]
+    if not is_finite:  # what shows is not hidden
+        clamped = [path for path in clamped if not is_operation(path)]
     maxima = [(path, dtype, _end(*next(pairs))) for path, dtype, _ in notes.blocks]
     given = [(name, limit, *next(pairs)) for name, limit, _ in notes.inputs]
     spoilt = [name for name, _, low, high in given if _is_spoilt(name, low, high)]
@@ -92,6 +107,7 @@ def check_call(notes: Notes, output: Any) -> CallCheck:
         tuple(maxima),
         tuple(limited),
         room,
+        tuple(end for _, *pair in ends for end in pair),
     )
 
 

@@ -5,22 +5,17 @@ What comes out is finite and wrong. Such modules are known by their code alone: 
 `nan_to_num` beside `finfo`, or a number from 64500 on such as `65504` or `65000`.
 
 `nan_to_num` turns NaN into zeros as well, so nothing of it shows in what a module returns (ComfyUI's
-Flux and Z-Image do so). What it is called with is looked at (`watch_clamps`), wherever that is.
+Flux and Z-Image do so); `hidden_values` looks at what it is called with.
 
-**Catches** `clamp` and `clip` written in the `forward` of a module; every `torch.nan_to_num` with an end of
-fp16 for Inf.
+**Catches** `clamp` and `clip` written in the `forward` of a module.
 **Does not catch** `clamp` and `clip` in functions that `forward` calls, and in attention processors.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
-import threading
-import weakref
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +23,6 @@ import torch
 from stopdown.model_needs import keeps_clamps
 from stopdown.module_paths import list_parts
 from stopdown.number_formats import FP16
-from stopdown.patches import Patches
-from stopdown.tracing import is_traced
 
 CLAMPED_FROM = FP16.largest - 1000
 """A value of this magnitude at the output of a module that clamps was beyond it: T5's own bound."""
@@ -54,59 +47,3 @@ def _clamps(module_class: Any) -> bool:
     except (OSError, TypeError):  # code without a file
         return False
     return bool(_CLAMP.search(source) and _END.search(source))
-
-
-class _Thread(threading.local):
-    note: Callable[[torch.Tensor], object] | None = None
-
-
-_thread = _Thread()
-_patches = Patches()
-_CHANGING = threading.RLock()
-_watchers = 0
-
-
-@contextlib.contextmanager
-def noting_clamps(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
-    """Have `note` given what this thread clamps by `nan_to_num`, while that is watched."""
-    before, _thread.note = _thread.note, note
-    try:
-        yield
-    finally:
-        _thread.note = before
-
-
-def watch_clamps(patches: Patches) -> None:
-    """Look at what `torch.nan_to_num` is called with, until `patches` is undone or gone."""
-    global _watchers
-    with _CHANGING:
-        if not _watchers:
-            _put_on()
-        _watchers += 1
-    leave = weakref.finalize(patches, _leave)
-    leave.atexit = False
-    patches.defer(leave)
-
-
-def _leave() -> None:
-    global _watchers
-    with _CHANGING:
-        _watchers -= 1
-        if not _watchers:
-            _patches.undo()
-
-
-def _put_on() -> None:
-    original = torch.nan_to_num
-
-    @functools.wraps(original)
-    def nan_to_num(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if _thread.note is not None and not is_traced():
-            ends = [
-                x for x in (*args[1:3], *map(kwargs.get, ("posinf", "neginf"))) if x is not None
-            ]
-            if input.dtype == torch.float16 and any(abs(x) >= CLAMPED_FROM for x in ends):
-                _thread.note(input)
-        return original(input, *args, **kwargs)
-
-    _patches.set_attribute(torch, "nan_to_num", nan_to_num)

@@ -30,8 +30,11 @@ from stopdown.module_paths import ModulePaths
 from stopdown.number_formats import FP16, name_dtype
 from stopdown.numerics import HALVES, bound_values, iterate_tensors, measure_amax
 from stopdown.patches import Patches
+from stopdown.runtime.hidden_values import FUNCTIONS
+from stopdown.runtime.session_check import SessionFault
 
 _HIDING = ("clamp", "nan_to_num")
+_HIDING_NAMES = {*FUNCTIONS, "_to_copy"}
 _SENTINEL = -FP16.largest
 _LAST = 2**40
 
@@ -42,8 +45,9 @@ class Culprit:
 
     Attributes:
         kind: `range` (16 bits were too few), `clamped` (the same behind a clamp), `undefined`
-            (no precision makes it finite), `written` (the code wrote it), `weight`, `input`,
-            `unknown`, or `intermittent` when the replay was clean.
+            (no precision makes it finite), `kernel` (the format holds the value, and this device's
+            kernel does not give it), `written` (the code wrote it), `weight`, `input`, `unknown`, or
+            `intermittent` when the replay was clean.
         path: of the innermost module around it; of the parameter for a weight.
         operation: `linear`, `mul`…; empty when there is none.
         dtype: of what it gave.
@@ -53,6 +57,7 @@ class Culprit:
             than hand its value on: in fp32 these would give what does not fit all the same.
         order: which operation of the call it is; that of an exchange between ranks comes last, because
             the value came from another rank.
+        session: what is the session's and not the model's.
     """
 
     kind: str
@@ -63,12 +68,19 @@ class Culprit:
     reached: float = math.nan
     around: tuple[str, ...] = ()
     order: int = 0
+    session: SessionFault | None = None
 
     def describe(self, component: str) -> str:
         """How it began, in whole sentences."""
-        module_path = name_module_path(component, self.path)
+        began = self._describe_beginning(name_module_path(component, self.path))
+        if self.session is None:
+            return began
+        return f"{began} {self.session.evidence} {self.session.remedy}"
+
+    def _describe_beginning(self, module_path: str) -> str:
         if self.kind == "intermittent":
-            return "The same call gave finite values when it was run again: a race, or memory."
+            why = "." if self.session else ": a race, or memory."
+            return f"The same call gave finite values when it was run again{why}"
         if self.kind == "input":
             return f"Its argument {self.path} was not finite already."
         if self.kind == "weight":
@@ -81,6 +93,11 @@ class Culprit:
         ends = {"undefined": "it is not finite in fp32 either", "written": "its code writes it"}
         if math.isfinite(self.reached):
             ends[self.kind] = f"in fp32 it reaches {self.reached:.4g}"
+        if self.kind == "kernel":
+            ends["kernel"] = (
+                f"it ought to reach no more than {self.reached:.4g}, which {self.dtype} holds: this "
+                "device's kernel is wrong, or adds up in 16 bits"
+            )
         said += f", and {ends[self.kind]}." if self.kind in ends else "."
         return said + (" A clamp hid it." if self.kind == "clamped" else "")
 
@@ -131,7 +148,6 @@ class _Tracer(TorchDispatchMode):
         self, module: torch.nn.Module, arguments: Mapping[str, Any], patches: Patches
     ) -> None:
         super().__init__()
-        self.paths = ModulePaths(module, patches, on_leave=self.note_returned)
         self.count = 0
         self.hidden: list[_Event] = []
         self._made: Any = WeakIdKeyDictionary()
@@ -143,6 +159,7 @@ class _Tracer(TorchDispatchMode):
         for name, value in arguments.items():
             for tensor in iterate_tensors(value):
                 self._names[tensor] = ("input", name)
+        self.paths = ModulePaths(module, patches, on_leave=self.note_returned)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -181,7 +198,7 @@ class _Tracer(TorchDispatchMode):
         inputs = [x for x in _floats((args, kwargs)) if id(x) not in changed]
         if not bad and _is_exchange(func) and not all(map(_is_finite, inputs)):
             bad = outputs  # which come later, with what went in
-        if kind in _HIDING:
+        if kind in _HIDING or name.rstrip("_") in _HIDING_NAMES:
             self._note_hidden(args, bad)
         for tensor in outputs:
             self._blank.pop(tensor, None)
@@ -196,7 +213,7 @@ class _Tracer(TorchDispatchMode):
             self._written[_find_storage(tensor)] = event
 
     def _note_hidden(self, args: Any, bad: list[torch.Tensor]) -> None:
-        makers = [self._made[x] for x in _floats(args[:1]) if x in self._made]
+        makers = [self._made[x] for x in _floats(args) if x in self._made and x.dtype in HALVES]
         self.hidden += [event for event in makers if not bad and not event.is_mask]
 
     def _describe(
@@ -266,24 +283,32 @@ def _weigh(func: Any, args: Any, kwargs: Any, bad: torch.Tensor, masked: bool) -
     """What kind of fault an operation with finite operands made, and what it reaches in fp32."""
     if any(not math.isfinite(x) for x in _numbers(args, kwargs)):
         return "written", math.nan
-    if bad.dtype not in HALVES:
-        return "undefined", math.nan
     if func._schema.is_mutable or masked:  # its operands are gone, or belong to a mask
+        if bad.dtype not in HALVES:
+            return "undefined", math.nan
         return ("range" if bool(torch.isinf(bad).any()) else "unknown"), math.nan
-    try:
-        wide = func(*_widen(args), **_widen(kwargs))
-    except Exception:  # a kernel that has no fp32 form: nothing is known of it
-        return "unknown", math.nan
-    values = _floats(wide)
-    if not all(map(_is_finite, values)):
-        return "undefined", math.nan
-    return "range", max((measure_amax(x) for x in values), default=math.nan)
+    places: list[torch.device | None] = [None] if bad.dtype in HALVES else []
+    places += [torch.device("cpu")] if bad.device.type != "cpu" else []
+    for place in places:
+        try:
+            values = _floats(func(*_widen(args, place), **_widen(kwargs, place)))
+        except Exception:  # a kernel that has no such form: nothing is known of it
+            return ("unknown" if bad.dtype in HALVES else "undefined"), math.nan
+        if all(map(_is_finite, values)):
+            reached = max((measure_amax(x) for x in values), default=math.nan)
+            fits = reached <= torch.finfo(bad.dtype).max
+            return ("kernel" if fits else "range"), reached
+    return "undefined", math.nan
 
 
-def _widen(tree: Any) -> Any:
+def _widen(tree: Any, place: torch.device | None) -> Any:
+    """Operands in fp32 if they have 16 bits, on another device if one is given."""
+
     def widen(x: Any) -> Any:
-        if isinstance(x, torch.Tensor) and x.dtype in HALVES:
-            return x.float()
+        if isinstance(x, torch.Tensor):
+            return x.to(place, torch.float32 if x.dtype in HALVES else x.dtype)
+        if isinstance(x, torch.device) and place is not None:
+            return place
         return torch.float32 if isinstance(x, torch.dtype) and x in HALVES else x
 
     return pytree.tree_map(widen, tree)

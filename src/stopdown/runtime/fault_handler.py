@@ -10,7 +10,6 @@ and random numbers, is run again. The pipeline goes on with what that gave.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,12 +19,13 @@ import torch
 
 from stopdown.component_call_names import name_module_path
 from stopdown.environment import choose_device, probe_formats
-from stopdown.errors import NonFiniteError, StopdownError, take_first_line
+from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_first_line
 from stopdown.numerics import iterate_tensors
 from stopdown.parallel.ranks import Ranks, is_lost
 from stopdown.pipelines.step_caches import clear_caches
 from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.culprit import Culprit, find_culprit
 from stopdown.runtime.dtype_repairs import add_note, describe_refusal, repair_refusal
 from stopdown.runtime.fault_texts import Fault, make_error, name_fault
@@ -35,12 +35,11 @@ from stopdown.runtime.rank_agreement import agree_on_culprit, agree_on_fault
 from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import Adjustment
+from stopdown.runtime.session_check import examine_fault
+from stopdown.scaling.call_watch import WAITING
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""
-
-_ONE_FAULT = threading.RLock()
-"""Held while a fault is worked on: captures of two threads at once disturb each other."""
 
 
 @dataclass
@@ -83,9 +82,13 @@ class FaultHandler:
         Raises:
             NonFiniteError: there is none.
         """
-        with _ONE_FAULT:
+        with find_lock(fault.guarded.module).changing():
             if self.ranks is not None:
                 fault = agree_on_fault(self.ranks, fault)
+            elif fault.guarded.latest.applied != fault.guarded.state.applied:
+                fault = self._look_again(fault)
+                if fault.check.is_good:
+                    return fault.output
             return self._work_on(fault)
 
     def answer_refusal(self, fault: Fault, error: Exception) -> Any:
@@ -96,7 +99,7 @@ class FaultHandler:
         """
         repaired = None
         if self.on_fault == "repair" and self.ranks is None and not fault.is_tracked:
-            with _ONE_FAULT:
+            with find_lock(fault.guarded.module).changing():
                 repaired = repair_refusal(fault, error)
         if repaired is None:
             add_note(error, describe_refusal(error, fault.component, fault.guarded.module))
@@ -111,6 +114,16 @@ class FaultHandler:
         begun = time.perf_counter()
         if fault.check.is_good:
             return self._pass_on(fault, begun)
+        if fault.is_tracked and self.on_fault != "raise":
+            self.log.leave(
+                fault.component,
+                f"{name_fault(fault)} Gradients of its parameters are wanted: an optimizer has them, "
+                "or they have gradients. So nothing was changed. To have it repaired, call it under "
+                "torch.no_grad().",
+            )
+            return fault.output
+        if self._is_meant(fault, fault.output, fault.check):
+            return fault.output
         is_known = not self.names_culprit or self.log.was_reported(fault.component, "none")
         if self.on_fault == "warn" and is_known:
             kind = "clamped" if fault.check.clamped else "unknown"
@@ -129,10 +142,56 @@ class FaultHandler:
             return fault.output
         if self.on_fault == "raise":
             raise self._make_error(case)
-        if fault.is_tracked:
-            self._note(case, "none", "The call computes gradients, so nothing was changed.")
-            return fault.output
         return self._repair(case)
+
+    def _look_again(self, fault: Fault) -> Fault:
+        """The same call after a repair that another thread made meanwhile."""
+        fault.guarded.latest.restore()
+        output = fault.repeat()
+        return replace(fault, output=output, check=self.check(fault.guarded, output))
+
+    def _is_meant(self, fault: Fault, output: Any, check: CallCheck) -> bool:
+        """Whether what operations hid is no fault: the result is as near to fp32's as bf16's is.
+
+        `tanh` of an overflow is 1, which is right when the value itself would have given 1. Such operations
+        are not watched in the component any more, which is recorded. It is reported if nothing is known
+        of the result: weights that wait elsewhere are not cast as a whole.
+        """
+        if not check.is_hidden:
+            return False
+        is_known, waits = True, vars(fault.guarded.module).get(WAITING, False)
+        notes, names = fault.guarded.component.notes, ", ".join(dict.fromkeys(check.clamped))
+        try:
+            if waits:
+                raise ScalingError("Its weights wait elsewhere.")
+            wide = self._repeat_in(fault, "fp32")
+            allowed = measure_error(self._repeat_in(fault, "bf16"), wide)
+        except Exception:  # weights that cannot be cast: nothing is known, and the result is finite
+            is_known, found = False, "could not be compared with fp32"
+        else:
+            if not measure_error(output, wide) <= allowed:
+                return False
+            found = "are as near to those in fp32 as bf16's"
+        notes.meant.update(check.clamped)
+        self.log.leave(
+            f"{fault.component}, {names}",
+            f"`{fault.component}`: {names} made finite values of Inf; its results {found}. What these "
+            "operations hide there is not watched from now on.",
+            is_fault=not is_known,
+        )
+        return True
+
+    def _repeat_in(self, fault: Fault, precision: str) -> Any:
+        """The output of the same call with all weights in another precision."""
+        state = fault.guarded.state
+        before = state.applied
+        try:
+            state.put_on((Adjustment("cast", precision),))
+            fault.guarded.latest.restore()
+            return fault.repeat()
+        finally:
+            state.put_on(before)
+            fault.guarded.component.notes.clear()
 
     def _announce_repair(self, fault: Fault) -> None:
         """Tell before it begins what will take long, so that nobody takes it for a run that hangs."""
@@ -188,7 +247,8 @@ class FaultHandler:
         if told:
             case.tried.append(f"{name}: {told}")
             return False, None
-        if not self.check(case.fault.guarded, output).is_good:
+        check = self.check(case.fault.guarded, output)
+        if not (check.is_good or self._is_meant(case.fault, output, check)):
             case.tried.append(f"{name}: the same call was not finite again.")
             return False, output
         given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
@@ -231,7 +291,8 @@ class FaultHandler:
         if not self.names_culprit:
             return Culprit("unknown")
         guarded = fault.guarded
-        given = fault.name_arguments()
+        given, weights = fault.name_arguments(), guarded.component.weights
+        during = weights.find_changed(guarded.module, whole=False)
         guarded.latest.restore()
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not fault.is_tracked):
@@ -242,7 +303,10 @@ class FaultHandler:
             self._end_if_lost(error)
             return Culprit("unknown")
         self.check(guarded, output)  # forget what the replay clamped
-        return culprit if self.ranks is None else agree_on_culprit(self.ranks, culprit)
+        if self.ranks is not None:
+            return agree_on_culprit(self.ranks, culprit)
+        session = examine_fault(weights, guarded.module, during, (fault.output, output))
+        return replace(culprit, session=session)
 
     def _describe_culprit(self, case: _Case) -> str:
         return case.culprit.describe(case.fault.component) if self.names_culprit else ""
@@ -288,6 +352,7 @@ class FaultHandler:
                 reason=reason,
                 tried=tuple(case.tried),
                 replays=case.replays,
+                session=culprit.session.kind if culprit.session else "",
                 elapsed_s=time.perf_counter() - case.begun,
             )
         )
@@ -299,6 +364,18 @@ class FaultHandler:
         except Exception:  # a device that cannot be asked: what is found of the fault matters more
             return False
         return support.native and support.works
+
+
+def measure_error(output: Any, wide: Any) -> float:
+    """Norm of the difference of two outputs over the norm of the second one; 0 where both are 0."""
+    pairs = [
+        (found.double(), right.double())
+        for found, right in zip(iterate_tensors(output), iterate_tensors(wide), strict=True)
+        if right.is_floating_point()
+    ]
+    far = sum(float((found - right).square().sum()) for found, right in pairs)
+    size = sum(float(right.square().sum()) for _, right in pairs)
+    return (far / size) ** 0.5 if size else far
 
 
 def _list_shapes(output: Any) -> str:

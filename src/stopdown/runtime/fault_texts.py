@@ -13,7 +13,7 @@ from stopdown.number_formats import find_format
 from stopdown.numerics import count_non_finite, iterate_tensors, measure_amax
 from stopdown.pipelines.call_interception import Call, find_argument_names
 from stopdown.pipelines.components import Callee
-from stopdown.runtime.call_check import CallCheck
+from stopdown.runtime.call_check import CallCheck, is_operation
 from stopdown.runtime.fault_places import describe_place, name_axes
 from stopdown.runtime.guarded_call import GuardedCall
 
@@ -31,7 +31,7 @@ class Fault:
         step: of the run, from 0; None outside of denoising.
         place: ` at step 1 of 2`, in words.
         reason: why the precision was chosen; "" when nobody said.
-        is_tracked: gradients are wanted of the output.
+        is_tracked: gradients of the component's parameters are wanted.
         found: what was found and where, when it was another rank that found it.
     """
 
@@ -74,10 +74,13 @@ def name_fault(fault: Fault) -> str:
         return fault.found
     place = f"{fault.place}, in {fault.precision}."
     if clamped := fault.check.clamped:
-        where = f", the first in {clamped[0]}" if clamped[0] else ""
+        begun = f"`{fault.component}` gave a finite result of values that were not: "
+        if fault.check.is_hidden:
+            names = ", ".join(dict.fromkeys(clamped))
+            return f"{begun}{names} made finite values of Inf{place}"
+        hits = [x for x in clamped if not is_operation(x)]
         return (
-            f"`{fault.component}` gave a finite result of values that were not: {len(clamped)} "
-            f"clamps at the end of fp16 were hit{where}{place}"
+            f"{begun}{len(hits)} clamps at fp16's maximum were hit, the first in {hits[0]}{place}"
         )
     counts = describe_counts(iterate_tensors(fault.output))
     return f"`{fault.component}` gave {counts}{_describe_part(fault)}{place}"

@@ -14,8 +14,9 @@ own arithmetic behind it, reaches no component. It is named where it began, and 
 **Catches** NaN and Inf in what a component returns or is given and in what the pipeline returns, from
 any cause; fp16 clamps that were hit; frames that are black, grey, frozen or noise.
 **Does not catch** arguments that a component changed in place before it failed. Faults outside of the
-components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired; so are those of
-calls whose gradients are wanted. Modules in training are left alone.
+components (in the scheduler, in the pipeline's own arithmetic) are named, not repaired. Components
+whose parameters' gradients are wanted are left alone, which is said once: in training mode their calls, in
+eval mode their faults.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stopdown.argument_types import check_function, check_type
+from stopdown.bounds.input_limits import Size
 from stopdown.component_call_names import name_component, name_module_path
 from stopdown.errors import (
     InputError,
@@ -44,6 +49,7 @@ from stopdown.errors import (
     warn_user,
 )
 from stopdown.frame_faults import find_frame_findings
+from stopdown.model_needs import keeps_clamps
 from stopdown.number_formats import name_dtype
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
@@ -63,11 +69,12 @@ from stopdown.pipelines.outermost_calls import (
     is_enclosed,
     is_in_training,
     listen,
+    wants_gradients,
 )
 from stopdown.pipelines.pipeline_interception import put_run_layer
 from stopdown.pipelines.step_counter import StepCounter
 from stopdown.plans.applier import check_plan, put_boundaries, watch_adapters
-from stopdown.plans.plan_files import seal_plan
+from stopdown.plans.plan_files import seal_plan, take_plan
 from stopdown.plans.planned_loader import LoadedPlan
 from stopdown.records import (
     BlockMaximum,
@@ -80,11 +87,12 @@ from stopdown.records import (
 )
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
-from stopdown.runtime.clamps import noting_clamps, watch_clamps
+from stopdown.runtime.component_locks import find_lock, is_changing
 from stopdown.runtime.dtype_repairs import REFUSALS, is_refusal
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault, name_counts
-from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent
+from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent, RepeatableCall
+from stopdown.runtime.hidden_values import noting_hidden
 from stopdown.runtime.journal import Follower, Journal
 from stopdown.runtime.outside_faults import Origin, find_origin
 from stopdown.runtime.plan_updates import adjustments_of, update_entry
@@ -99,6 +107,9 @@ from stopdown.runtime.repair_log import RepairLog
 from stopdown.runtime.repair_order import ON_FAULT, OnFault
 from stopdown.runtime.repairs import ComponentState
 from stopdown.runtime.results import collect_videos, count_bad
+from stopdown.runtime.session_check import WRONG_PICTURES, examine_calls
+from stopdown.runtime.weight_history import WeightHistory
+from stopdown.scaling.call_watch import ReplacedError, has_passed
 
 Announce = Callable[[str], None]
 """Told once of each kind of repair, in whole sentences."""
@@ -126,6 +137,7 @@ class GuardOptions:
         names_culprit: run a call that failed once more to find where the fault begins.
         components: patterns of names or classes of components; empty for all.
         log: goes on with what other guards did; None begins anew.
+        histories: weights as earlier guards met them; None begins anew.
         calls_before: of the component, under other guards.
     """
 
@@ -142,6 +154,7 @@ class GuardOptions:
     names_culprit: bool = True
     components: tuple[str, ...] = ()
     log: RepairLog | None = None
+    histories: MutableMapping[torch.nn.Module, WeightHistory] | None = None
     calls_before: int = 0
 
     def wants(self, callee: Callee) -> bool:
@@ -157,6 +170,10 @@ class GuardOptions:
                 expected=f"Known values are {', '.join(ON_FAULT)}.",
                 remedy='Use on_fault="repair".',
             )
+
+
+LEFT_ON: weakref.WeakSet[Guard] = weakref.WeakSet()
+"""Guards that were put on and not removed."""
 
 
 class Guard:
@@ -188,6 +205,7 @@ class Guard:
         self._journal: Journal | None = None
         self._repair_cache = self.options.repair_cache
         self._limits: dict[str, Mapping[str, float]] = {}  # of the plan's certificate
+        self._sizes: dict[str, Mapping[str, Sequence[Size]]] = {}
         self._missed: list[str] = []
         self._reused: list[str] = []
         self._findings: list[Finding] = []
@@ -197,6 +215,7 @@ class Guard:
         scheduled = pipe if self.adapter.is_pipeline else None
         self.steps = StepCounter(scheduled, Rank.GUARD, on_begin=self._renew)
         self._names: dict[int, str] = {}  # of modules whose calls are found as they happen
+        self._counting = threading.RLock()  # threads that call at once
         self._handler = FaultHandler(
             pipe,
             self.options.on_fault,
@@ -221,6 +240,7 @@ class Guard:
         except BaseException:
             self._patches.undo()
             raise
+        LEFT_ON.add(self)
         return self
 
     def _put_on(self) -> None:
@@ -241,12 +261,11 @@ class Guard:
         if self.adapter.is_pipeline:
             put_run_layer(self.pipe, self.run, self._patches)
         self._listen()
-        watch_clamps(self._patches)
         if self._ranks is not None:
             self._ranks.watch(self._patches)
             refuse_other_runs(self._ranks, self.pipe, self._plan)
         for entry in self._plan.components if self._plan is not None else ():
-            self.limit_inputs(entry.component, entry.scaling.limits)
+            self.limit_inputs(entry.component, entry.scaling.limits, entry.scaling.sizes)
         self._put_journal(journal)
 
     def _list_callees(self) -> list[Callee]:
@@ -316,31 +335,50 @@ class Guard:
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
         """Around the call of an outermost module: guarded when it is one of the program's."""
         name = self._names.get(id(module)) if method == "forward" else None
-        if name is None or is_in_training(module):
+        if name is None or self._leaves(module, name):
             yield
             return
         callee = Callee(name, module, "forward", "call", GENERAL_KEEPS)
         if not self.options.wants(callee) or not self._admit(self._find_component(callee), name):
             yield
             return
-        self._guard_call(callee)
-        self._put_sensors(self._calls[name].component)
+        with self._counting:
+            if name not in self._calls or not self._calls[name].users:
+                self._guard_call(callee)
+                self._put_sensors(self._calls[name].component)
+            guarded = self._calls[name]
+            guarded.users += 1
         try:
             yield
         finally:
-            self._calls[name].patches.undo()
+            with self._counting:
+                guarded.users -= 1
+                if not guarded.users:
+                    guarded.patches.undo()
+
+    def _leaves(self, module: torch.nn.Module, name: str) -> bool:
+        """Whether a call of now is one of training, which is said once."""
+        if not is_in_training(module):
+            return False
+        self._log.leave(
+            name,
+            f"`{name}` is in training: an optimizer has its parameters, or they have gradients. Its calls "
+            "are not watched; those under torch.no_grad() are.",
+        )
+        return True
 
     def _admit(self, component: GuardedComponent, name: str) -> bool:
         """Whether a component is guarded; not when a part of it, or what it is a part of, is already."""
-        if component.is_admitted is None:
-            inside = {id(part) for part in component.state.module.modules()}
-            other = next((x for x in self._components.values() if x.overlaps(inside)), None)
-            component.is_admitted = other is None
-            if other is not None:
-                names = [call.name for call in other.calls] or [type(other.state.module).__name__]
-                said = f"{name}: it shares modules with {names[0]}, which is guarded; "
-                self._missed.append(f"{said}its own calls were not watched.")
-        return component.is_admitted
+        with self._counting:
+            if component.is_admitted is None:
+                inside = {id(part) for part in component.state.module.modules()}
+                other = next((x for x in self._components.values() if x.overlaps(inside)), None)
+                component.is_admitted = other is None
+                if other is not None:
+                    names = [x.name for x in other.calls] or [type(other.state.module).__name__]
+                    said = f"{name}: it shares modules with {names[0]}, which is guarded; "
+                    self._missed.append(f"{said}its own calls were not watched.")
+            return component.is_admitted
 
     def _guard_call(self, callee: Callee) -> None:
         """Intercept a component call; at another object in the component's place no more."""
@@ -348,9 +386,11 @@ class Guard:
         guarded = self._calls.get(callee.name)
         if guarded is None:
             guarded = self._calls[callee.name] = GuardedCall(callee, component, slot)
-            guarded.limits = self._find_limits(callee)
+            guarded.limits, guarded.sizes = self._find_limits(callee)
             self._patches.defer(guarded.patches.undo)
         guarded.move_to(callee, component, slot)
+        component.state.name, component.state.announce = callee.component_name, self._announce
+        component.state.on_extended = functools.partial(self._note_extended, guarded)
         component.state.is_compiled |= guarded.is_compiled
         for rank, layer in (
             (Rank.COMPONENT, self._call_component),
@@ -362,11 +402,14 @@ class Guard:
         return self._find_module(find_module(callee))
 
     def _find_module(self, module: torch.nn.Module) -> GuardedComponent:
-        component = self._components.get(id(module))
-        if component is None:
-            component = self._components[id(module)] = GuardedComponent(ComponentState(module))
-            self._patches.defer(component.state.leave)
-        return component
+        with self._counting:
+            component = self._components.get(id(module))
+            if component is None:
+                component = self._components[id(module)] = GuardedComponent(ComponentState(module))
+                if self.options.histories is not None:
+                    component.weights = self.options.histories.setdefault(module, WeightHistory())
+                self._patches.defer(component.state.leave)
+            return component
 
     def _put_sensors(self, component: GuardedComponent) -> None:
         """Note what its modules give; outside of the hooks that a plan put there."""
@@ -387,6 +430,22 @@ class Guard:
                 )
             self._guard_call(callee)
             self._put_sensors(self._calls[callee.name].component)
+
+    def _note_extended(self, guarded: GuardedCall, method: str, what: str) -> None:
+        """Exponents were found that hold for one more kind of call of a component."""
+        name = guarded.callee.component_name
+        name = name if method == "forward" else f"{name}.{method}"
+        self._log.keep(
+            Repair(
+                component=name,
+                module_path=guarded.callee.component_name,
+                kind="signature",
+                step=None,
+                evidence=f"`{name}` was called {what}, for which its exponents did not hold.",
+                action="rescaled",
+                reason="Its exponents were found anew, for these calls and those before.",
+            )
+        )
 
     def _list_moved(self) -> list[Callee]:
         """Component calls that go past the guard: of components that were compiled or replaced."""
@@ -436,21 +495,31 @@ class Guard:
                 place = name_module_path(name, applied.path)
                 self._reused.append(f"{place}: {applied.action} ({applied.precision})")
 
-    def limit_inputs(self, component: str, limits: Mapping[str, float]) -> None:
+    def limit_inputs(
+        self,
+        component: str,
+        limits: Mapping[str, float],
+        sizes: Mapping[str, Sequence[Size]] | None = None,
+    ) -> None:
         """Compare a component's arguments with the limits of its plan's certificate.
 
         Args:
             limits: `forward.hidden_states` to the magnitude up to which it holds.
+            sizes: the same to the sizes, without the batch.
         """
-        self._limits[component] = limits
+        self._limits[component], self._sizes[component] = limits, sizes or {}
         for call in self._calls.values():
-            call.limits = self._find_limits(call.callee)
+            call.limits, call.sizes = self._find_limits(call.callee)
 
-    def _find_limits(self, callee: Callee) -> dict[str, float]:
-        """Argument to the magnitude up to which a plan's certificate holds for it."""
-        limits = self._limits.get(callee.component_name, {})
-        parts = [(key.partition("."), size) for key, size in limits.items()]
-        return {name: size for (method, _, name), size in parts if method == callee.method}
+    def _find_limits(self, callee: Callee) -> tuple[dict[str, float], dict[str, Sequence[Size]]]:
+        """Argument to the magnitude, and to the sizes, up to which a plan's certificate holds for it."""
+
+        def choose(entries: Mapping[str, Any]) -> dict[str, Any]:
+            parts = [(key.partition("."), limit) for key, limit in entries.items()]
+            return {name: limit for (method, _, name), limit in parts if method == callee.method}
+
+        name = callee.component_name
+        return choose(self._limits.get(name, {})), choose(self._sizes.get(name, {}))
 
     def __repr__(self) -> str:
         found = f"{len(self._log)} fault{'s' * (len(self._log) != 1)} so far"
@@ -460,6 +529,7 @@ class Guard:
 
     def remove(self) -> None:
         """Leave the pipeline as it was, to the last bit. A second call does nothing."""
+        LEFT_ON.discard(self)
         repair_cache, self._repair_cache = self._repair_cache, None
         repaired = [x.state for x in self._components.values() if x.state.is_repaired]
         found = [(state, state.applied) for state in repaired]
@@ -469,6 +539,21 @@ class Guard:
         for state, applied in found:
             if repair_cache is not None:
                 repair_cache.keep(state, applied)
+
+    def give_way(self, options: GuardOptions) -> Guard:
+        """Put another guard in the place of this one, which comes back when that is removed.
+
+        Raises:
+            PlanError, InputError: as `put_on`; this guard is on again then.
+        """
+        self.remove()
+        own = dataclasses.replace(self.options, loaded_plan=None)
+        if options.plan is None and not self.repairs:
+            loaded = dataclasses.replace(options, loaded_plan=self.options.loaded_plan)
+            options, own = loaded, self.options
+        other = Guard(self.pipe, dataclasses.replace(options, decisions=self.options.decisions))
+        other._patches.defer(functools.partial(_guard_again, self.pipe, own))  # comes off last
+        return other.put_on()
 
     def __deepcopy__(self, memo: object) -> Guard:
         return self  # hooks name it: a copy of a guarded module is not guarded
@@ -485,32 +570,48 @@ class Guard:
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Next to the component: what it is really called with is kept for a replay."""
-        begun = time.perf_counter()
-        guarded.keep_latest(args, kwargs, self.pipe)
-        self.own_s += time.perf_counter() - begun
-        is_mixed = any(x.state.dtype is not None for x in self._components.values())
-        with noting_clamps(guarded.component.notes.note_clamp):
-            return guarded.state.call(guarded.callee, call, args, kwargs, is_mixed=is_mixed)
+        with find_lock(guarded.module).calling():
+            if not (is_changing() or has_passed(guarded.module)):
+                raise ReplacedError
+            begun = time.perf_counter()
+            guarded.keep_latest(args, kwargs, self.pipe)
+            components = list(self._components.values())  # another thread may add one
+            is_mixed = any(x.state.dtype is not None for x in components)
+            self.own_s += time.perf_counter() - begun
+            with self._noting(guarded):
+                return guarded.state.call(guarded.callee, call, args, kwargs, is_mixed=is_mixed)
+
+    def _noting(self, guarded: GuardedCall) -> AbstractContextManager[None]:
+        """With what its code hides noted; compiled code would be compiled anew for that."""
+        is_known = keeps_clamps(type(guarded.module).__name__)  # what it hides is part of the model
+        compiled = any(x.is_compiled for y in self._components.values() for x in y.calls)
+        if is_known or compiled or self._ranks is not None:
+            return contextlib.nullcontext()
+        return noting_hidden(guarded.component.notes.note_hidden)
 
     def _call_checked(
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Check what came out, and have a fault answered; a call inside of another one is left alone."""
-        if not self._has_free_methods:
-            return self._check_call(guarded, call, args, kwargs)
-        owner, method = guarded.callee.owner, guarded.callee.method
-        if is_enclosed(owner, method) or is_in_training(guarded.module):
-            return call(*args, **kwargs)
-        if not self._admit(guarded.component, guarded.name):
-            return call(*args, **kwargs)
-        with entered(owner, method):
-            return self._check_call(guarded, call, args, kwargs)
+        try:
+            if not self._has_free_methods:
+                return self._check_call(guarded, call, args, kwargs)
+            owner, method = guarded.callee.owner, guarded.callee.method
+            if is_enclosed(owner, method) or self._leaves(guarded.module, guarded.name):
+                return call(*args, **kwargs)
+            if not self._admit(guarded.component, guarded.name):
+                return call(*args, **kwargs)
+            with entered(owner, method):
+                return self._check_call(guarded, call, args, kwargs)
+        except ReplacedError:  # the call that is made instead is the one that counts
+            return guarded.callee.bind(guarded.module)(*args, **kwargs)
 
     def _check_call(
         self, guarded: GuardedCall, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         entered_at = time.perf_counter()
         guarded.begin(args, kwargs)
+        repeat = RepeatableCall(call, args, kwargs)
         if self._ranks is not None and guarded.callee.stage == "denoise" and not self._has_noise:
             refuse_other_noise(self._ranks, args, kwargs)
             self._has_noise = True
@@ -524,7 +625,9 @@ class Guard:
             output = self._handler.answer_refusal(fault, error)
         returned = time.perf_counter()
         check = self.check(guarded, output)
-        guarded.count_call(returned - called, check)
+        repeat.ends, guarded.latest.repeat = check.ends, repeat
+        with self._counting:
+            guarded.count_call(returned - called, check)
         if check.inputs or not check.is_good:
             fault = self._make_fault(guarded, call, args, kwargs, output, check)
             output = self._handler.answer(fault)
@@ -544,8 +647,6 @@ class Guard:
         check: CallCheck | None = None,
     ) -> Fault:
         """A call that went wrong; without an output it ended in an error."""
-        made = guarded.module.parameters() if check is None else iterate_tensors(output)
-        has_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in made)
         return Fault(
             guarded,
             args,
@@ -556,7 +657,7 @@ class Guard:
             guarded.precision,
             *self._locate(guarded),
             self._name_reason(guarded),
-            not self.adapter.is_pipeline and has_gradients,
+            not self.adapter.is_pipeline and wants_gradients(guarded.module),
         )
 
     def check(self, guarded: GuardedCall, output: Any) -> CallCheck:
@@ -568,12 +669,13 @@ class Guard:
         check = check_call(guarded.component.notes, output)
         if self._ranks is not None:
             check = agree_on_check(self._ranks, check)
-        self.host_reads += check.host_reads
-        for path, dtype, amax in check.maxima:
-            key = (guarded.name, path, self.steps.find_step(guarded.callee), name_dtype(dtype))
-            self._maxima[key] = max(self._maxima.get(key, 0.0), amax)
-        for sentence in guarded.note_excesses(check):
-            self._announce(sentence)
+        with self._counting:
+            self.host_reads += check.host_reads
+            for path, dtype, amax in check.maxima:
+                key = (guarded.name, path, self.steps.find_step(guarded.callee), name_dtype(dtype))
+                self._maxima[key] = max(self._maxima.get(key, 0.0), amax)
+            for sentence in guarded.note_excesses(check):
+                self._announce(sentence)
         return check
 
     def _locate(self, guarded: GuardedCall) -> tuple[int | None, str]:
@@ -637,7 +739,7 @@ class Guard:
         self.host_reads += any(x.is_floating_point() for x in iterate_tensors(output))
         is_reported = any(repair.action == "none" for repair in self._log.of_this_run)
         if nan + infinite == 0:
-            self._check_frames(output)
+            self.check_frames(output)
         elif not is_reported:
             counts = name_counts(nan, infinite)
             self._report_result(f"The pipeline's result holds {counts} in {total} values.")
@@ -658,14 +760,28 @@ class Guard:
         if self.options.on_fault != "warn":
             raise NonFiniteError(origin.what, expected=what, remedy=origin.remedy)
 
-    def _check_frames(self, output: Any) -> None:
+    def check_frames(self, output: Any) -> None:
+        """Report black, grey, frozen and noisy pictures, and whether it is the session's fault.
+
+        Args:
+            output: what a pipeline returned; or a tuple of pictures `[B, H, W, 3]` in 0 to 1.
+
+        Cost: a pass over the pictures; what `examine_calls` costs after one that is wrong.
+        """
         if not self.options.frames or self._given.get("output_type") == "latent":
             return
-        for number, frames in enumerate(collect_videos(output), 1):
-            for finding in find_frame_findings(frames, f"result {number}"):
-                self._findings.append(finding)
-                text = f"{finding.module_path}: {finding.evidence} {finding.remedy}"
-                self._log.report_once("pipeline", finding.kind, text)
+        found = [
+            finding
+            for number, frames in enumerate(collect_videos(output), 1)
+            for finding in find_frame_findings(frames, f"result {number}")
+        ]
+        is_alone = len(self._running) <= 1  # the latest calls are those of this run
+        if is_alone and self._ranks is None and any(x.kind in WRONG_PICTURES for x in found):
+            found += examine_calls(self._calls.values(), self.pipe)
+        for finding in found:
+            self._findings.append(finding)
+            text = f"{finding.module_path}: {finding.evidence} {finding.remedy}"
+            self._log.report_once("pipeline", f"{finding.kind} {finding.module_path}", text)
 
     def _find_origin(self) -> Origin:
         """Where values came from that are not finite, when no component made them."""
@@ -691,7 +807,11 @@ class Guard:
             calls=tuple(call.summarize() for call in calls if call.count),
             repairs=self._log.repairs,
             host_reads=self.host_reads,
-            unwatched=(*(_describe_compiled(x) for x in calls if x.is_compiled), *self._missed),
+            unwatched=(
+                *(_describe_compiled(x) for x in calls if x.is_compiled),
+                *self._missed,
+                *self._log.left,
+            ),
             own_s=self.own_s + (self._journal.own_s if self._journal else 0.0),
             maxima=tuple(
                 BlockMaximum(component, path, step, precision, amax if amax < torch.inf else None)
@@ -702,6 +822,16 @@ class Guard:
             uncertified=tuple(text for call in calls for text in call.list_excesses()),
             findings=tuple(self._findings),
         )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it was put on and not removed."""
+        return self in LEFT_ON
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is on the pipeline; None without one."""
+        return self._plan
 
     @property
     def repairs(self) -> tuple[Repair, ...]:
@@ -731,6 +861,10 @@ class Guard:
         return update_entry(entry, state.applied, state.calibration.calls, dict.fromkeys(why))
 
 
+def _guard_again(pipe: Any, options: GuardOptions) -> None:
+    pipe.stopdown_guard = Guard(pipe, options).put_on()
+
+
 def _describe_compiled(call: GuardedCall) -> str:
     return (
         f"{call.name}: inside of compiled code neither clamps nor blocks are looked at; what it "
@@ -740,7 +874,7 @@ def _describe_compiled(call: GuardedCall) -> str:
 
 def guard(
     pipe: Any,
-    plan: Plan | None = None,
+    plan: Plan | str | Path | None = None,
     *,
     on_fault: OnFault = "repair",
     observer: Observer | None = None,
@@ -758,7 +892,7 @@ def guard(
             "vae.decode": (vae, "decode")}`), or an object that holds modules, whose attributes are
             walked. Of these a component is each call that no other module's call encloses, and its
             name is the attribute path.
-        plan: put on the pipeline for as long as the guard is.
+        plan: a `Plan`, or the path of its file: put on the pipeline for as long as the guard is.
         on_fault: `repair`: repair the component, run the call again, go on. `raise`: stop with what
             is known. `warn`: say it once and go on with the bad value.
         observer: told of each finished call.
@@ -785,13 +919,25 @@ def guard(
         host read for tensors. After a fault an instrumented replay, and one run of the call for each
         repair that is tried.
     """
+    check_function("guard(announce=...)", announce, "announce=print", 1)
+    check_function("guard(observer=...)", observer, "observer=print", 4)
+    check_type(
+        "guard(journal=...)",
+        journal,
+        (str, Path, Journal, type(None)),
+        "It is a folder, or an open journal.",
+        'Use journal="journal".',
+    )
     options = GuardOptions(
         on_fault=on_fault,
         observer=observer,
         announce=announce,
-        plan=plan,
+        plan=None if plan is None else take_plan(plan),
         journal=journal,
         maxima=maxima,
         frames=frames,
     )
+    before = getattr(pipe, "stopdown_guard", None)
+    if isinstance(before, Guard) and before.pipe is pipe and before.is_on:
+        return before.give_way(options)
     return Guard(pipe, options).put_on()

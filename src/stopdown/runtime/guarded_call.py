@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from stopdown.autocast import read_autocast
-from stopdown.bounds.input_limits import name_inputs
+from stopdown.bounds.input_limits import Size, fits, name_inputs, read_sizes, show_sizes
 from stopdown.graph.capture import casts_weights
 from stopdown.number_formats import name_dtype
+from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import find_argument_names, find_float_dtype
+from stopdown.pipelines.call_interception import Call, find_argument_names, find_float_dtype
 from stopdown.pipelines.components import Callee
 from stopdown.pipelines.step_caches import save_caches
 from stopdown.randomness import Restore, save_random
 from stopdown.records import CallSummary
 from stopdown.runtime.activation_maxima import Notes, find_compiled, is_compiled
 from stopdown.runtime.call_check import CallCheck
-from stopdown.runtime.repairs import ComponentState
+from stopdown.runtime.repairs import Adjustment, ComponentState
+from stopdown.runtime.weight_history import WeightHistory, read_version, sample_bits
 
 
 @dataclass
@@ -33,6 +36,7 @@ class GuardedComponent:
         calls: through which it is used.
         is_sensed: hooks on its modules make the notes.
         is_admitted: its calls are guarded; None before the first one of a program that is no pipeline.
+        weights: as they were at the first call.
     """
 
     state: ComponentState
@@ -40,6 +44,7 @@ class GuardedComponent:
     calls: list[GuardedCall] = field(default_factory=list)
     is_sensed: bool = False
     is_admitted: bool | None = None
+    weights: WeightHistory = field(default_factory=WeightHistory)
 
     def overlaps(self, modules: Collection[int]) -> bool:
         """Whether it is guarded and shares modules with these, given by identity."""
@@ -54,13 +59,52 @@ class GuardedComponent:
                 call.precisions = tuple(dict.fromkeys((*now, *call.precisions)))
 
 
+class RepeatableCall:
+    """A call as the guard got it, to be made again.
+
+    Attributes:
+        ends: smallest and largest value of each tensor that it gave.
+    """
+
+    def __init__(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.ends: tuple[float, ...] = ()
+        self._call, self._args, self._kwargs = call, args, kwargs
+        tensors = list(iterate_tensors((args, kwargs)))
+        self._versions = [(x, read_version(x)) for x in tensors]
+        uncounted = [x for x, version in self._versions if version is None]
+        self._samples = [(x, sample_bits(x)) for x in uncounted if x.is_floating_point()]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether its arguments were written to since.
+
+        Cost: a host read for each argument of inference mode.
+        """
+        return any(read_version(x) != version for x, version in self._versions) or not all(
+            torch.equal(sample, sample_bits(x)) for x, sample in self._samples
+        )
+
+    def repeat(self) -> Any:
+        """The same call again."""
+        return self._call(*self._args, **self._kwargs)
+
+
 @dataclass
-class LatestCall:
-    """The call that was made last, as the component itself got it."""
+class LatestCall(threading.local):
+    """The call that each thread made last, as the component itself got it.
+
+    Attributes:
+        args, kwargs: what it was called with.
+        restores: of what it draws and changes.
+        applied: what was in force on the component.
+        repeat: the same call as the guard got it, once it is over.
+    """
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     restores: tuple[Restore, ...] = ()
+    applied: tuple[Adjustment, ...] = ()
+    repeat: RepeatableCall | None = None
 
     def restore(self) -> None:
         """Random numbers and step caches as they were before it."""
@@ -70,11 +114,17 @@ class LatestCall:
 
 @dataclass
 class Excess:
-    """An argument that was larger than a certificate allows: in how many calls, and how large."""
+    """An argument that was larger than a certificate allows, by its values or its size: in how many calls.
 
-    limit: float
+    Attributes:
+        limit: up to where the certificate holds, in words.
+        reached: how large it was, in words.
+    """
+
+    limit: str
     calls: int = 0
     largest: float = 0.0
+    reached: str = ""
 
 
 @dataclass(eq=False)
@@ -87,8 +137,10 @@ class GuardedCall:
         slot: the attribute that the call goes through.
         device: where it is computed; None before the first call.
         limits: argument to the magnitude up to which a plan's certificate holds.
+        sizes: argument to the sizes, without the batch, up to which it holds.
         excesses: arguments that were larger.
         latest: for a replay.
+        users: threads that make the call now, where its layers are put on for that.
         count, elapsed_s, non_finite, unseen: of the calls so far.
         precisions: of the weights at its calls, most of them first.
         headroom_bits: least of what it returned in fp16.
@@ -100,8 +152,10 @@ class GuardedCall:
     slot: str
     device: torch.device | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
-    excesses: dict[str, Excess] = field(default_factory=dict)
+    sizes: Mapping[str, Sequence[Size]] = field(default_factory=dict)
+    excesses: dict[tuple[str, str], Excess] = field(default_factory=dict)
     latest: LatestCall = field(default_factory=LatestCall)
+    users: int = 0
     count: int = 0
     elapsed_s: float = 0.0
     non_finite: int = 0
@@ -147,7 +201,11 @@ class GuardedCall:
         """A call begins: its arguments are noted, nothing is read."""
         notes = self.component.notes
         notes.clear()
-        notes.note_inputs(self.limits, name_inputs(args, kwargs, find_argument_names(self.callee)))
+        names = find_argument_names(self.callee)
+        notes.note_inputs(self.limits, name_inputs(args, kwargs, names))
+        sizes = read_sizes(args, kwargs, names) if self.sizes else ()
+        known = ((name, size) for name, size in sizes if name in self.sizes)
+        notes.oversizes = {name: x for name, x in known if not fits(x, self.sizes[name])}
 
     def _note_precisions(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What it computes in: the dtypes of its weights, or of its arguments where weights follow them.
@@ -176,10 +234,13 @@ class GuardedCall:
 
     def keep_latest(self, args: tuple[Any, ...], kwargs: dict[str, Any], pipe: Any) -> None:
         """Keep a call for a replay, and what it draws and changes."""
+        self.component.weights.note(self.module, self.state.applied)
         if self.precisions is None:
             self._note_precisions(args, kwargs)
-        restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
-        self.latest = LatestCall(args, kwargs, restores)
+        latest = self.latest
+        latest.args, latest.kwargs, latest.repeat = args, kwargs, None
+        latest.applied = self.state.applied
+        latest.restores = (save_random(self.find_device(pipe), kwargs), save_caches(self.module))
 
     def find_device(self, pipe: Any) -> torch.device:
         """Where its calls are computed; weights that are offloaded wait elsewhere until then."""
@@ -195,21 +256,28 @@ class GuardedCall:
         for name, limit, largest in check.limited:
             if largest <= limit:  # NaN is beyond every limit
                 continue
-            seen = self.excesses.setdefault(name, Excess(limit))
-            seen.calls, seen.largest = seen.calls + 1, max(seen.largest, largest)
-            if seen.calls == 1:
-                yield self._describe_excess(name)
+            seen = self.excesses.setdefault((name, "values"), Excess(f"{limit:.4g}"))
+            seen.largest = max(seen.largest, largest)
+            yield from self._count_excess(name, seen, f"reached {seen.largest:.4g}")
+        for name, size in self.component.notes.oversizes.items():
+            limit_of_size = show_sizes(self.sizes[name])
+            seen = self.excesses.setdefault((name, "size"), Excess(limit_of_size))
+            yield from self._count_excess(name, seen, f"was {show_sizes([size])}")
+
+    def _count_excess(self, name: str, seen: Excess, reached: str) -> Iterator[str]:
+        seen.calls, seen.reached = seen.calls + 1, reached
+        if seen.calls == 1:
+            yield self._describe_excess(name, seen)
 
     def list_excesses(self) -> list[str]:
         """The calls that a plan's certificate does not cover, a sentence for each argument."""
-        return [self._describe_excess(name) for name in self.excesses]
+        return [self._describe_excess(name, seen) for (name, _), seen in self.excesses.items()]
 
-    def _describe_excess(self, name: str) -> str:
-        seen = self.excesses[name]
+    def _describe_excess(self, name: str, seen: Excess) -> str:
         calls = f"{seen.calls} call{'s' * (seen.calls != 1)}"
         return (
-            f"{calls} of `{self.name}` not certified: `{name}` reached {seen.largest:.4g}, and the "
-            f"plan's bounds hold up to {seen.limit:.4g}. The output was watched as always."
+            f"{calls} of `{self.name}` not certified: `{name}` {seen.reached}, and the plan's bounds "
+            f"hold up to {seen.limit}. The output was watched as always."
         )
 
     @property

@@ -27,6 +27,7 @@ import hashlib
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ from stopdown.runtime.journal_values import (
 LIMIT_BYTES = 4 * 2**30
 """Size at which a journal ends: fifty guided steps of CogVideoX-5B are an eighth of it."""
 
-_SCHEMA = 2
+_SCHEMA = 1
 _HEAD = "journal.json"
 _MOST_HEAD_BYTES = 2**20
 _PARTS = ".*.part"
@@ -159,7 +160,8 @@ class Journal(_Layers):
         self._run, self._limit = _to_plain(run or {}), limit_bytes
         self._announce = announce or (lambda text: None)
         self._notes: list[str] = []
-        self._answered = self._written = self._number = 0
+        self._written = self._number = 0
+        self._answered = Counter[str]()  # by component
         self._ranks: Ranks | None = None
         self._count_repairs: Callable[[], int] = lambda: 0
         self._stopped = False
@@ -194,7 +196,10 @@ class Journal(_Layers):
     def use(self) -> JournalUse:
         """What the journal did for this run so far."""
         size = sum(path.stat().st_size for path in self._list_entries())
-        return JournalUse(str(self.folder), self._answered, self._written, size, tuple(self._notes))
+        folder, counts = str(self.folder), self._answered
+        return JournalUse(
+            folder, counts.total(), self._written, size, tuple(self._notes), dict(counts)
+        )
 
     def put_on(
         self,
@@ -253,7 +258,7 @@ class Journal(_Layers):
         before = {} if found else {i: source.read() for i, source in enumerate(sources)}
         self.own_s += time.perf_counter() - begun
         if found is not None:
-            self._answered += 1
+            self._answered[made.callee.name] += 1
             return _give(found, made, sources)
         repairs = self._count_repairs()
         output = made.run()

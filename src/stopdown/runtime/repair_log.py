@@ -17,6 +17,7 @@ class RepairLog:
         """
         self._announce = announce
         self._repairs: list[Repair] = []
+        self._left: list[str] = []
         self._reported: set[tuple[str, str]] = set()
         self._run_begins = 0
 
@@ -32,6 +33,19 @@ class RepairLog:
     def of_this_run(self) -> tuple[Repair, ...]:
         """Those since the pipeline was called last."""
         return tuple(self._repairs[self._run_begins :])
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Components whose calls were left alone, a sentence for each."""
+        return tuple(self._left)
+
+    def leave(self, component: str, text: str, *, is_fault: bool = True) -> None:
+        """Keep that a call was left alone, once for each component; report it unless it is no fault."""
+        if not self.was_reported(component, "left"):
+            self._left.append(text)
+            if is_fault:
+                self.report_once(component, "left", text)
+            self.mark_reported(component, "left")
 
     def begin_run(self) -> None:
         """The pipeline is called."""
@@ -68,5 +82,6 @@ def describe_repair(repair: Repair) -> str:
         "replayed": "The call was run again",
         "none": "It was not repaired",
     }[repair.action]
-    again = "" if repair.action == "none" else " The call was run again, and the run continues."
+    is_again = repair.action != "none" and repair.kind != "signature"
+    again = " The call was run again, and the run continues." if is_again else ""
     return f"{repair.evidence} {done}: {repair.reason}{again}"

@@ -13,7 +13,7 @@ from typing import Literal
 OnFault = Literal["repair", "raise", "warn"]
 ON_FAULT: tuple[OnFault, ...] = ("repair", "raise", "warn")
 
-_BY_RANGE = ("range", "clamped", "unknown")
+_BY_RANGE = ("range", "clamped", "kernel", "unknown")
 _HOPELESS = ("weight", "input")
 _MOST_FP32_MODULES = 2  # each one that does not do costs a call
 

@@ -12,6 +12,8 @@ encoder, when decoding failed) keeps the plan's exponents.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -19,19 +21,22 @@ from typing import Any
 import torch
 
 from stopdown.autocast import list_autocast, read_autocast, without_autocast
-from stopdown.errors import ScalingError
+from stopdown.errors import InputError, ScalingError, warn_user
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, cast_to_weights, merge_operands
+from stopdown.memory.weight_stores import weights_at_hand
 from stopdown.number_formats import FORMATS, name_dtype
 from stopdown.patches import Patches
-from stopdown.pipelines.call_interception import Call, bared, call_cast
+from stopdown.pipelines.call_interception import UNPLANNED, Call, bared, call_cast
 from stopdown.pipelines.components import Callee, read_precisions
 from stopdown.pipelines.context_parallel import without_context_parallel
 from stopdown.pipelines.step_caches import without_caches
 from stopdown.plans.applier import apply_precision
 from stopdown.records import Operands, ResidualStream, Scaling
+from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.failed_call_ranges import Calibration
 from stopdown.runtime.repair_order import Remedy
 from stopdown.scaling import Measured, cast_, find_scaling
+from stopdown.scaling.call_watch import WAITING, WatchOptions
 from stopdown.scaling.folds import read_headroom
 
 
@@ -67,6 +72,9 @@ class ComponentState:
         is_compiled: its calls run as compiled code, which does not see hooks that come later: it is
             compiled anew after each change.
         calibration: what its failing calls reached; it does not keep the component alive.
+        name: of the component, for messages.
+        announce: told of calls that run without exponents.
+        on_extended: told when exponents were found for one more kind of call, and how it differs.
     """
 
     module: torch.nn.Module
@@ -76,6 +84,11 @@ class ComponentState:
     computes_in: torch.dtype | None = None
     is_compiled: bool = False
     calibration: Calibration = field(default_factory=Calibration)
+    name: str = ""
+    announce: Callable[[str], None] = warn_user
+    on_extended: Callable[[str, str], None] = lambda method, what: None
+    _refused: set[str] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
     _stood: bool = False
     _patches: Patches = field(default_factory=Patches)
 
@@ -121,6 +134,8 @@ class ComponentState:
         if self.dtype is None and not is_mixed and not is_ambient:
             return call(*args, **kwargs)
         dtype = self.dtype or next(iter(self.read_precisions()), None)
+        if vars(self.module).get(UNPLANNED, False):
+            dtype = torch.float32
         with without_autocast() if is_ambient else contextlib.nullcontext():
             if dtype is None:
                 return call(*args, **kwargs)
@@ -143,9 +158,16 @@ class ComponentState:
             raise ScalingError(
                 "Its weights wait elsewhere between calls; no exponents are folded there."
             )
+        if remedy.action == "rescaled" and (path := _find_training_code(self.module)) is not None:
+            raise ScalingError(
+                f"{path or type(self.module).__name__} computes something else in training mode, and "
+                "exponents are found for eval mode.",
+                remedy="Call module.eval() before inference.",
+            )
         casts = tuple(one for one in self.applied if one.action == "cast-inputs")
         if remedy.action == "rescaled":
-            scaling = self._find_scaling(callee, args, kwargs)
+            with weights_at_hand(self.module):
+                scaling = self._find_scaling(callee.method, args, kwargs)
             return (Adjustment("rescaled", "fp16", scaling=scaling), *casts)
         if remedy.action == "fp32-module":
             return (*self.applied, Adjustment("fp32-module", "fp32", remedy.path))
@@ -154,26 +176,49 @@ class ComponentState:
         return self.applied
 
     def put_on(self, repairs: tuple[Adjustment, ...]) -> None:
-        """Have these repairs in force and no others."""
+        """Have these repairs in force and no others; calls of other threads are over before."""
         if repairs == self.applied:
             return
-        self.take_off()
-        self._forget_code()
-        self.applied = repairs
-        self._keep_waiting()
-        try:
-            for repair in repairs:
-                self._put(repair)
-        except BaseException:
+        with find_lock(self.module).changing(), weights_at_hand(self.module):
             self.take_off()
-            raise
+            self._forget_code()
+            self.applied = repairs
+            self._keep_waiting()
+            try:
+                for repair in repairs:
+                    self._put(repair)
+                if repairs != self.planned:
+                    self._refuse_gradients()
+            except BaseException:
+                self.take_off()
+                raise
+
+    def _refuse_gradients(self) -> None:
+        """Stop a backward pass that reaches a parameter: its gradient would be that of another weight."""
+        kind = type(self.module).__name__
+
+        def refuse(gradient: torch.Tensor) -> None:
+            raise InputError(
+                f"A gradient of a parameter of {kind} was asked for, and the guard repaired {kind}.",
+                expected="A repair changes weights for inference: their gradients have another scale.",
+                remedy="For training, make the optimizer before the first call, or call it without the "
+                "guard; to differentiate by an input alone, use module.requires_grad_(False).",
+            )
+
+        for tensor in self.module.parameters():
+            if tensor.requires_grad:
+                self._patches.defer(tensor.register_hook(refuse).remove)
 
     def take_off(self) -> None:
         """Leave the component without plan and repairs, to the last bit. Harmless when repeated."""
-        if self.applied:
-            self._forget_code()
-        self._patches.undo()
-        self.dtype, self.applied = None, ()
+        if not self.applied and not self._patches:
+            return
+        with find_lock(self.module).changing():
+            if self.applied:
+                self._forget_code()
+            with weights_at_hand(self.module):
+                self._patches.undo()
+            self.dtype, self.applied = None, ()
 
     def _keep_waiting(self) -> None:
         """Parameters without values are made anew at each call: put back those of now, by their names."""
@@ -196,13 +241,42 @@ class ComponentState:
             self._patches.defer(cast_(module, around, Scaling(fp32_modules=("",))).undo)
             return
         before, wanted = self.read_precisions()[:1], FORMATS[repair.precision].torch_dtype
-        apply_precision(self.module, repair.precision, repair.scaling, self._patches)
+        changing = find_lock(self.module).changing
+        watch = WatchOptions(self.name, self._extend, self._announce_once, changing)
+        apply_precision(self.module, repair.precision, repair.scaling, self._patches, watch=watch)
         if repair.scaling is None or before != (wanted,):
             self.dtype = wanted
 
-    def _find_scaling(
-        self, callee: Callee, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Scaling:
+    def _announce_once(self, text: str) -> None:
+        """Say it unless exponents that were put on before have said it."""
+        if text not in self._said:
+            self._said.add(text)
+            self.announce(text)
+
+    def _extend(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
+    ) -> bool:
+        """Have exponents in force that hold for one more kind of call; whether there are some."""
+        if what in self._refused or vars(self.module).get(WAITING, False):
+            return False
+        self._refused.add(what)  # the exponents of now are put on anew, and ask again
+        if any(x.is_meta for x in self.module.parameters()):
+            return False
+        before = self.applied
+        others = tuple(x for x in before if x.scaling is None)
+        try:
+            found = self._find_scaling(method, args, kwargs)
+            if "" in found.fp32_modules:
+                raise ScalingError("Only the whole component in fp32 would do, as without a plan.")
+            self.put_on((Adjustment("rescaled", "fp16", scaling=found), *others))
+        except Exception:  # no such exponents, or the model's code refuses: it runs without any
+            self.put_on(before)
+            return False
+        self._refused.discard(what)
+        self.on_extended(method, what)
+        return True
+
+    def _find_scaling(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Scaling:
         """Exponents for all calls that failed so far, relative to the component as it was found."""
         before = self.applied
         self.take_off()
@@ -212,7 +286,7 @@ class ComponentState:
                 without_caches(self.module),
                 without_context_parallel(self.module),
             ):
-                self.calibration.observe(self.module, callee.method, args, kwargs)
+                self.calibration.observe(self.module, method, args, kwargs)
                 measured = self.calibration.measured
                 found = find_scaling(self.module, measured)
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)
@@ -244,6 +318,23 @@ class ComponentState:
         return read_precisions(self.module)
 
 
+def _find_training_code(module: torch.nn.Module) -> str | None:
+    """Path of the first part in training mode whose `forward` asks for it; None without one."""
+    for path, part in module.named_modules():
+        is_idle = getattr(part, "p", None) == 0  # a dropout that drops nothing
+        if part.training and not is_idle and _asks_for_training(type(part)):  # type: ignore[arg-type]
+            return path
+    return None
+
+
+@functools.cache
+def _asks_for_training(kind: Any) -> bool:
+    try:
+        return "training" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # code without a file
+        return False
+
+
 def merge_scalings(
     before: Scaling, found: Scaling, used: Iterable[str], methods: Collection[str] = ("forward",)
 ) -> Scaling:
@@ -273,7 +364,9 @@ def merge_scalings(
     known = before.kept_buffers is not None and found.kept_buffers is not None
     buffers = {*(before.kept_buffers or ()), *(found.kept_buffers or ())}
     limits = {x: y for x, y in before.limits.items() if x.partition(".")[0] not in methods}
+    sizes = {x: y for x, y in before.sizes.items() if x.partition(".")[0] not in methods}
     notes = dict.fromkeys((before.note, found.note))
+    others = (x for x in before.signatures if x.partition("(")[0] not in methods)
     return replace(
         found,
         exponents={**kept.exponents, **found.exponents},
@@ -289,6 +382,9 @@ def merge_scalings(
         stream=_merge_streams(before.stream, found.stream, keeps),
         operands=merge_operands(before.operands, found.operands),
         limits={**limits, **found.limits},
+        sizes={**sizes, **found.sizes},
+        signatures=tuple(sorted({*found.signatures, *others})),
+        inputs={k: x for k, x in before.inputs.items() if k.partition(".")[0] not in methods},
         note=" ".join(filter(None, notes)),
     )
 

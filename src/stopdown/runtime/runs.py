@@ -23,7 +23,13 @@ from stopdown.errors import InputError
 from stopdown.frame_faults import find_frame_findings
 from stopdown.media import choose_format, to_uint8, write_media
 from stopdown.outputs import find_record_path, written_beside
-from stopdown.pipelines.requests import Request, build_arguments, find_frames, read_frames
+from stopdown.pipelines.requests import (
+    Request,
+    build_arguments,
+    find_frames,
+    list_own_sides,
+    read_frames,
+)
 from stopdown.pipelines.sources import Source, fingerprint
 from stopdown.plans.planned_loader import Loaded
 from stopdown.records import Finding, GuardRecord, Plan, RunRecord, describe_no_run, to_json
@@ -73,6 +79,12 @@ def make_frames(
         StopdownError: the device ran out of memory.
     """
     arguments = build_arguments(loaded.pipe, request)
+    sides = list_own_sides(loaded.pipe, request)
+    if sides and announce is not None:
+        announce(
+            f"{sides['height']}x{sides['width']} is made, the size of the model's configs: the default of "
+            f"{type(loaded.pipe).__name__} is far from it. Ask for another by height and width."
+        )
     choose_format(output, find_frames(loaded.pipe, arguments))
     loaded.pipe.set_progress_bar_config(disable=True)
     options = GuardOptions(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ from stopdown.pipelines.outermost_calls import (
 )
 from stopdown.pipelines.pipeline_interception import intercept_runs
 from stopdown.records import CallSummary, Finding, GuardRecord, Plan
+from stopdown.runtime.component_locks import find_lock
 from stopdown.runtime.guard import Guard, GuardOptions
 from stopdown.runtime.repair_cache import RepairCache
 from stopdown.runtime.repair_log import RepairLog
@@ -78,14 +80,16 @@ class ModuleCalls:
     _reused: dict[str, None] = field(default_factory=dict)
     _names: WeakKeyDictionary[torch.nn.Module, str] = field(default_factory=WeakKeyDictionary)
     _classes: Counter[str] = field(default_factory=Counter)
+    _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def name_callee(self, module: torch.nn.Module, method: str) -> Callee:
         """A module's call, named by class and order: `UNet`, `UNet_2`, `AutoencoderKL.decode`."""
-        if module not in self._names:
-            kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
-            self._classes[kind] += 1
-            number = self._classes[kind]
-            self._names[module] = kind if number == 1 else f"{kind}_{number}"
+        with self._counting:
+            if module not in self._names:
+                kind = type(getattr(module, "_orig_mod", module)).__name__  # of torch.compile
+                self._classes[kind] += 1
+                number = self._classes[kind]
+                self._names[module] = kind if number == 1 else f"{kind}_{number}"
         name = self._names[module]
         if method == "forward":
             return Callee(name, module, method, "call", GENERAL_KEEPS)
@@ -98,11 +102,12 @@ class ModuleCalls:
 
     def add(self, record: GuardRecord) -> None:
         """What the guard of one call saw and did."""
-        for call in record.calls:
+        for call in record.calls:  # of one module one thread at a time
             before = self.calls.get(call.component)
             self.calls[call.component] = before.add(call) if before else call
-        self._host_reads += record.host_reads
-        self._own_s += record.own_s
+        with self._counting:
+            self._host_reads += record.host_reads
+            self._own_s += record.own_s
         self._unwatched |= dict.fromkeys(record.unwatched)
         self._reused |= dict.fromkeys(record.reused)
 
@@ -203,6 +208,12 @@ class ScriptGuard:
     @contextlib.contextmanager
     def _meet_module(self, module: torch.nn.Module, method: str) -> Iterator[None]:
         """Around an outermost call of a module that no pipeline makes."""
+        is_left = bool(_explain_leaving(module))
+        with contextlib.nullcontext() if is_left else find_lock(module).owned():
+            yield from self._guard_call(module, method)
+
+    def _guard_call(self, module: torch.nn.Module, method: str) -> Iterator[None]:
+        """Around such a call, while no other thread makes one of the module."""
         callee = self.modules.name_callee(module, method)
         guarding = self._guard_module(callee)
         if guarding is None:

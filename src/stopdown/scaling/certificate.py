@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from stopdown.bounds.input_limits import Stated, list_limits, note_limits, state_calls
+from stopdown.bounds.input_limits import (
+    EMBEDDINGS,
+    Stated,
+    list_limits,
+    list_sizes,
+    note_limits,
+    state_calls,
+)
 from stopdown.bounds.propagation import Bounds, Load, bound_call
 from stopdown.errors import OptionError
 from stopdown.graph.capture import Capture, name_parameters
@@ -81,7 +88,8 @@ class BoundedCalls:
             describe_share(scaling.values, scaling.bounded, rest, note_limits(self.stated)),
             *_describe_scores(self.bounds),
         ]
-        return replace(scaling, range_note=" ".join(said), limits=list_limits(self.stated))
+        limits, sizes = list_limits(self.stated), list_sizes(self.stated)
+        return replace(scaling, range_note=" ".join(said), limits=limits, sizes=sizes)
 
 
 def leave_unmeasured(
@@ -97,6 +105,7 @@ def bound_kinds(
     load: Load | None = None,
     loose: Collection[str] = (),
     before: BoundedCalls | None = None,
+    encoded: float = EMBEDDINGS,
 ) -> BoundedCalls:
     """Bounds of calls; of those that were not measured guesses where there are none.
 
@@ -105,11 +114,13 @@ def bound_kinds(
         load: gives a parameter or buffer by name; None takes the module's own.
         loose: parameters with the loose room for what is subnormal of them.
         before: the same without any of those.
+        encoded: the limit of what encoders give.
 
     Cost: one pass over the weights for each kind; with `before` over those that are loose.
     """
     load = load or name_parameters(module).__getitem__
-    stated = state_calls(module, [kind.call for kind in kinds], [kind.seen for kind in kinds])
+    given, seen = [kind.call for kind in kinds], [kind.seen for kind in kinds]
+    stated = state_calls(module, given, seen, encoded)
     bounds = []
     for number, (kind, one) in enumerate(zip(kinds, stated, strict=True)):
         known = None if before is None else before.bounds[number]

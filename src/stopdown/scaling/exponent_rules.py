@@ -224,9 +224,14 @@ def attention(op: Operation) -> None:
 
 
 def attend_by_kernel(op: Operation) -> None:
-    """Attention of another package: query, key and value come first; its other results are statistics."""
-    query, key, value = (op.of(x) for x in op.floats()[:3])
+    """Attention by a kernel: query, key and value come first; its other results are statistics.
+
+    What else is given, as to the function that changes a score, counts with its own values.
+    """
+    first = op.node.args[:3]
+    query, key, value = (op.of(x) for x in first)
     op.system.relate((query, 1), (key, 1))
+    op.system.pin(*(op.of(x) for x in op.floats() if x not in first))
     if is_float(op.node):
         op.system.equate(op.out, value)
 
@@ -268,7 +273,7 @@ def clamp(op: Operation) -> None:
         op.pin() if op.around.keeps_clamp(op.node) else _equate_with(op, source)
     elif all(bound is None or (not isinstance(bound, Node) and bound == 0) for bound in bounds):
         _equate_with(op, source)
-    elif bounds[1] is None and isinstance(bounds[0], float):
+    elif bounds[1] is None and isinstance(bounds[0], int | float) and bounds[0] > 0:
         _clamp_below(op, source, bounds[0])
     else:
         op.pin()
@@ -283,12 +288,11 @@ def clamp_infinities(op: Operation) -> None:
 
 
 def _clamp_below(op: Operation, source: Node, bound: float) -> None:
-    """`max(norm, eps)` of a norm that stays above eps before and after is no clamp at all."""
-    if 0 < bound < op.around.least(source):
-        _equate_with(op, source)
-        op.around.bound_below(source, bound)
-    else:
+    """`max(norm, eps)`: the number scales along, or the norm is pinned."""
+    if not is_float(op.node) or (eps := op.around.clamp_unknown(op.node, bound)) is None:
         op.pin()
+    else:
+        op.system.equate(op.out, op.of(source), eps)
 
 
 def _equate_with(op: Operation, source: Node) -> None:
@@ -332,7 +336,7 @@ def pick(op: Operation) -> None:
         op.system.equate(op.out, op.of(sources[number]))
         op.system.pin(op.of(sources[2]))
     elif is_kind(parent, "attention_kernel"):
-        op.system.equate(op.out, op.of(sources[2]) if op.node.args[1] == 0 else ZERO)
+        op.system.equate(op.out, op.of(parent.args[2]) if op.node.args[1] == 0 else ZERO)
     elif is_split(parent) or is_kind(parent, "order"):
         op.system.equate(op.out, *(op.of(x) for x in sources))
     elif is_kind(parent, "variance_mean") and op.node.args[1] == 0:
@@ -407,11 +411,13 @@ def find_rule(node: Node) -> tuple[Rule | None, bool]:
     """The rule of a node's operation and whether it works in place; None when there is none."""
     if node.target is operator.getitem:
         return pick, False
+    name = operation(node)
     if getattr(node.target, "_schema", None) is None:
+        if is_kind(node, "attention_kernel"):
+            return read_rule("kernel_attention"), False
         return (None if is_float(node) else free), False
     if _tells_no_value(node.target):
         return free, False
-    name = operation(node)
     if (found := find_operation(name)) is not None:
         return read_rule(found.exponent), name.endswith("_") and not name.startswith("__")
     if not is_float(node) and not any(is_float(x) for x in node.all_input_nodes):

@@ -6,7 +6,7 @@ Everything goes through `Patches`, so that `undo` restores every bit, attribute 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stopdown.argument_types import check_type
 from stopdown.arguments import hook_arguments
 from stopdown.autocast import leave_autocast
 from stopdown.component_call_names import is_inside
-from stopdown.errors import InputError, ScalingError
-from stopdown.fold_names import Place, list_folds, split_name
+from stopdown.errors import InputError, OptionError, ScalingError
+from stopdown.fold_names import Place, list_folds, read_clamp, split_name
 from stopdown.graph.capture import (
     casts_weights,
     find_kept_buffers,
@@ -28,13 +29,14 @@ from stopdown.graph.capture import (
     set_own_dtypes,
 )
 from stopdown.graph.mixed_dtypes import cast_operands
-from stopdown.mapped_weights import cast_tensor
-from stopdown.number_formats import FORMATS
+from stopdown.mapped_weights import StoredWeight, cast_tensor, wait_
+from stopdown.number_formats import FORMATS, parse_precision
 from stopdown.numerics import iterate_tensors
 from stopdown.patches import Patches
 from stopdown.records import ResidualStream, Scaling, Trial
 from stopdown.scaling.adapters import follow_adapters, keep_merges, unwrap_name
 from stopdown.scaling.cast_check import CHECK, CastCheck
+from stopdown.scaling.clamp_constants import scale_clamps
 
 RESCALED = "stopdown_rescaled"
 """Attribute of a module while exponents are folded into it: it was made to fit fp16."""
@@ -122,35 +124,86 @@ def describe_trial(trial: Trial | None) -> str:
     return f"{ran}: {100 * trial.rel_err:.2g} % off fp32{beside}"
 
 
+def load_scaled(
+    module: torch.nn.Module, dtype: torch.dtype, scaling: Scaling, *, waits: bool = False
+) -> Patches:
+    """Fold and cast a module that was just loaded as it is stored, one tensor after the other.
+
+    It ends as `fold_scaling` and `cast_` leave it in fp32. No tensor is copied to fp32 on the way, and the
+    stored values are let go.
+
+    Args:
+        dtype: of its weights; what the scaling keeps in fp32 is in fp32.
+        waits: leave parameters in their files, for a `WeightStore` to read.
+
+    Returns:
+        The changes. Undoing them leaves fp32 weights, as near to the stored ones as `dtype` holds them.
+
+    Raises:
+        ScalingError: a name of the scaling is not in the module.
+    """
+    folds = {id(x): found for x, found in _locate(module, scaling.exponents)}
+    patches = Patches()
+    patches.defer(partial(_unfold, module, scaling.exponents))
+    patches.defer(_fold(module, scaling, with_weights=False).undo)
+
+    def load(tensor: torch.Tensor, wanted: torch.dtype) -> None:
+        stored = StoredWeight(tensor.data, wanted, folds.get(id(tensor), ()))
+        if waits and isinstance(tensor, torch.nn.Parameter):
+            wait_(tensor, stored)
+        else:
+            tensor.data = stored.read(tensor.device)
+
+    _cast_parts(module, dtype, scaling, patches, load)
+    return patches
+
+
+def _unfold(module: torch.nn.Module, exponents: Mapping[str, int]) -> None:
+    """Bring weights to fp32, where nothing overflows, and take their exponents off."""
+    widen_(module)
+    _fold_parameters(module, {name: -x for name, x in exponents.items()}, Patches())
+
+
+def widen_(module: torch.nn.Module) -> None:
+    """Cast every floating parameter and buffer to fp32 in place."""
+    for tensor in name_parameters(module).values():
+        if tensor.is_floating_point():
+            tensor.data = cast_tensor(tensor.data, torch.float32)
+
+
 def fold_scaling(module: torch.nn.Module, scaling: Scaling) -> Rescaling:
     """Fold exponents into a module in place; no dtype changes.
 
     Raises:
         ScalingError: a name of the scaling is not in the module. Nothing was changed.
     """
+    return Rescaling(module, scaling, _fold(module, scaling))
+
+
+def _fold(module: torch.nn.Module, scaling: Scaling, *, with_weights: bool = True) -> Patches:
     patches = Patches()
     patches.defer(torch.clear_autocast_cache)  # of weights as they were, where a call is under way
     try:
-        _fold_parameters(module, scaling.exponents, patches)
+        if with_weights:
+            _fold_parameters(module, scaling.exponents, patches)
         folds = list_folds(scaling.exponents)
         first = name_aliases(module)
         named = {
             key: folds.get(name) or folds.get(unwrap_name(name), []) for key, name in first.items()
         }
         follow_adapters(module, scaling, named, patches)
-        for place, exponent in scaling.eps.items():
-            _scale_eps(module, place, exponent, patches)
+        _scale_all_eps(module, scaling.eps, patches)
         for path, exponent in scaling.multiplies.items():
             _hook_multiply(_find_module(module, path), exponent, patches)
         if scaling.outputs:
-            hook = partial(_widen_outputs, dict(scaling.outputs))
+            hook = partial(widen_outputs, dict(scaling.outputs))
             patches.defer(module.register_forward_hook(hook).remove)
         patches.set_attribute(module, RESCALED, True)
         torch.clear_autocast_cache()
     except BaseException:
         patches.undo()
         raise
-    return Rescaling(module, scaling, patches)
+    return patches
 
 
 def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
@@ -179,7 +232,8 @@ def list_misfits(module: torch.nn.Module, scaling: Scaling) -> Iterator[str]:
             yield f"it has no module {path}"
     for number in scaling.eps:
         path, _, name = number.rpartition(".")
-        if path not in parts or _read_eps(module.get_submodule(path), name) is None:
+        known = path in parts and _read_eps(module.get_submodule(path), name)
+        if path not in parts or (read_clamp(name) is None and known is None):
             yield f"it has no number {number}"
 
 
@@ -189,7 +243,7 @@ def _list_misfit(
     values = tensor.detach()[place] if tensor.dim() else tensor.detach()
     if tensor.is_meta or not values.numel():
         return
-    low, high = (float(x) for x in torch.aminmax(values.float()))
+    low, high = (float(x) for x in torch.aminmax(values))
     amax, found = max(abs(low), abs(high)), FORMATS[precision]
     try:
         stored = math.ldexp(amax, exponent)
@@ -251,14 +305,38 @@ def require_module(given: object, function: str) -> None:
             remedy="Give one component, or run a whole pipeline with a plan: "
             "stopdown.apply_plan(pipe, stopdown.make_plan(pipe)).",
         )
+    if isinstance(given, torch.jit.ScriptModule):
+        raise InputError(
+            f"{function} was given a TorchScript module.",
+            expected="Its code can be neither traced nor hooked.",
+            remedy="Give the module that it was made of, and script or trace that afterwards.",
+        )
+
+
+def read_dtype(function: str, given: object) -> torch.dtype:
+    """Return a floating-point dtype that is given as itself or by its name.
+
+    Args:
+        function: that it was given to.
+
+    Raises:
+        OptionError: it is neither.
+    """
+    if isinstance(given, str):
+        return FORMATS[parse_precision(given)].torch_dtype
+    if isinstance(given, torch.dtype) and given.is_floating_point:
+        return given
+    raise OptionError(
+        f"{function} was given {given!r:.60}, which is no floating-point dtype.",
+        expected='It is a dtype or its name: torch.float16, "fp16", "bf16", "fp32".',
+        remedy=f"Use {function}(module, torch.float16).",
+    )
 
 
 def cast_(
     module: torch.nn.Module,
-    dtype: torch.dtype,
+    dtype: torch.dtype | str,
     rescaling_or_plan: Rescaling | Scaling | None = None,
-    *,
-    keep: bool = True,
 ) -> Patches:
     """Cast a module in place, keeping the fp32 modules of a rescaling in fp32 between cast hooks.
 
@@ -272,28 +350,45 @@ def cast_(
         output = module(*args_in_fp16)
 
     Args:
+        dtype: a floating-point dtype or its name: `torch.float16`, `"fp16"`.
         rescaling_or_plan: what `rescale_` gave for this module; None casts it plainly.
-        keep: False lets the old values go: undoing removes the hooks, and every dtype stays.
 
     Returns:
         The changes; `.undo()` restores every dtype, value and hook, and so does undoing the
         rescaling. They hold the old values: drop both to free them.
     """
     require_module(module, "cast_")
-    plan = rescaling_or_plan
+    dtype, plan = read_dtype("cast_", dtype), rescaling_or_plan
+    check_type(
+        "cast_(rescaling)",
+        plan,
+        (Rescaling, Scaling, type(None)),
+        "It is what rescale_ gave for this module.",
+        "Put a plan on a pipeline with stopdown.apply_plan(pipe, plan).",
+    )
+    if isinstance(plan, Rescaling) and plan.module is not module:
+        raise OptionError(
+            f"cast_ was given a {type(module).__name__} and the rescaling of another module.",
+            expected="Exponents and fp32 modules belong to the module that rescale_ was given.",
+            remedy="Use cast_(rescaling.module, torch.float16, rescaling).",
+        )
     given = plan.scaling if isinstance(plan, Rescaling) else plan
     check = vars(module).get(CHECK) if given is not None else None
     patches = Patches()
     if check is not None:
         patches.defer(check.accept)
-    take_out = keep_merges(module, patches) if keep else None
+    take_out = keep_merges(module, patches)
+
+    def replace_data(tensor: torch.Tensor, wanted: torch.dtype) -> None:
+        patches.defer(partial(setattr, tensor, "data", tensor.data))
+        tensor.data = cast_tensor(tensor.data, wanted)
+
     try:
-        _cast_parts(module, dtype, given or Scaling(), patches, keep=keep)
+        _cast_parts(module, dtype, given or Scaling(), patches, replace_data)
     except BaseException:  # memory may run out half-way
         patches.undo()
         raise
-    if take_out is not None:
-        patches.defer(take_out)
+    patches.defer(take_out)
     if check is not None:
         check.accept()
     if isinstance(plan, Rescaling):
@@ -307,7 +402,11 @@ def keeps_fp32(scaling: Scaling) -> bool:
 
 
 def _cast_parts(
-    module: torch.nn.Module, dtype: torch.dtype, given: Scaling, patches: Patches, *, keep: bool
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    given: Scaling,
+    patches: Patches,
+    cast_weight: Callable[[torch.Tensor, torch.dtype], None],
 ) -> None:
     fp32_modules, named, stream = given.fp32_modules, given.kept_buffers, given.stream
     kept = find_kept_buffers(module) if named is None else frozenset(named)
@@ -318,7 +417,7 @@ def _cast_parts(
     for name, tensor in named_tensors.items():
         if tensor.is_floating_point() and name not in kept:
             wanted = torch.float32 if name in wide or is_inside(name, *fp32_modules) else dtype
-            _replace_data(tensor, cast_tensor(tensor.data, wanted), patches, keep=keep)
+            cast_weight(tensor, wanted)
     if named_tensors:
         set_own_dtypes(module, before, dtype, patches)
     if keeps_fp32(given) or given.operands:
@@ -394,29 +493,59 @@ def _list_outside(paths: tuple[str, ...], fp32_modules: tuple[str, ...]) -> tupl
 def _fold_parameters(
     module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches
 ) -> None:
+    for tensor, folds in _locate(module, exponents):
+        for place, exponent in folds:
+            patches.scale_tensor(tensor, exponent, place)
+
+
+def _locate(
+    module: torch.nn.Module, exponents: Mapping[str, int]
+) -> list[tuple[torch.Tensor, list[tuple[Place, int]]]]:
+    """Return each tensor that is folded, with its places and exponents.
+
+    Raises:
+        ScalingError: the module has no such tensor, or no such place in it.
+    """
     found = name_parameters(module)
     named = {unwrap_name(name): tensor for name, tensor in found.items()} | found
-    for name, exponent in exponents.items():
-        bare, place = split_name(name)
-        if bare not in named or not _has_place(named[bare], place):
+    located = []
+    for name, folds in list_folds(exponents).items():
+        if name not in named or not all(_has_place(named[name], place) for place, _ in folds):
+            missing = next(x for x in exponents if split_name(x)[0] == name)
+            weight = dict(module.named_parameters()).get(name)
+            if weight is not None and weight.is_complex():
+                raise ScalingError(
+                    f"The weight {name} of {type(module).__name__} is complex ({weight.dtype}), and its "
+                    "values do not fit into fp16 without an exponent.",
+                    expected="Exponents are written into real weights.",
+                    remedy="Run it in bf16 or fp32.",
+                )
             raise ScalingError(
-                f"{type(module).__name__} has no floating parameter or buffer {name}.",
+                f"{type(module).__name__} has no floating parameter or buffer {missing}.",
                 expected="Exponents belong to the module that they were found for.",
                 remedy="Find them again with rescale_.",
             )
-        patches.scale_tensor(named[bare], exponent, place)
+        located.append((named[name], folds))
+    return located
 
 
-def _scale_eps(module: torch.nn.Module, place: str, exponent: int, patches: Patches) -> None:
-    path, _, name = place.rpartition(".")
-    owner = _find_module(module, path)
-    if (eps := _read_eps(owner, name)) is None:
-        raise ScalingError(
-            f"{type(module).__name__} has no number {place}.",
-            expected="Exponents belong to the module that they were found for.",
-            remedy="Find them again with rescale_.",
-        )
-    patches.set_attribute(owner, name, eps * 2.0**exponent)
+def _scale_all_eps(module: torch.nn.Module, exponents: Mapping[str, int], patches: Patches) -> None:
+    clamps: dict[str, dict[float, float]] = {}
+    for place, exponent in exponents.items():
+        path, _, name = place.rpartition(".")
+        owner = _find_module(module, path)
+        if (number := read_clamp(name)) is not None:
+            clamps.setdefault(path, {})[number] = 2.0**exponent
+        elif (eps := _read_eps(owner, name)) is not None:
+            patches.set_attribute(owner, name, eps * 2.0**exponent)
+        else:
+            raise ScalingError(
+                f"{type(module).__name__} has no number {place}.",
+                expected="Exponents belong to the module that they were found for.",
+                remedy="Find them again with rescale_.",
+            )
+    for path, factors in clamps.items():
+        scale_clamps(_find_module(module, path), factors, patches)
 
 
 def _hook_multiply(module: torch.nn.Module, exponent: int, patches: Patches) -> None:
@@ -431,7 +560,7 @@ def _multiply_output(
     return output * factor
 
 
-def _widen_outputs(
+def widen_outputs(
     exponents: Mapping[int, int], module: torch.nn.Module, args: Any, output: Any
 ) -> Any:
     """The numbered tensors of an output in fp32 with their exponents taken off."""
@@ -469,15 +598,6 @@ def _cast_output(
 
 def _cast(source: torch.dtype, target: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(target) if value.dtype == source else value
-
-
-def _replace_data(
-    tensor: torch.Tensor, value: torch.Tensor, patches: Patches, *, keep: bool
-) -> None:
-    before = tensor.data
-    tensor.data = value
-    if keep:
-        patches.defer(lambda: setattr(tensor, "data", before))
 
 
 def _find_module(module: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -8,16 +8,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from stopdown.errors import CaptureError
 from stopdown.graph.capture import (
     Answers,
     Capture,
     capture_call,
+    clamps_in_fp32,
     find_call_operands,
     note_answers,
     owner_of,
 )
+from stopdown.graph.nodes import is_range_clamp
 from stopdown.graph.range_measurement import merge_ranges, run_capture
 from stopdown.records import Operands, ResidualStream
 from stopdown.scaling.problem import Measured, find_kept_clamps, split_values
@@ -170,9 +173,25 @@ def measure_call(
 
 def _measure(capture: Capture, one: Call) -> Measured:
     call, args, kwargs = one
+    if any(map(is_range_clamp, capture.graph.graph.nodes)):
+        capture = replace(capture, keeps_clamps=_clamps_anyway(one))
     blocks, clamps = split_values(capture), find_kept_clamps(capture)
     ranges, _ = run_capture(capture, owner_of(call), args, kwargs, blocks, clamps)
     return Measured(capture, blocks, ranges)
+
+
+def _clamps_anyway(one: Call) -> bool:
+    """Whether a call in fp32 clamps at the end of fp16's range; of one in fp16 it is not known."""
+    call, args, kwargs = one
+    weights = [x for x in owner_of(call).parameters() if x.is_floating_point()]
+    if any(x.dtype != torch.float32 for x in weights):
+        return False
+    given = pytree.tree_map_only(torch.Tensor, _copy_wide, (args, dict(kwargs)))
+    return clamps_in_fp32(call, *given)
+
+
+def _copy_wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.float32, copy=True) if tensor.is_floating_point() else tensor.clone()
 
 
 def measure_again(

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from stopdown import numerics
 from stopdown.component_call_names import is_inside
-from stopdown.fold_names import name_block, split_name
+from stopdown.fold_names import name_block, name_clamp, split_name
 from stopdown.graph.blocks import Blocks, find_blocks, find_part, is_part, list_joined
 from stopdown.graph.capture import Capture, call_key, module_classes, module_path
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, merge_operands
@@ -83,7 +83,8 @@ class Problem:
 
     Attributes:
         parameters: name, `name[0:64]` for a block of rows, `name[:,0:64]` of columns, to the unknown.
-        eps: (module path, attribute) to the unknown.
+        eps: (module path, attribute or name of a clamp) to the unknown.
+        clamps: (module path, number that its code clamps from below) to the unknown.
         multiplies: module path to the unknown that multiplies its output.
         floors: (unknown, smallest allowed exponent, modules inside which it may be less in fp32).
         pinned: operation without a rule to the places where it stands.
@@ -92,7 +93,8 @@ class Problem:
         operands: what the calls were captured with because their code mixes dtypes.
         guests: module path to parameters of modules from elsewhere that only run inside of it.
         widened: module paths whose output is fp32, so that multiplying it costs no precision.
-        outputs: number of an output that the component returns in fp32 to its unknown.
+        outputs: number of an output whose exponent is taken off behind the call to its unknown.
+        inputs: number of an argument that may be multiplied before the call to its unknown.
         layers: module path of a product with a weight, `path[0:64]` for a block of its outputs,
             `path[:,0:64]` of its inputs, to the unknowns of its input and output in each call of it.
         bounds: (unknown, parameter, what limits its fold) of weights whose format does not hold any.
@@ -103,6 +105,7 @@ class Problem:
     limits: list[Limit] = field(default_factory=list)
     parameters: dict[str, int] = field(default_factory=dict)
     eps: dict[tuple[str, str], int] = field(default_factory=dict)
+    clamps: dict[tuple[str, float], int] = field(default_factory=dict)
     multiplies: dict[str, int] = field(default_factory=dict)
     floors: list[tuple[int, float, tuple[str, ...]]] = field(default_factory=list)
     pinned: dict[str, list[str]] = field(default_factory=dict)
@@ -112,6 +115,7 @@ class Problem:
     guests: dict[str, frozenset[str]] = field(default_factory=dict)
     widened: frozenset[str] = frozenset()
     outputs: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, int] = field(default_factory=dict)
     layers: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     bounds: list[tuple[int, str, FoldBound]] = field(default_factory=list)
     apart: System | None = None
@@ -158,7 +162,9 @@ def find_kept_clamps(capture: Capture) -> frozenset[Node]:
 
 
 def _is_kept(node: Node, capture: Capture) -> bool:
-    return any(map(keeps_clamps, (capture.component, *module_classes(node))))
+    return capture.keeps_clamps or any(
+        map(keeps_clamps, (capture.component, *module_classes(node)))
+    )
 
 
 def state_problem(
@@ -170,6 +176,7 @@ def state_problem(
     closed: frozenset[str] = frozenset(),
     wide_outputs: frozenset[int] = frozenset(),
     narrow: Collection[str] = (),
+    has_free_ends: bool = False,
 ) -> Problem:
     """The problem of scaling a module for the given calls.
 
@@ -179,6 +186,7 @@ def state_problem(
         closed: those of them that cast their output to fp16, behind the multiply.
         wide_outputs: outputs of the module that it may return in fp32, each with an exponent.
         narrow: classes of modules inside which fp32 values must fit into fp16 as well.
+        has_free_ends: of one call, let each floating argument and output have an exponent.
     """
     kept = [call.capture.kept_buffers for call in calls]
     problem = Problem(kept_buffers=frozenset.intersection(*kept) if kept else frozenset())
@@ -187,6 +195,8 @@ def state_problem(
     problem.widened = widened
     for number in wide_outputs:
         problem.outputs[number] = problem.system.unknown(("output", number))
+    if has_free_ends:
+        _free_ends(problem, calls[0])
     for index, call in enumerate(calls):
         CallStatement(problem, module, call, index, multiplies, closed, narrow).state()
     work = sum(count_flops(node) for call in calls for node in call.capture.graph.graph.nodes)
@@ -194,6 +204,18 @@ def state_problem(
     _unite_blocks(problem)
     _bound_folds(problem, read_bounds(module))
     return problem
+
+
+def _free_ends(problem: Problem, call: Measured) -> None:
+    """Give the arguments and outputs of a call unknowns, so that they are not pinned."""
+    graph, capture = call.capture.graph.graph, call.capture
+    floats = {node.name for node in graph.nodes if is_float(node)}
+    for number, name in enumerate(capture.inputs):
+        if name in floats:
+            problem.inputs[number] = problem.system.unknown(("value", 0, name, 0))
+    for number, source in enumerate(list_outputs(graph.output_node())):
+        if number < capture.outputs and is_float(source):
+            problem.outputs[number] = problem.system.unknown(("output", number))
 
 
 def _unite_blocks(problem: Problem) -> None:
@@ -219,7 +241,7 @@ def _find_guests(module: torch.nn.Module, calls: Sequence[Measured]) -> dict[str
     around: dict[str, set[str]] = {}
     for call in calls:
         for node in call.capture.graph.graph.nodes:
-            stack = _stack_paths(node)
+            stack = list_running(node)
             if stack:
                 known = around.setdefault(stack[-1], set(stack))
                 known &= set(stack)
@@ -309,19 +331,28 @@ class CallStatement:
         self.problem.eps[found] = unknown
         return unknown
 
-    def least(self, node: Node) -> float:
-        """Smallest positive magnitude seen in a value."""
-        parts = self.call.ranges.get(node.name, ())
-        return min((part.least for part in parts), default=0.0)
+    def clamp_unknown(self, node: Node, value: float) -> int | None:
+        """The exponent of a number that this place clamps from below; None where nothing can scale it.
+
+        A number in code is scaled while its module is called. One that depends on the dtype is another
+        in fp32, and a method's own code is no module's call.
+        """
+        path, info = module_path(node), torch.finfo(torch.float16)
+        unknown = self.eps_unknown(node, float(value))
+        if unknown is None:
+            if value in (info.eps, info.tiny) or (not path and self.call.capture.method):
+                return None
+            place = path, name_clamp(value)
+            self.problem.eps[place] = unknown = self.system.unknown(("eps", *place))
+        for (outer, number), other in self.problem.clamps.items():
+            if number == value and (is_inside(path, outer) or is_inside(outer, path)):
+                self.system.equate(unknown, other)
+        self.problem.clamps[path, value] = unknown
+        return unknown
 
     def keeps_clamp(self, node: Node) -> bool:
         """True when a clamp is part of what the model computes."""
         return _is_kept(node, self.call.capture)
-
-    def bound_below(self, node: Node, magnitude: float) -> None:
-        """Keep a scaled value above a magnitude that a clamp compares it with."""
-        room = log2_of(magnitude) - log2_of(self.least(node)) + 1
-        self.problem.floors.append((self.unknown(node, None, node), room, ()))
 
     def keep_from_zero(self, node: Node) -> None:
         """Keep what a root or reciprocal in 16 bits is taken of away from 0: it would give Inf.
@@ -329,7 +360,8 @@ class CallStatement:
         An RMS norm in its own dtype over a stream that is scaled down has squares and an eps that
         fp16 does not hold, in the first row that is nothing but zeros.
         """
-        least = self.least(node)
+        parts = self.call.ranges.get(node.name, ())
+        least = min((part.least for part in parts), default=0.0)
         if self._limiting_dtype(node) == torch.float16 and least > 0:
             room = SMALLEST_BITS - log2_of(least)
             interiors = find_interiors(node)
@@ -362,6 +394,9 @@ class CallStatement:
             return
         name = self.call.capture.parameters.get(node.name)
         capture = self.call.capture
+        if name is None and node.name in capture.inputs and self.problem.inputs:
+            self.unknown(node, None, node)  # one for all blocks
+            return
         if name is None or name in capture.kept_buffers or name in capture.replaceable:
             self.system.pin(self.unknown(node, None, node))
         else:
@@ -462,10 +497,18 @@ class CallStatement:
             parts = self.call.ranges.get(node.name, ())
             if node in exempt or (node.op == "placeholder" and not self._is_parameter(node)):
                 continue
-            interiors = find_interiors(node)
+            interiors = self._find_interiors(node)
             for block, part in enumerate(parts):
                 split = block if node in self.call.blocks else None
                 self._state_limit(node, split, part, interiors)
+
+    def _find_interiors(self, node: Node) -> tuple[str, ...]:
+        """The modules in which a value is fp32 when they are: for a parameter those that hold it."""
+        name = self.call.capture.parameters.get(node.name)
+        if name is None:
+            return find_interiors(node)
+        parts = name.split(".")[:-1]
+        return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
 
     def _state_limit(
         self, node: Node, block: int | None, part: Range, interiors: tuple[str, ...]
@@ -505,7 +548,7 @@ class CallStatement:
     def _add_flops(self) -> None:
         for node in self.graph.nodes:
             if size := count_flops(node):
-                for path in _stack_paths(node):
+                for path in list_running(node):
                     self.problem.flops[path] = self.problem.flops.get(path, 0.0) + size
 
 
@@ -517,10 +560,16 @@ def _is_narrowing(node: Node) -> bool:
 
 
 def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[str, str] | None:
-    """(module path, attribute) of an eps of this value at this place; None when there is none."""
+    """(module path, attribute) of an eps of this value at this place; None when there is none.
+
+    Where the code has the same number itself, it is not known which of the two stands there.
+    """
     try:
         owner = module.get_submodule(path)
     except AttributeError:
+        return None
+    code = getattr(type(owner).forward, "__code__", None)
+    if code is not None and value in code.co_consts:
         return None
     for name, held in vars(owner).items():
         if "eps" in name.lower() and type(held) is float and held == value and 0 < held < 0.1:
@@ -528,7 +577,7 @@ def find_eps(module: torch.nn.Module, path: str, value: float | None) -> tuple[s
     return None
 
 
-def _stack_paths(node: Node) -> tuple[str, ...]:
+def list_running(node: Node) -> tuple[str, ...]:
     """Paths of the modules that were running when this value was made, outermost first."""
     known: tuple[str, ...] | None = node.meta.get(_PATHS)
     if known is None:
@@ -543,9 +592,9 @@ def find_interiors(node: Node) -> tuple[str, ...]:
     """The running modules that a value does not leave, outermost first."""
     if any(user.op == "output" for user in node.users) or node.op == "placeholder":
         return ()
-    inside = _stack_paths(node)
+    inside = list_running(node)
     for user in node.users:
-        shared = _stack_paths(user)
+        shared = list_running(user)
         if shared != inside:
             inside = tuple(path for path in inside if path in shared)
     return inside
@@ -570,7 +619,7 @@ def find_exits(call: Measured) -> dict[Node, str]:
 
 def _runs_in(node: Node, path: str) -> bool:
     """True for a value that is made while a module runs, also by a module from elsewhere."""
-    return path in _stack_paths(node) or is_inside(module_path(node), path)
+    return path in list_running(node) or is_inside(module_path(node), path)
 
 
 def _may_multiply(node: Node, path: str, call: Measured) -> bool:

@@ -7,14 +7,17 @@ what a fused kernel keeps to itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from stopdown.argument_types import check_type
 from stopdown.arguments import hook_arguments
 from stopdown.autocast import read_autocast, watched_autocast, without_autocast
-from stopdown.errors import OptionError
+from stopdown.device_memory import is_out_of_memory
+from stopdown.errors import OptionError, take_one_line
 from stopdown.patches import Patches
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import (
@@ -35,7 +38,7 @@ RESIDUALS = ("native", "fp32")
 
 def rescale_(
     module: torch.nn.Module,
-    args: tuple[Any, ...] = (),
+    args: torch.Tensor | Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     calls: Sequence[Call] = (),
@@ -60,7 +63,7 @@ def rescale_(
     next call refuses a module that was cast so.
 
     Args:
-        args: positional arguments of a call of the module itself.
+        args: positional arguments of a call of the module itself; a tensor is the only one.
         kwargs: its keyword arguments.
         calls: further calls, or calls of its methods: (module.decode, (latents,), {}).
         residual: `fp32` keeps sums and norms in fp32 once the module is cast, its matrix products
@@ -81,7 +84,8 @@ def rescale_(
         ScalingError: no exponents keep it in range; weights are quantised, or NaN or Inf, each
             named; a value is NaN or Inf in fp32; the module would not be what it was. The module was
             not changed.
-        OptionError: there is no call; the residual is none of `RESIDUALS`, the ranges none of theirs.
+        OptionError: there is no call, or it fails in the module itself; the residual is none of
+            `RESIDUALS`, the ranges none of theirs.
 
     Cost: for each call a capture (seconds; three with an fp32 residual), three forwards in fp32, one
     in bf16 and one in fp16; both casts hold a second copy of the weights.
@@ -89,9 +93,7 @@ def rescale_(
     require_module(module, "rescale_")
     refuse_quantised(module)
     check_weights(module)
-    given = list(calls)
-    if args or kwargs:
-        given.insert(0, (module, args, kwargs or {}))
+    given = _list_calls(module, args, kwargs, calls)
     if not given:
         raise OptionError(
             f"rescale_ was given a {type(module).__name__} and no call of it.",
@@ -101,7 +103,12 @@ def rescale_(
     stream, basis = check_residual(residual), check_ranges(ranges)
     kinds = [[x] for x in given]
     with without_autocast(), watched_autocast() as entered:
-        scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
+        try:
+            scaling = scale_calls(module, kinds, torch.float16, stream, basis, verify=verify)
+        except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+            for call, own, named in given:
+                explain_call("rescale_", partial(call, *own, **named), error)
+            raise
     rescaling = fold_scaling(module, scaling)
     check_casts(rescaling)
     is_ambient = torch.float16 in (read_autocast(module), *entered) and keeps_fp32(scaling)
@@ -112,6 +119,51 @@ def rescale_(
         hook_arguments(module, _narrow, patches)
         rescaling.defer(patches)
     return rescaling
+
+
+def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[Call]:
+    """Return what is called, with its arguments: the module itself first.
+
+    Raises:
+        OptionError: arguments or calls have another form.
+    """
+    remedy = "Use rescale_(module, args, kwargs), or calls=[(module.decode, (x,), {})]."
+    args = (args,) if isinstance(args, torch.Tensor) else args
+    expected = "Positional arguments are a tensor, or a tuple of all; keyword arguments a table."
+    check_type("rescale_(args)", args, (tuple, list), expected, remedy)
+    check_type("rescale_(kwargs)", kwargs, (Mapping, type(None)), expected, remedy)
+    form = "Each call is what is called, a tuple of its arguments and a table of its keyword ones."
+    check_type("rescale_(calls=...)", calls, (tuple, list), form, remedy)
+    for one in calls:
+        is_call = isinstance(one, (tuple, list)) and len(one) == 3 and callable(one[0])
+        kinds = (tuple, list) if is_call else ()
+        check_type("rescale_(calls=[...])", one, kinds, form, remedy)
+    own: list[Call] = [(module, tuple(args), kwargs or {})] if args or kwargs else []
+    return [*own, *calls]
+
+
+def explain_call(function: str, call: Callable[[], Any], error: Exception) -> None:
+    """Say so if a call that was given as an example fails as it is, before anything is changed.
+
+    Args:
+        function: that it was given to.
+        call: makes it.
+        error: with which the function failed.
+
+    Raises:
+        OptionError: the call fails by itself.
+    """
+    try:
+        with torch.no_grad():
+            call()
+    except Exception as own:
+        if not is_out_of_memory(own):
+            raise OptionError(
+                f"The call that was given to {function} fails as it is: {type(own).__name__}: "
+                f"{take_one_line(own, 200)}.",
+                expected="Exponents are found for calls that run, in the dtype of the weights.",
+                remedy="Give the arguments that the module runs with now.",
+            ) from error
 
 
 def _narrow(value: torch.Tensor) -> torch.Tensor:

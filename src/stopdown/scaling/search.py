@@ -4,7 +4,8 @@ A strategy finds something or says why not. `take_first` tries strategies in ord
 that does; where none does, the cheapest of what was found. There are three lists of them, one inside the
 other:
 
-- `scale_calls`: an fp32 residual stream where it is asked for, the stream as the model has it, hooks;
+- `scale_calls`: an fp32 residual stream where it is asked for, the stream as the model has it, an fp32
+  one where that came out worse than bf16, hooks;
 - `scale_by_bounds`, `scale_unmeasured`: all bounds, then fewer and fewer loose ones (`LOOSEST_BITS`);
 - `find_scaling`: `RELAXATIONS` of one problem: headroom first, then a little in fp32, then hardly any
   headroom, then as much in fp32 as it takes.
@@ -25,10 +26,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from stopdown.bounds.input_limits import EMBEDDINGS
 from stopdown.bounds.propagation import LEAST_STORED_LOOSE, Load
 from stopdown.errors import CaptureError, ScalingError, TrialError
+from stopdown.fold_names import read_clamp
 from stopdown.graph.capture import Capture
 from stopdown.graph.range_measurement import log2_of
+from stopdown.number_formats import FP16
 from stopdown.records import ResidualStream, Scaling
 from stopdown.scaling.certificate import BoundedCalls, bound_kinds, leave_unmeasured
 from stopdown.scaling.fallback import scale_by_hooks
@@ -206,7 +210,8 @@ def find_scaling(
 
     relaxations = (x for x in RELAXATIONS if fp32_modules or not x.fp32_flops)
     found = take_first(Strategy(partial(find, x)) for x in relaxations)
-    return replace(found, stream=stream)
+    signatures = tuple(sorted({call.capture.signature for call in calls}))
+    return replace(found, stream=stream, signatures=signatures)
 
 
 def _find_cheaply(module: torch.nn.Module, state: Callable[..., Problem], bits: float) -> Scaling:
@@ -251,7 +256,7 @@ def find_folds(
     places = {".".join(filter(None, key)): unknown for key, unknown in problem.eps.items()}
     for group in groups:
         problem.system.equate(*[places.pop(name, ZERO) for name in group])
-    fixed = () if free is None else places.keys() - free
+    fixed = () if free is None else {x for x in places if x not in free and _is_stored(x)}
     problem.system.pin(*[places[name] for name in sorted(fixed)])
     for bits in (x.headroom_bits for x in RELAXATIONS if not x.fp32_flops):
         for tried in _list_foldings(problem):
@@ -260,6 +265,12 @@ def find_folds(
     if problem.bounds:
         raise explain_failure(problem)
     return None
+
+
+def _is_stored(place: str) -> bool:
+    """False for a number to clamp at that fp16 rounds to 0: nothing that is stored in fp16 is below it."""
+    number = read_clamp(place.rpartition(".")[2])
+    return number is None or number > FP16.smallest / 2
 
 
 # bounds instead of measured ranges
@@ -306,6 +317,7 @@ def scale_unmeasured(
     calls: Sequence[tuple[Capture, tuple[Any, ...], Mapping[str, Any]]],
     load: Load,
     find: Find = find_scaling,
+    encoded: float = EMBEDDINGS,
 ) -> Scaling:
     """Exponents from the weights alone: no value was measured, typical sizes are guessed.
 
@@ -315,6 +327,7 @@ def scale_unmeasured(
         module: fake; only its modules and their attributes are looked at.
         calls: captured calls and the arguments that they were captured with.
         load: gives a parameter or buffer by name.
+        encoded: the limit of what encoders give.
 
     Raises:
         ScalingError: there are none.
@@ -327,7 +340,7 @@ def scale_unmeasured(
         return take_first(strategies, price=lambda x: (x.fp32_flops, len(x.fp32_modules)))
 
     kinds = leave_unmeasured(calls)
-    bounded, found = _give_room(partial(bound_kinds, module, kinds, load), search)
+    bounded, found = _give_room(partial(bound_kinds, module, kinds, load, encoded=encoded), search)
     return bounded.describe(found)
 
 
@@ -459,7 +472,7 @@ def scale_calls(
     *,
     verify: bool = True,
 ) -> Scaling:
-    """Exponents, tried: with the stream asked for, else without, else what hooks show of the matrices.
+    """Exponents, tried: with the stream asked for, else the other, else what hooks show of the matrices.
 
     What hooks find is what fp16 can hold of a module without a graph, or whose code does not run with
     its exponents in place.
@@ -491,6 +504,7 @@ class _CallSearch:
     ranges: str
     verify: bool
     left: list[StopReason] = field(default_factory=list)
+    unsolved: ScalingError | None = None
 
     def list_strategies(self, residual: str) -> Iterator[Strategy[Scaling]]:
         """Each only where the reasons before it leave it a chance."""
@@ -498,7 +512,9 @@ class _CallSearch:
             yield Strategy(self._find_streamed)
         if not self._failed(CaptureError):
             yield Strategy(self._find_native)
-        if isinstance(self.left[-1], CaptureError | TrialError):
+        if residual != "fp32" and self._failed(TrialError):
+            yield Strategy(self._find_streamed)
+        if self._failed(CaptureError, TrialError) or self.unsolved is not None:
             yield Strategy(self._find_by_hooks)
 
     def _failed(self, *kinds: type[StopReason]) -> list[StopReason]:
@@ -514,7 +530,9 @@ class _CallSearch:
 
     def _find_streamed(self) -> Scaling:
         stream = plan_stream(self.module, [kind[0] for kind in self.kinds], self._captures)
-        return self._try(self._scale(stream))
+        found = self._try(self._scale(stream))
+        why = f"The residual stream is kept in fp32: {self.left[0].what}" if self.left else ""
+        return replace(found, note=why)
 
     def _find_native(self) -> Scaling:
         found = self._try(self._scale(None))
@@ -523,7 +541,7 @@ class _CallSearch:
 
     def _find_by_hooks(self) -> Scaling:
         calls = [call for kind in self.kinds for call in kind]
-        reason = self._failed(CaptureError, TrialError)[0]
+        reason = self.unsolved or self._failed(CaptureError, TrialError)[0]
         reference = (lambda: self._reference) if self.verify else None
         return scale_by_hooks(self.module, calls, self.dtype, reason, reference)
 
@@ -561,6 +579,13 @@ class _CallSearch:
         return replace(inside, fp32_flops=inside.fp32_flops + max(wide[1] - wide[0], 0.0))
 
     def _solve(self, kinds: Sequence[Kind], stream: ResidualStream | None) -> Scaling:
+        try:
+            return self._find(kinds, stream)
+        except ScalingError as error:
+            self.unsolved = error if self.ranges != "bound" else None  # hooks certify nothing
+            raise
+
+    def _find(self, kinds: Sequence[Kind], stream: ResidualStream | None) -> Scaling:
         if self.ranges == "measured":
             return find_scaling(self.module, [x.measured for x in kinds], stream)
         find = partial(find_scaling, stream=stream)

@@ -27,11 +27,16 @@ def is_packed(tensor: torch.Tensor) -> bool:
 
 
 def find_quantised(module: torch.nn.Module) -> str:
-    """How a module is quantised: by what method, or its packed weights; "" when it is not."""
+    """How a module is quantised: by what method, or its packed weights; "" when it is not.
+
+    Transformers names GGUF as the method of a module whose weights it has turned into plain floats.
+    """
     method = getattr(module, "quantization_method", None)
-    if getattr(module, "is_quantized", False) or method is not None:
-        return str(getattr(method, "value", method) or "a method of its own")
+    named = str(getattr(method, "value", method) or "a method of its own")
     packed = {name: x for name, x in module.named_parameters() if is_packed(x)}
+    is_plain = named == "gguf" and not packed
+    if not is_plain and (getattr(module, "is_quantized", False) or method is not None):
+        return named
     if not packed:
         return ""
     kinds = sorted({_name_kind(x) for x in packed.values()})

@@ -1,23 +1,30 @@
-"""`load`: a source as a Diffusers pipeline in the right precisions."""
+"""`load`: a source as a Diffusers pipeline in the right precisions, with a guard on it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stopdown.environment import choose_device
+from stopdown.argument_types import check_type
+from stopdown.environment import Device, choose_device, name_device
 from stopdown.errors import OptionError
 from stopdown.pipelines.library_messages import quiet_libraries
 from stopdown.pipelines.loader import complete_source
 from stopdown.pipelines.sources import (
     OPTIONAL_COMPONENTS,
+    Source,
     has_weights,
     resolve_source,
     verify_source,
 )
+from stopdown.plans.applier import check_source, load_planned
 from stopdown.plans.plan_choice import choose_loader
+from stopdown.plans.planned_loader import Loaded
 from stopdown.plans.precision import write_request
+from stopdown.records import Plan
+from stopdown.runtime.guard import Guard, GuardOptions
 
 if TYPE_CHECKING:
     import torch
@@ -26,23 +33,26 @@ if TYPE_CHECKING:
 def load(
     source: str | Path,
     *,
-    precision: str | Path | torch.dtype | Mapping[str, Any] = "auto",
+    precision: str | Path | torch.dtype | Mapping[str, Any] | Plan = "auto",
+    guard: bool = True,
     device: str | torch.device = "auto",
     config: str | Path | None = None,
     revision: str | None = None,
     variant: str | None = None,
     **parts: Any,
 ) -> Any:
-    """A Diffusers pipeline, each component in a precision that fits the device and the checkpoint.
+    """Load a Diffusers pipeline, each component in a precision that fits the device and the checkpoint.
 
-    The pipeline is an ordinary one, and nothing watches it: put `stopdown.guard(pipe)` on it to have
-    faults found and repaired. `pipe.stopdown_decisions` holds the decisions with their reasons.
+    The pipeline is an ordinary one under a guard, which changes no bit of a run without a fault:
+    `pipe.stopdown_guard.record` says what it saw and repaired. `stopdown.guard(pipe)` takes its place for
+    as long as that is on. `pipe.stopdown_decisions` holds the decisions with their reasons.
 
     Args:
         source: Hub id, Diffusers folder, single safetensors file or bundled model.
         precision: `"auto"`, a precision (`"fp16"`, `torch.float16`), one for each component
-            (`"transformer=bf16,vae=fp32"`, `{"transformer": torch.bfloat16}`), or the path of a
-            plan: `"plan.json"`.
+            (`"transformer=bf16,vae=fp32"`, `{"transformer": torch.bfloat16}`), or a plan: a `Plan`,
+            or the path of its file.
+        guard: False leaves the pipeline unwatched.
         device: `"auto"`, `"cuda"`, `"cuda:1"`, `"mps"`, `"cpu"`, or a `torch.device`.
         config: for a single file, a Diffusers folder or Hub id with its configs.
         revision: branch, tag or commit of a Hub id.
@@ -55,17 +65,32 @@ def load(
         OptionError: the precision, the device or a part is unknown or does not work here.
         PlanError: the plan is damaged or belongs to another checkpoint.
     """
-    asked = write_request(precision)
-    target = choose_device(str(device))
+    check_type(
+        "load(guard=...)", guard, bool, "It is True or False.", "Use guard=False, or leave it out."
+    )
+    asked = precision if isinstance(precision, Plan) else write_request(precision)
+    target = choose_device(name_device("load", device) or "auto")
     found = resolve_source(source, revision=revision, config=config, variant=variant)
     verify_source(found)
     with quiet_libraries():
         found = complete_source(found)
         _check_parts(parts, found.components)
-        loaded = choose_loader(found, asked, target)()
+        loaded = _choose_loader(found, asked, target)()
         loaded.pipe.register_modules(**parts)
-    loaded.pipe.stopdown_decisions = loaded.decisions
-    return loaded.pipe
+    pipe = loaded.pipe
+    pipe.stopdown_decisions = loaded.decisions
+    if guard:
+        options = GuardOptions(decisions=loaded.decisions, loaded_plan=loaded.loaded_plan)
+        pipe.stopdown_guard = Guard(pipe, options).put_on()
+    return pipe
+
+
+def _choose_loader(source: Source, asked: str | Plan, target: Device) -> Callable[[], Loaded]:
+    """Return what loads a source by a plan that is given, or as `choose_loader` decides."""
+    if not isinstance(asked, Plan):
+        return choose_loader(source, asked, target)
+    check_source(asked, source)
+    return functools.partial(load_planned, source, asked, "the plan", target)
 
 
 def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, str]]) -> None:
@@ -79,6 +104,12 @@ def _check_parts(parts: Mapping[str, Any], components: Mapping[str, tuple[str, s
                 remedy=f"Write {words[name]}=... instead."
                 if name in words
                 else "Leave it out, or set it on the pipeline that load() returns.",
+            )
+        if isinstance(part, (str, int, float)):
+            raise OptionError(
+                f"load({name}=...) was given {part!r:.60}, a {type(part).__name__}.",
+                expected="It is what stands in the pipeline: a scheduler, a tokenizer, or None.",
+                remedy=f"Make it with its class, or leave {name} out.",
             )
         if part is not None and has_weights(components.get(name, ("", name))[1]):
             raise OptionError(

@@ -1,0 +1,133 @@
+"""The commands, as Typer knows them.
+
+Each is one module `*_command`: the dataclass of its options, from which `registration` makes what
+Typer needs, and `main`, which does the work and gives the exit code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Annotated, Any
+
+import typer
+
+import stopdown
+from stopdown.app import (
+    batch_command,
+    bench_command,
+    check_command,
+    compare_command,
+    convert_command,
+    defaults_file,
+    doctor_command,
+    explain_command,
+    export_command,
+    fit_command,
+    generate_command,
+    plan_command,
+    report_command,
+    run_command,
+    streams,
+)
+from stopdown.app.messages import find_command
+from stopdown.app.registration import add_command
+from stopdown.app.signals import Stopped
+from stopdown.errors import OptionError
+
+app = typer.Typer(
+    name="stopdown",
+    help="Half precision, whole picture: image and video diffusion models without black frames.",
+    epilog="stopdown COMMAND -h shows the options of a command, with examples.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stopdown {stopdown.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Half precision, whole picture: image and video diffusion models without black frames."""
+
+
+add_command(app, "generate", generate_command.main)
+add_command(app, "batch", batch_command.main)
+add_command(app, "fit", fit_command.main)
+add_command(app, "plan", plan_command.main)
+add_command(app, "convert", convert_command.main)
+add_command(app, "export", export_command.main)
+add_command(
+    app, "run", run_command.main, ignore_unknown_options=True, allow_interspersed_args=False
+)
+add_command(app, "check", check_command.main)
+add_command(app, "explain", explain_command.main)
+add_command(app, "doctor", doctor_command.main)
+add_command(app, "bench", bench_command.main)
+add_command(app, "compare", compare_command.main)
+add_command(app, "report", report_command.main)
+
+
+def run(words: list[str]) -> int:
+    """Run the command that the words of a command line name: its exit code.
+
+    Raises:
+        StopdownError: a user's mistake, or whatever else has a message of its own.
+        ReaderGone: whoever read standard output has left.
+    """
+    streams.fill_streams()
+    _refuse_bytes(words)
+    is_script = find_command(words) == "run"  # its standard output is its own
+    is_json = "--json" in words
+    checked = contextlib.nullcontext() if is_script else streams.checked_stdout(is_json=is_json)
+    with checked:
+        try:
+            app(args=words, prog_name="stopdown", default_map=_read_defaults(words))
+        except SystemExit as left:
+            if left.code == _INTERRUPTED:  # what Typer makes of Ctrl-C
+                raise KeyboardInterrupt from left
+            if isinstance(left, Stopped | streams.ReaderGone):
+                raise
+            return int(left.code or 0)
+    return 0
+
+
+_INTERRUPTED = 130
+"""The code that Typer leaves with after Ctrl-C."""
+
+
+def _read_defaults(words: list[str]) -> dict[str, dict[str, Any]]:
+    """Defaults of a file, by command; none for help, which a file that is refused must not hide."""
+    if {"-h", "--help", "--version"} & set(words) or not find_command(words):
+        return {}
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group
+    options = {
+        name: {entry.name for entry in command.params if entry.param_type_name == "option"}
+        for name, command in commands.items()
+    }
+    path, defaults = defaults_file.read_defaults(options)
+    if {"-v", "--verbose"} & set(words) and defaults.get(find_command(words)):
+        typer.echo(f"stopdown: {path} gives defaults.", err=True)
+    return defaults
+
+
+def _refuse_bytes(words: list[str]) -> None:
+    """Refuse what is no text: it would go into records and pages, which are UTF-8."""
+    for word in words:
+        if any("\udc80" <= character <= "\udcff" for character in word):
+            shown = word.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            raise OptionError(
+                f"The argument {shown} holds bytes that are not UTF-8.",
+                expected="Names and prompts are written into records and pages, which are UTF-8.",
+                remedy="Give the file another name, or the text in UTF-8.",
+            )

@@ -1,0 +1,500 @@
+"""`stopdown fit`, as a plain function: a source and limits of memory in, whether and how it fits out.
+
+The precision is the one that `generate` takes by itself. Others are compared if it does not fit, or
+with `--verbose`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stopdown.app.display import Display, load_libraries
+from stopdown.app.flags import (
+    GuidanceOption,
+    ModelOptions,
+    SizeOptions,
+    SourceArgument,
+    StepsOption,
+)
+from stopdown.app.registration import describe_command
+from stopdown.app.request_options import RequestOptions, find_source, read_request
+from stopdown.device_memory import HOST_SHARE, find_host_bytes
+from stopdown.device_profiles import Profile, find_target, is_profile
+from stopdown.doctor import has_fused_attention
+from stopdown.errors import OptionError
+from stopdown.number_formats import format_bytes, parse_bytes
+from stopdown.pipelines.allowed_sizes import read_configs
+from stopdown.pipelines.requests import (
+    MEDIA,
+    Request,
+    build_arguments,
+    find_steps,
+    list_needed_fields,
+)
+from stopdown.pipelines.sources import Source
+from stopdown.plans.plan_files import read_plan
+from stopdown.plans.precision import parse_request
+from stopdown.records import MemoryForecast, MemoryRow, Plan, Reduction
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from stopdown.memory.forecast import Fit
+    from stopdown.memory.speed import Speed
+    from stopdown.memory.strategies import Prediction
+    from stopdown.pipelines.dry_run import Answers
+    from stopdown.plans.precision_and_memory import Budgeted, Way
+
+
+@dataclass(frozen=True)
+class FitOptions(SizeOptions, ModelOptions, RequestOptions):
+    """Say whether a model fits into memory, and how.
+
+    Predicts what each strategy takes on a device, which need not be here, from the configurations of the
+    model. Nothing is loaded.
+
+    Examples:
+      stopdown fit shapes
+      stopdown fit zai-org/CogVideoX-5b --device t4
+      stopdown fit zai-org/CogVideoX-5b --memory 15GiB --host-memory 12GiB -v
+    """
+
+    source: SourceArgument
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, cuda, cuda:1, mps or cpu; or a device that is not here: v100, t4…"
+        ),
+    ] = None
+    memory: Annotated[
+        str,
+        typer.Option(help="Device memory, such as 15GiB; auto is all that the device has."),
+    ] = "auto"
+    host_memory: Annotated[
+        str,
+        typer.Option(
+            help="Host memory for weights that are not in use, such as 12GiB; auto is what is free here. "
+            "Those for which it is too small stay in files."
+        ),
+    ] = "auto"
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="auto is what generate takes. fp32, bf16, fp16 or plan.json predicts that one."
+        ),
+    ] = "auto"
+    steps: StepsOption = None
+    guidance: GuidanceOption = None
+
+
+def main(options: FitOptions) -> int:
+    """Run the command, with progress and the answer; 1 when nothing fits."""
+    from stopdown.app.progress import open_display, print_result
+
+    with open_display(options) as display:
+        made = fit(options, display)
+    draw = functools.partial(print_fit, made, verbose=options.verbose)
+    print_result(options, made, draw, name=made.answer, highlight=False)
+    return 0 if made.fits else 1
+
+
+def fit(options: FitOptions, display: Display) -> MemoryForecast:
+    """Predict what every strategy takes on a device, and choose; no weights are read.
+
+    Raises:
+        StopdownError: anything that went wrong, with what to type.
+    """
+    begun = time.perf_counter()
+    read = read_request(options, steps=options.steps, takes_profile=True)
+    host_limit = _read_host_limit(options.host_memory)
+    path = parse_request(options.precision).plan
+    plan = read_plan(path) if path is not None else None
+    found = find_source(options, display, with_weights=False)
+    load_libraries(display)
+    from stopdown.pipelines.drawn_inputs import complete_request
+    from stopdown.pipelines.library_messages import quiet_libraries
+    from stopdown.pipelines.loader import complete_source
+    from stopdown.plans.precision_and_memory import build_way, choose_way, list_rows
+
+    profile = find_target(options.device or "auto")[1]
+    limit = _read_limit(options.memory, profile)
+    with quiet_libraries():
+        source = complete_source(found)
+        first, *others = find_ways(source, options.precision, profile, plan)
+        pipe = build_way(source, first)
+        needed, request = list_needed_fields(type(pipe)), complete_request(pipe, read)
+        answers: Answers = {}
+        try_way = functools.partial(
+            _try_way, source, profile=profile, options=options, display=display, answers=answers
+        )
+        tried = [try_way(first, request=request)]
+        chosen, reduced = choose_way(tried, limit), None
+        if options.verbose or chosen is None:
+            tried += [try_way(way, request=request) for way in others]
+            chosen = choose_way(tried, limit)
+        sizes = _describe(read)
+        if chosen is None:
+            nearest = _shrink(tried[0], source, profile, options, request, display, limit)
+            if nearest is not None:
+                reduced, sizes = nearest[0], _describe(nearest[1])
+    way, prediction = chosen or (first, None)
+    made = MemoryForecast(
+        source=options.source,
+        device=f"{profile.name} ({profile.title})",
+        precisions=dict(way.precisions),
+        request={**_describe(read), "steps": request.steps or find_steps(pipe, {})},
+        limit_bytes=limit,
+        rows=list_rows(tried),
+        chosen=prediction.strategy.name if prediction is not None else "",
+        reasons=_explain(tried, chosen, limit, profile),
+        reduced=reduced,
+        elapsed_s=round(time.perf_counter() - begun, 3),
+        precision=way.name if prediction is not None else "",
+        flag=way.flag,
+        bits={one.way.name: one.way.bits for one in tried},
+        remarks={one.way.name: one.way.remark for one in tried if one.way.remark},
+        fits=prediction is not None,
+        peak_bytes=prediction.peak_bytes if prediction is not None else 0,
+        host_bytes=_count_host(prediction, profile, host_limit),
+        host_limit_bytes=0 if profile.kind == "cpu" else host_limit,
+        seconds=prediction.seconds if prediction is not None else None,
+    )
+    answer = _answer(made, prediction) if prediction else _refuse(made, tried)
+    can_run = made.fits or reduced is not None
+    command = _name_command(made, options, needed, sizes) if can_run else ""
+    return dataclasses.replace(made, answer=answer, command=command)
+
+
+def _read_host_limit(text: str) -> int:
+    """Bytes that weights may wait in: of what is free here, the share that a run takes."""
+    if text == "auto":
+        return int(HOST_SHARE * find_host_bytes())
+    return parse_bytes(text, "host_memory")
+
+
+def _count_host(prediction: Prediction | None, profile: Profile, host_limit: int) -> int:
+    """Bytes of weights that wait in host memory; 0 if they wait in files, or if the device is the CPU."""
+    if prediction is None or profile.kind == "cpu" or prediction.stored_bytes > host_limit:
+        return 0
+    return prediction.stored_bytes
+
+
+def _answer(made: MemoryForecast, prediction: Prediction) -> str:
+    """`Fits: yes, component + tiling, 13.0 of 15 GiB on the device, …`."""
+    parts = [
+        made.chosen.replace("+", " + "),
+        f"{_compare_bytes(made.peak_bytes, made.limit_bytes)} on the device",
+    ]
+    if made.host_bytes:
+        parts.append(f"{format_bytes(made.host_bytes)} of host memory")
+    elif made.host_limit_bytes and prediction.stored_bytes:
+        parts.append(f"{format_bytes(prediction.stored_bytes)} of weights in files")
+    if made.seconds is not None:
+        parts.append(f"about {_format_time(made.seconds)}")
+    return f"Fits: yes, {', '.join(parts)}"
+
+
+def _refuse(made: MemoryForecast, tried: Sequence[Budgeted]) -> str:
+    """`Fits: no. The smallest strategy, …`, with the nearest size that fits."""
+    way, least = _find_smallest(tried)
+    no = (
+        f"Fits: no. The smallest strategy, {least.strategy.name.replace('+', ' + ')} in {way.name}, takes "
+        f"{_compare_bytes(least.peak_bytes, made.limit_bytes)}."
+    )
+    if made.reduced is None:
+        return f"{no} No smaller size that was tried fits."
+    return f"{no} The nearest size that fits is {made.reduced.made}."
+
+
+def _name_command(
+    made: MemoryForecast, options: FitOptions, needed: Sequence[str], sizes: Mapping[str, Any]
+) -> str:
+    """What to type for the run that was chosen, with the inputs that it needs in capitals."""
+    asked: dict[str, Any] = {name: sizes.get(name) for name in _SIZES}
+    own = dataclasses.replace(
+        options,
+        device=None,
+        host_memory="auto",
+        memory=name_limit(made.limit_bytes),
+        precision=made.flag,
+        **asked,
+    )
+    command, source = describe_command("generate", own), shlex.quote(made.source)
+    inputs = ["PROMPT"] if "prompt" in needed else []
+    inputs += [f"--{name.replace('_', '-')} {name.upper()}" for name in MEDIA if name in needed]
+    return command.replace(f" {source}", " ".join([f" {source}", *inputs]), 1)
+
+
+def _compare_bytes(count: int, limit: int) -> str:
+    """`13.0 of 15.0 GiB`; each with its unit when they differ."""
+    first, second = format_bytes(count).split(), format_bytes(limit).split()
+    return " ".join([first[0], *first[1:] * (first[1] != second[1]), "of", *second])
+
+
+def _format_time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _find_smallest(tried: Sequence[Budgeted]) -> tuple[Way, Prediction]:
+    from stopdown.memory.forecast import find_smallest
+
+    smallest = [(one.way, find_smallest(one.fit)) for one in tried]
+    return min(smallest, key=lambda pair: pair[1].peak_bytes)
+
+
+def _read_limit(text: str, profile: Profile) -> int:
+    if text != "auto":
+        return parse_bytes(text)
+    if not profile.memory_bytes:
+        raise OptionError(
+            f"How much memory {profile.title} has is not known.",
+            remedy="Say how much: --memory 8GiB.",
+        )
+    return profile.memory_bytes
+
+
+def find_ways(source: Source, asked: str, profile: Profile, plan: Plan | None) -> list[Way]:
+    """The ways to compute that are compared, the one that was asked for first."""
+    from stopdown.plans.applier import check_source
+    from stopdown.plans.planned_loader import gather_facts
+    from stopdown.plans.precision_and_memory import list_ways
+
+    if plan is not None:
+        check_source(plan, source)
+    facts = gather_facts(source)
+    return list_ways(facts, profile.supports, asked, plan)
+
+
+def _try_way(
+    source: Source,
+    way: Way,
+    *,
+    profile: Profile,
+    options: FitOptions,
+    request: Request,
+    display: Display,
+    answers: Answers,
+) -> Budgeted:
+    """What every strategy takes in one precision, those that cost the least time first."""
+    from stopdown.memory.forecast import predict_all, sort_by_time
+    from stopdown.plans.precision_and_memory import Budgeted, build_way, weigh_speed
+
+    formats = set(way.precisions.values())
+    pipe = build_way(source, way)
+    arguments = build_arguments(pipe, request)
+    fit = predict_all(
+        pipe,
+        arguments,
+        steps=find_steps(pipe, arguments),
+        fused=has_fused_attention(profile, formats),
+        on_cpu=profile.kind == "cpu",
+        answers=answers,
+        progress=lambda done, total: display.progress("predict", f"in {way.name}", done, total),
+    )
+    device = options.device or "auto"
+    wide = _find_speed(device, {"fp32"}) if way.fp32_share else None
+    speed = weigh_speed(way, _find_speed(device, formats), wide)
+    return Budgeted(way, sort_by_time(fit, speed), speed)
+
+
+def _find_speed(name: str, formats: set[str]) -> Speed | None:
+    """Timed on a device of this machine, else what its profile says."""
+    from stopdown.memory.speed import find_speed, measure_speed
+
+    device, profile = find_target(name)
+    return find_speed(profile, formats) if is_profile(name) else measure_speed(device, formats)
+
+
+def _explain(
+    tried: Sequence[Budgeted],
+    chosen: tuple[Way, Prediction] | None,
+    limit: int,
+    profile: Profile,
+) -> tuple[str, ...]:
+    """Why this one and not another, as whole sentences."""
+    from stopdown.memory.forecast import USABLE_SHARE
+    from stopdown.memory.smaller_calls import CHUNKS_DIFFER
+
+    usable = f"{USABLE_SHARE:.0%} of {format_bytes(limit)}"
+    reasons = [_explain_choice(tried, chosen, usable)]
+    if chosen is not None:
+        reasons += [CHUNKS_DIFFER] if chosen[1].strategy.frames else []
+        others = (one for one in tried if one.way is not chosen[0])
+        reasons += [_explain_other(one, tried, limit) for one in others]
+    if profile.kind != "cpu":
+        reasons.append("The device's kernels and its allocator take some memory in addition.")
+    if profile.kind == "mps" and chosen is not None and chosen[1].stored_bytes:
+        prediction = chosen[1]
+        reasons.append(
+            "CPU and GPU share the memory of a Mac: with the weights that are not in use, the run takes "
+            f"{format_bytes(prediction.peak_bytes + prediction.stored_bytes)}."
+        )
+    said = dict.fromkeys(one.speed.reason for one in tried if one.speed is not None)
+    return (*reasons, *(f"Times are estimated from {reason}" for reason in said))
+
+
+def _explain_choice(
+    tried: Sequence[Budgeted],
+    chosen: tuple[Way, Prediction] | None,
+    usable: str,
+) -> str:
+    if chosen is not None:
+        way, prediction = chosen
+        return (
+            f"{way.name} with {prediction.strategy.name} is predicted to take "
+            f"{format_bytes(prediction.peak_bytes)}, and is the fastest that stays within "
+            f"{usable}."
+        )
+    way, least = _find_smallest(tried)
+    return (
+        f"No strategy stays within {usable}: the smallest, {way.name} with {least.strategy.name}, is "
+        f"predicted to take {format_bytes(least.peak_bytes)}."
+    )
+
+
+def _explain_other(one: Budgeted, tried: Sequence[Budgeted], limit: int) -> str:
+    """What another way would have come to."""
+    from stopdown.memory.forecast import choose
+    from stopdown.plans.precision_and_memory import list_rows
+
+    found = choose(one.fit, limit)
+    if found is None:
+        return f"{one.way.name}: nothing fits."
+    row = next(
+        row
+        for row in list_rows(tried)
+        if row.precision == one.way.name and row.strategy == found.strategy.name
+    )
+    time_taken = "" if row.time_ratio is None else f", x {row.time_ratio:.2f} in time"
+    return (
+        f"{one.way.name}: {row.strategy} would fit with {format_bytes(row.peak_bytes)}{time_taken}."
+    )
+
+
+def _shrink(
+    first: Budgeted,
+    source: Source,
+    profile: Profile,
+    options: FitOptions,
+    request: Request,
+    display: Display,
+    limit: int,
+) -> tuple[Reduction, Request] | None:
+    """The largest smaller size that fits in the first way to compute; None when none does."""
+    from stopdown.plans.precision_and_memory import build_way
+    from stopdown.runtime.memory_limits import find_size, find_smaller
+
+    size = find_size(build_way(source, first.way), request, first.fit)
+    if size is None:
+        return None
+
+    def predict(smaller: Request) -> Fit:
+        return _try_way(
+            source,
+            first.way,
+            profile=profile,
+            options=options,
+            request=smaller,
+            display=display,
+            answers={},
+        ).fit
+
+    found = find_smaller(request, size, read_configs(source.described), predict, limit)
+    if found is None:
+        return None
+    smaller, _, reduced, made = found
+    reason = f"No strategy stays within {format_bytes(limit)} at {size}; at {made} one does."
+    return dataclasses.replace(reduced, reason=reason), smaller
+
+
+_SIZES = ("frames", "height", "width")
+
+
+def _describe(request: Request) -> dict[str, Any]:
+    """Sizes and guidance that were asked for, or that were made smaller."""
+    return {name: v for name in (*_SIZES, "guidance") if (v := getattr(request, name)) is not None}
+
+
+def print_fit(made: MemoryForecast, console: Console, *, verbose: bool = False) -> None:
+    """Print the answer; with `verbose` a table of strategies for each precision, and the reasons."""
+    console.print(made.answer, soft_wrap=True)
+    if verbose:
+        _print_tables(made, console)
+    if made.command:
+        if made.precision == "fp16 rescaled" and made.flag != "auto":
+            plan = f"stopdown plan {made.source} -o {made.flag}"
+            console.print(f"Make its plan: {plan}", soft_wrap=True)
+        console.print(f"Use it: {made.command}", soft_wrap=True)
+    if not verbose:
+        console.print("What other strategies take: -v.", soft_wrap=True)
+
+
+def _print_tables(plan: MemoryForecast, console: Console) -> None:
+    formats = ", ".join(f"{name} {entry}" for name, entry in plan.precisions.items())
+    console.print(f"\n{plan.source} on {plan.device}: {formats}", soft_wrap=True)
+    for name, bits in plan.bits.items():
+        rows = tuple(row for row in plan.rows if row.precision == name)
+        shown = list_worthwhile(rows, plan.chosen if name == plan.precision else "")
+        remark = plan.remarks.get(name, "")
+        console.print(
+            f"\n{name}: {bits} significant bits, error not measured. {remark}".rstrip(),
+            soft_wrap=True,
+        )
+        _print_rows(shown, plan, console)
+    console.print(
+        "\nStrategies that take longer without saving memory are not shown; --json shows all. Errors: "
+        f"stopdown compare {plan.source}",
+        soft_wrap=True,
+    )
+    for reason in plan.reasons:
+        console.print(reason, soft_wrap=True)
+
+
+def _print_rows(rows: Sequence[MemoryRow], plan: MemoryForecast, console: Console) -> None:
+    from stopdown.app.progress import make_table
+
+    headings, right = ("strategy", "peak", "in", "time", "moved"), ("peak", "time", "moved")
+    table = make_table(*headings, right=right, no_wrap=True)
+    for row in rows:
+        is_chosen = (row.precision, row.strategy) == (plan.precision, plan.chosen)
+        table.add_row(*_describe_row(row), style="bold" if is_chosen else "")
+    console.print(table)
+
+
+def name_limit(count: int) -> str:
+    """An amount that `--memory` takes: `16GiB` where that is it, and else no smaller."""
+    whole = count % 2**30 == 0
+    size, unit = (2**30, "GiB") if whole else (2**20, "MiB") if count >= 2**24 else (2**10, "KiB")
+    return f"{math.ceil(count / size)}{unit}"
+
+
+def list_worthwhile(rows: tuple[MemoryRow, ...], chosen: str) -> list[MemoryRow]:
+    """Those that take less than all before them, which take less time; and the chosen one."""
+    shown: list[MemoryRow] = []
+    for row in rows:
+        is_less = not shown or row.peak_bytes < min(one.peak_bytes for one in shown)
+        if is_less or row.strategy == chosen:
+            shown.append(row)
+    return shown
+
+
+def _describe_row(row: MemoryRow) -> tuple[str, ...]:
+    show: Callable[[int], str] = format_bytes
+    return (
+        row.strategy,
+        show(row.peak_bytes),
+        row.component or "between",
+        "not measured" if row.time_ratio is None else f"x {row.time_ratio:.2f}",
+        show(row.moved_bytes),
+    )

@@ -1,0 +1,118 @@
+"""What a command ends with when it fails or is stopped: one message and an exit code. Imports nothing that
+takes time: a signal may come at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import sys
+import textwrap
+import traceback
+
+from stopdown.errors import StopdownError, make_printable
+
+
+def find_command(words: list[str]) -> str:
+    """The command among the words of a command line; "" without one."""
+    return next((word for word in words if not word.startswith("-")), "")
+
+
+def report_failure(error: BaseException, words: list[str], stopped_by: int = 0) -> int:
+    """Print why a command failed, without a traceback for a user's mistake: the exit code.
+
+    Args:
+        words: of the command line, after `stopdown`.
+        stopped_by: number of the signal that was raised in it, whatever libraries made of it; 0 for none.
+
+    Raises:
+        BaseException: the error itself, when it is neither ours nor an interrupt.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        stopped_by = signal.SIGINT
+    if stopped_by:
+        report_interrupt(words, signal.Signals(stopped_by).name)
+        return 128 + stopped_by
+    if not isinstance(error, StopdownError):
+        raise error
+    if {"-v", "--verbose"} & set(words):
+        traceback.print_exception(error)
+    from stopdown.app.streams import StdoutError
+
+    wants_json = "--json" in words and not isinstance(error, StdoutError)
+    if not error.is_told_elsewhere:
+        _report(type(error).__name__, [error.what, error.expected, error.remedy], wants_json)
+    return error.exit_code
+
+
+def report_interrupt(words: list[str], name: str) -> None:
+    """Print what a signal stopped.
+
+    Args:
+        words: of the command line, after `stopdown`.
+        name: of the signal.
+    """
+    kind, cause = ("KeyboardInterrupt", "Ctrl-C") if name == "SIGINT" else (name, name)
+    _report(kind, describe_interrupt(words, cause), "--json" in words)
+
+
+def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
+    """What Ctrl-C or another signal left, and how to go on, as whole sentences.
+
+    Args:
+        words: of the command line, after `stopdown`.
+        cause: `Ctrl-C`, or the name of the signal.
+    """
+    command = find_command(words)
+    if command == "run":
+        return [f"Stopped by {cause}, while the script ran."]
+    given = {word.partition("=")[0] for word in words}
+    said = [f"Stopped by {cause}; no output was finished."]
+    if command == "batch":  # it has said how many are
+        said = [f"Stopped by {cause}."]
+    elif command == "generate" and "--num" in given:
+        said = [f"Stopped by {cause}; the output that was being made was not finished."]
+    if command in ("batch", "bench", "compare") or (command == "generate" and "--journal" in given):
+        said.append("The same command continues where it stopped.")
+    elif command == "generate":
+        said.append("With --journal DIR it could continue where it stopped.")
+    return said
+
+
+def _report(kind: str, parts: list[str], wants_json: bool) -> None:
+    """One line where a program reads; in a terminal each part on lines of its own, not cut in words.
+
+    A stream that is gone (the terminal was closed) hears nothing, and the exit code stays.
+    """
+    parts = [make_printable(part) for part in parts if part]  # names come from files of others
+    message = " ".join(parts)
+    shown = message
+    if sys.stderr.isatty():
+        width = min(shutil.get_terminal_size().columns, _WIDEST)
+        shown = "\n".join(_wrap(part, width) for part in parts)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"stopdown: {shown}\n")
+        sys.stderr.flush()
+    if wants_json:
+        from stopdown.app.streams import CheckedStdout
+
+        with contextlib.suppress(OSError, SystemExit, StopdownError):
+            stream = CheckedStdout(sys.stdout)
+            stream.write(json.dumps({"error": kind, "message": message}) + "\n")
+            stream.flush()
+
+
+_WIDEST = 100
+"""Columns that a sentence takes at most, however wide the terminal is."""
+
+
+def _wrap(text: str, width: int) -> str:
+    """A text in lines; paths and options stay whole."""
+    return textwrap.fill(
+        text,
+        width - len("stopdown: "),
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

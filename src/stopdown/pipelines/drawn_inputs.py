@@ -1,0 +1,68 @@
+"""Pictures, videos and masks for a pipeline that needs one and was given none, in plans and forecasts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stopdown.pipelines.allowed_sizes import choose_own_sides, find_own_sides
+from stopdown.pipelines.requests import PROMPTS, Request, find_own_frames, list_needed_fields
+
+_SIDE, _FRAMES = 256, 9
+
+
+def draw_inputs(
+    pipe: Any, request: Request, *, sides: tuple[int, int] = (_SIDE, _SIDE), frames: int = _FRAMES
+) -> Request:
+    """A request with what the pipeline needs of pictures, masks and video, drawn if it was not given.
+
+    Args:
+        sides: height and width of what is drawn, in pixels.
+        frames: of a video.
+    """
+    needed = list_needed_fields(type(pipe))
+    missing = [name for name in _DRAWN if name in needed and getattr(request, name) is None]
+    drawn: dict[str, Any] = {name: _DRAWN[name](sides, frames) for name in missing}
+    return dataclasses.replace(request, **drawn)
+
+
+def complete_request(pipe: Any, request: Request) -> Request:
+    """A request that a forecast can run: a prompt if it takes one, and inputs of the model's own size."""
+    if "prompt" in list_needed_fields(type(pipe)) and request.prompt is None:
+        request = dataclasses.replace(request, prompt=PROMPTS[0])
+    own = tuple(choose_own_sides(pipe).values()) or find_own_sides(pipe) or (_SIDE, _SIDE)
+    height, width = request.height or own[0], request.width or own[1]
+    frames = request.frames or find_own_frames(pipe) or _FRAMES
+    return draw_inputs(pipe, request, sides=(height, width), frames=frames)
+
+
+def _draw_picture(sides: tuple[int, int], frames: int = 1, shift: int = 0) -> np.ndarray[Any, Any]:
+    """A picture `[H, W, 3]` uint8 with slopes, edges and grain."""
+    rows, columns = np.mgrid[0 : sides[0], 0 : sides[1]] % _SIDE
+    grain = np.random.default_rng(shift).integers(0, 48, sides)
+    edges = 96 * (((rows + 4 * shift) // 32 + columns // 32) % 2)
+    return np.stack([rows, edges + grain, 255 - columns], axis=-1).astype(np.uint8)
+
+
+def _draw_video(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
+    return np.stack([_draw_picture(sides, shift=number) for number in range(frames)])
+
+
+def _draw_mask(sides: tuple[int, int], frames: int) -> np.ndarray[Any, Any]:
+    """A mask `[H, W]` uint8, white in the middle."""
+    mask = np.zeros(sides, np.uint8)
+    mask[sides[0] // 4 : sides[0] * 3 // 4, sides[1] // 4 : sides[1] * 3 // 4] = 255
+    return mask
+
+
+_DRAWN: dict[str, Callable[[tuple[int, int], int], np.ndarray[Any, Any]]] = {
+    "image": _draw_picture,
+    "video": _draw_video,
+    "mask": _draw_mask,
+    "control_image": functools.partial(_draw_picture, shift=1),
+}
+"""Attribute of a request to what draws it."""

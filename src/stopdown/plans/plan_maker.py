@@ -1,0 +1,78 @@
+"""`make_plan`: the plan that a checkpoint should have, certified from its weights or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stopdown.pipelines.hub import Progress
+from stopdown.pipelines.requests import Request
+from stopdown.pipelines.sources import Source
+from stopdown.plans.calibrated import measure_plan
+from stopdown.plans.certified import certify_plan
+from stopdown.records import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_plan(
+    pipe_or_source: Any,
+    *,
+    measure: bool | str = False,
+    prompts: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] = (),
+    residual: str | None = None,
+    request: Request | None = None,
+    device: str | torch.device | None = None,
+    progress: Progress | None = None,
+    run: Callable[[], Any] | None = None,
+) -> Plan:
+    """Find how each component of a checkpoint runs in fp16 without overflow, with the reasons.
+
+    For a source, nothing is run: exponents come from bounds that hold for every prompt, computed from
+    the weights tensor by tensor, and the residual stream stays in fp32. A pipeline that is loaded is
+    measured, and so is a source if `measure` asks for it or one of `prompts`, `request`, `device` and
+    `run` is given. Measuring runs the model in fp32 a few times.
+
+    Args:
+        pipe_or_source: a Hub id, Diffusers folder, single safetensors file, bundled model or `Source`; a
+            Diffusers pipeline, or another program as `guard` takes it, is left as it was.
+        measure: True measures a source, too. `"auto"` measures as well, and takes bounds where they cost
+            nothing; `"bound"` takes ranges that hold for every input where it can.
+        prompts: what to measure, one run each: a text or several, or arguments of the pipeline's
+            call by its own names (a `mask_image`, `prompt_embeds`). By default three built-in ones. Of a
+            file with parts of a pipeline: arguments of their calls, `{"vae.decode": {"z": ...}}` or for
+            a single one the inner table.
+        residual: `fp32` keeps the residual stream of each component in fp32 where its architecture
+            allows it, beside fp16 matrix products; `native` leaves it. By default `fp32` for bounds
+            and `native` for a plan that is measured.
+        request: sizes, steps, guidance, picture, mask, video and further arguments of the runs; None
+            leaves the model's defaults, and draws what the pipeline cannot do without.
+        device: where a source is measured: `cuda`, `cpu`…; None takes the best device that holds the
+            pipeline in fp32.
+        progress: called with stage, what, done and total.
+        run: runs a program that is no pipeline once, as it is to be run later; what it calls is planned.
+
+    Raises:
+        InputError: the program is no pipeline, and `run` is missing or calls none of its modules.
+        OptionError: an option is unknown, or does not fit the pipeline.
+        SourceError: the model is missing, damaged or refused.
+
+    Cost: captures of seconds and one pass over the weights for each kind of call. Measuring takes a run in
+    fp32 for each prompt, and for each component about as many forwards again as were kept.
+    """
+    is_source = isinstance(pipe_or_source, (str, Path, Source))
+    is_run = bool(measure) or prompts != () or not (request is device is run is None)
+    if is_source and not is_run:
+        return certify_plan(pipe_or_source, residual=residual or "fp32", progress=progress)
+    return measure_plan(
+        pipe_or_source,
+        prompts=prompts,
+        residual=residual,
+        ranges=measure if isinstance(measure, str) else None,
+        request=request,
+        device=device,
+        progress=progress,
+        run=run,
+    )

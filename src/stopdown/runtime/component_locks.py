@@ -1,0 +1,104 @@
+"""Calls of one module by several threads, and the thread that changes it: never both at once.
+
+A repair folds exponents into weights and hooks modules; another thread would meet it half done. So it
+waits until the calls that other threads make of the module are over, and new ones wait for it.
+A module has one lock, however many guards it has.
+
+**Catches** calls that go through the layers of a guard.
+**Does not catch** calls of a part of the module by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+
+_ONE_CHANGE = threading.RLock()
+"""Held while a module is changed: captures of two threads at once disturb each other."""
+
+
+class _Thread(threading.local):
+    is_changing = False
+
+
+_thread = _Thread()
+
+
+class ComponentLock:
+    """Who calls a module, and who changes it."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self._calls: dict[int, int] = {}  # how many, by thread
+        self._owner: int | None = None
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around a call of the module by this thread.
+
+        The thread that changes a module does not wait for one that will change another after it.
+        """
+        own = threading.get_ident()
+        with self._turn:
+            while not (self._owner in (None, own) or own in self._calls or _thread.is_changing):
+                self._turn.wait()
+            self._calls[own] = self._calls.get(own, 0) + 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._calls[own] -= 1
+                if not self._calls[own]:
+                    del self._calls[own]
+                    self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """While no other thread calls the module.
+
+        Inside of a call that this thread makes of it nothing is waited for: the others may be there too.
+        """
+        own = threading.get_ident()
+        with self._turn:
+            is_inside = self._owner == own
+            while self._owner not in (None, own):
+                self._turn.wait()
+            self._owner = own
+        try:
+            with self._turn:
+                while own not in self._calls and self._calls:
+                    self._turn.wait()
+            yield
+        finally:
+            with self._turn:
+                self._owner = own if is_inside else None
+                self._turn.notify_all()
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Around a change of the module: no other thread calls it, and none changes any."""
+        with self.owned(), _ONE_CHANGE:
+            before, _thread.is_changing = _thread.is_changing, True
+            try:
+                yield
+            finally:
+                _thread.is_changing = before
+
+
+def is_changing() -> bool:
+    """Whether this thread changes a module just now."""
+    return _thread.is_changing
+
+
+_CHANGING = threading.Lock()
+_locks: WeakKeyDictionary[torch.nn.Module, ComponentLock] = WeakKeyDictionary()
+
+
+def find_lock(module: torch.nn.Module) -> ComponentLock:
+    """The one lock of a module."""
+    with _CHANGING:
+        return _locks.setdefault(module, ComponentLock())

@@ -1,0 +1,135 @@
+"""Operations that turn infinities into finite values, watched while a component runs.
+
+An overflow in fp16 is Inf. `tanh`, `where(isfinite(x), x, 0)`, `nan_to_num`, a division by it, a cast to
+whole numbers and others make finite values of that, which are wrong and which no test of the output finds.
+So these functions of PyTorch are replaced during a guarded call; what enters them in fp16 gives one flag
+each, which is read with the output's bounds. Where a mask's -Inf is usual (`where`, `clamp`) only +Inf is.
+
+**Catches** Inf in fp16 that enters `FUNCTIONS`: functions of `torch`, methods of tensors, the operator `/`.
+**Does not catch** functions that code took from torch by name before (`from torch import tanh`), parts of
+fused operations, NaN that is replaced, -Inf that enters `relu`, `exp` or `softmax`, comparisons, and
+whatever compiled code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from stopdown.patches import Patches
+from stopdown.runtime.clamps import CLAMPED_FROM
+from stopdown.tracing import is_traced
+
+Note = Callable[[str, torch.Tensor], object]
+"""Given the name of an operation, and a tensor whose bounds say whether it hid something."""
+
+_FIRST, _BOTH, _SECOND = (0,), (0, 1), (1,)
+
+FUNCTIONS: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(("tanh", "sigmoid", "atan", "arctan", "erf", "rsqrt", "reciprocal"), _FIRST),
+    **dict.fromkeys(("clamp", "clip", "clamp_max", "hardtanh", "nan_to_num"), _FIRST),
+    **dict.fromkeys(("int", "long", "short", "to", "type"), _FIRST),
+    **dict.fromkeys(("atan2", "arctan2", "minimum", "maximum"), _BOTH),
+    **dict.fromkeys(("div", "divide", "true_divide", "__truediv__"), _SECOND),
+    "where": (0, 1, 2),
+}
+"""Names of functions and methods, with the positions of the arguments whose infinities they hide."""
+
+_MASKED = ("where", "clamp", "clip", "clamp_max", "minimum", "maximum", "nan_to_num")
+_CASTS = ("to", "type")
+_WHOLE = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
+_LEAST_BOUND = -1e4
+"""A bound below this is one for masks."""
+
+
+class _Thread(threading.local):
+    note: Note | None = None
+
+
+_thread = _Thread()
+_patches = Patches()
+_CHANGING = threading.RLock()
+_watchers = 0
+
+
+@contextlib.contextmanager
+def noting_hidden(note: Note) -> Iterator[None]:
+    """Have `note` given what this thread hides, in the block."""
+    global _watchers
+    with _CHANGING:
+        if not _watchers:
+            _put_on()
+        _watchers += 1
+    before, _thread.note = _thread.note, note
+    try:
+        yield
+    finally:
+        _thread.note = before
+        with _CHANGING:
+            _watchers -= 1
+            if not _watchers:
+                _patches.undo()
+
+
+def _put_on() -> None:
+    for name in FUNCTIONS:
+        if callable(vars(torch).get(name)):  # torch.int is a dtype
+            _patches.set_attribute(torch, name, _watch(getattr(torch, name), name))
+        for method in (name, f"{name}_"):
+            if (function := getattr(torch.Tensor, method, None)) is not None:
+                _patches.set_class_attribute(torch.Tensor, method, _watch(function, name))
+    _patches.set_attribute(functional, "hardtanh", _watch(functional.hardtanh, "hardtanh"))
+
+
+@functools.cache
+def _watch(original: Any, name: str) -> Any:
+    """The same function for good: code that was compiled with it is not compiled again."""
+    positions, is_masked, is_cast = FUNCTIONS[name], name in _MASKED, name in _CASTS
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note = _thread.note
+        if note is not None and not is_traced():
+            given = args if len(args) > positions[-1] else (*args, *kwargs.values())
+            found = [given[i] for i in positions if i < len(given) and _is_narrow(given[i])]
+            if found and (not is_cast or _WHOLE.intersection(_hashable(args, kwargs))):
+                _thread.note = None  # what looks at it is not looked at
+                try:
+                    for tensor in found:
+                        _look(tensor, note, _read_bounds(args, kwargs), is_masked, name)
+                finally:
+                    _thread.note = note
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float16
+
+
+def _hashable(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    return [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
+
+
+def _read_bounds(args: Any, kwargs: Mapping[str, Any]) -> list[float]:
+    return [float(x) for x in (*args[1:], *kwargs.values()) if isinstance(x, int | float)]
+
+
+def _look(
+    tensor: torch.Tensor, note: Note, bounds: list[float], is_masked: bool, name: str
+) -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return
+    if name == "nan_to_num" and any(abs(x) >= CLAMPED_FROM for x in bounds):
+        note(name, tensor)  # NaN is one of an overflow as well
+        return
+    is_mask = is_masked and not (bounds and min(bounds) > _LEAST_BOUND and name != "where")
+    hit = (torch.isposinf if is_mask else torch.isinf)(tensor.detach()).any()
+    note(name, hit * (2 * CLAMPED_FROM))

@@ -1,0 +1,530 @@
+"""Whether the exponents in a module hold for each call of it: asked before the call, by its signature.
+
+A layer outside of all others compares the signature of a call with those that the exponents were found
+for. Another signature is traced once, without values, and the equations of its graph say what holds
+(`call_exponents`): the call goes on as it is; or arguments are multiplied before it and outputs behind it;
+or exponents are found that hold for all signatures, where somebody does that; or the module runs the call
+without its exponents, in fp32. The exponents are put back when a call needs them.
+
+**Catches** calls of the module and of its methods `encode` and `decode` with other optional arguments,
+flags and outputs; results of unmeasured signatures that are not finite; weights that were rewritten.
+**Does not catch** what `graph.call_signatures` does not, calls of parts of the module, and calls of code
+that is compiled later; weights that are written through `.data`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stopdown.autocast import without_autocast
+from stopdown.bounds.input_limits import name_inputs
+from stopdown.errors import ScalingError, warn_user
+from stopdown.fold_names import split_name
+from stopdown.graph.call_signatures import sign_call
+from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
+from stopdown.patches import Patches
+from stopdown.pipelines.call_interception import (
+    UNPLANNED,
+    Call,
+    Rank,
+    bared,
+    call_cast,
+    find_argument_names,
+    find_float_dtype,
+    find_slot,
+    has_layer,
+    map_tensors,
+    put_layer,
+)
+from stopdown.pipelines.components import GENERAL_KEEPS, Callee
+from stopdown.pipelines.context_parallel import without_context_parallel
+from stopdown.pipelines.step_caches import clear_caches, save_caches, without_caches
+from stopdown.randomness import save_random
+from stopdown.records import Scaling
+from stopdown.scaling.adapters import unwrap_name
+from stopdown.scaling.call_exponents import CallEnds, find_ends
+from stopdown.scaling.folds import cast_, widen_outputs
+from stopdown.scaling.range_notes import RangeNotes
+
+Extend = Callable[[str, tuple[Any, ...], dict[str, Any], str], bool]
+"""Finds exponents that hold for one more call (method, arguments, and how it differs from others), and puts
+them on; whether it did."""
+
+WAITING = "stopdown_weights_wait"
+"""Attribute of a module whose weights wait elsewhere between calls."""
+
+_WATCH = "stopdown_call_watch"
+"""Attribute of a module under which its watch is found."""
+
+_PLAIN = CallEnds()
+_MOST_NAMED = 3
+_SAMPLES = 16
+
+
+@dataclass(frozen=True)
+class WatchOptions:
+    """Whom a watch tells, and who helps it.
+
+    Attributes:
+        name: of the component, for messages; "" for the module's class.
+        extend: finds exponents for a further signature; None when nobody does.
+        announce: told of each signature once that is run without exponents.
+        changing: entered while the module is changed: no other thread computes with it.
+    """
+
+    name: str = ""
+    extend: Extend | None = None
+    announce: Callable[[str], None] = warn_user
+    changing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class ReplacedError(Exception):
+    """Other exponents were put on: the call begins again."""
+
+
+class CallWatch:
+    """What stands before the calls of a module while exponents are folded in."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        scaling: Scaling,
+        put: Callable[[Patches], None],
+        options: WatchOptions,
+        *,
+        casts: bool = True,
+    ) -> None:
+        """
+        Args:
+            module: as it is without the exponents.
+            put: folds the exponents in and casts.
+            casts: the module is cast as well, so it runs in fp32 without its exponents.
+        """
+        self.module, self.scaling, self._put, self._options = module, scaling, put, options
+        self._casts = casts
+        self._name = options.name or type(module).__name__
+        self._verdicts: dict[str, CallEnds | None] = dict.fromkeys(scaling.signatures, _PLAIN)
+        self._own, self._on, self._off = Patches(), Patches(), Patches()
+        self._turn = threading.Condition(threading.RLock())
+        self._users, self._is_on, self._is_removed = 0, True, False
+        self._thread = threading.local()
+        self._weights: list[_Weight] = []
+        self._ranges = RangeNotes(self._name, scaling, options.announce)
+        self._skeleton = _copy_without_weights(module)
+
+    def put_on(self, patches: Patches) -> None:
+        """Fold the exponents in and watch the calls, until `patches` is undone."""
+        patches.defer(self._remove)
+        self._switch_on()
+        self._own.set_attribute(self.module, _WATCH, self)
+        slot = find_slot(Callee("", self.module, "forward", "call"))
+        slots = {"_call_impl" if slot == "forward" else slot: "forward"}
+        slots |= {x: x for x in ("encode", "decode") if callable(getattr(self.module, x, None))}
+        for slot, method in slots.items():
+            layer = partial(self._enter, method)
+            put_layer(self.module, slot, layer, self._own, Rank.EXPONENTS)
+
+    def _remove(self) -> None:
+        self._own.undo()
+        self._ranges.read(waits=True)
+        with self._turn:
+            self._is_removed = True
+            self._off.undo()
+            self._on.undo()
+            self._turn.notify_all()
+
+    def __deepcopy__(self, memo: object) -> CallWatch:
+        return self
+
+    @property
+    def has_call_here(self) -> bool:
+        """Whether this thread is inside of a call that the watch let through."""
+        return getattr(self._thread, "is_inside", False)
+
+    # Around a call
+
+    def _enter(self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.has_call_here:
+            return call(*args, **kwargs)
+        signature = sign_call(self.module, method, args, kwargs)
+        try:
+            if signature not in self._verdicts:
+                self._judge(signature, method, args, kwargs)
+            ends = self._verdicts[signature]
+            if ends is not None and ends.inputs and self._is_guarded(method):
+                ends = None  # a repair would take what is scaled for what was given
+            if ends is not None:
+                with self._using(is_on=True):
+                    self._check_weights()
+                    if ends is _PLAIN:
+                        return self._call_planned(method, call, args, kwargs)
+                    is_good, output = self._call_scaled(ends, method, call, args, kwargs)
+                    if is_good:
+                        return output
+                self._give_up(
+                    signature, method, "gave values that are not finite, or other outputs"
+                )
+            with self._using(is_on=False):
+                return self._call_bare(method, call, args, kwargs)
+        except ReplacedError:
+            again = self.module if method == "forward" else getattr(self.module, method)
+            return again(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _using(self, *, is_on: bool) -> Iterator[None]:
+        """A call with the exponents on, or off: calls that want the same run at once."""
+        while not self._begin(is_on=is_on):
+            with self._options.changing(), self._turn:
+                if not (self._users or self._is_removed or self._is_on == is_on):
+                    self._switch_on() if is_on else self._switch_off()
+        self._thread.is_inside = True
+        try:
+            yield
+        finally:
+            self._thread.is_inside = False
+            with self._turn:
+                self._users -= 1
+                self._turn.notify_all()
+
+    def _begin(self, *, is_on: bool) -> bool:
+        """Whether a call has begun: not while the exponents are to be switched, and nobody else calls."""
+        with self._turn:
+            while self._users and self._is_on != is_on and not self._is_removed:
+                self._turn.wait()
+            if self._is_removed:
+                raise ReplacedError
+            self._users += self._is_on == is_on
+            return self._is_on == is_on
+
+    def _is_guarded(self, method: str) -> bool:
+        return has_layer(
+            self.module, find_slot(Callee("", self.module, method, "call")), Rank.GUARD
+        )
+
+    def _call_planned(
+        self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call that exponents were found for; said once if it is beyond what was measured."""
+        output = call(*args, **kwargs)
+        if self.scaling.inputs and not (self._is_guarded(method) or self._is_removed):
+            names = find_argument_names(Callee("", self.module, method, "call"))
+            self._ranges.note(method, name_inputs(args, kwargs, names), output)
+        return output
+
+    def _call_scaled(
+        self,
+        ends: CallEnds,
+        method: str,
+        call: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[bool, Any]:
+        """Whether a call of an unmeasured signature is all right, and what it returned."""
+        restores = save_random(_find_device(self.module), kwargs), save_caches(self.module)
+        given = _scale_inputs(ends, args, kwargs) if ends.inputs else (args, kwargs)
+        if given is None:
+            return False, None
+        output = call(*given[0], **given[1])
+        if self._is_removed:  # it was repaired: the output is that of other exponents
+            return True, output
+        made = {id(x): x for x in iterate_tensors(output)}
+        is_known = not ends.outputs or len(made) == ends.returned
+        if not is_known or not (self._is_guarded(method) or _is_finite(list(made.values()))):
+            for restore in restores:
+                restore()
+            return False, None
+        there = self.scaling.outputs if method == "forward" else {}  # taken off by its own hook
+        numbers = {*ends.outputs, *there}
+        left = {n: ends.outputs.get(n, 0) - there.get(n, 0) for n in numbers}
+        left = {n: x for n, x in left.items() if x}
+        return True, widen_outputs(left, self.module, (), output) if left else output
+
+    def _call_bare(
+        self, method: str, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call without the exponents; what fits comes back in the dtype of the arguments."""
+        if not self._casts:
+            return call(*args, **kwargs)
+        names = Callee("", self.module, method, "decode", GENERAL_KEEPS)
+        given = {**dict(zip(find_argument_names(names), args, strict=False)), **kwargs}
+        came_as = find_float_dtype(given)
+        with without_autocast():
+            output = call_cast(names, call, args, kwargs, torch.float32)
+        wanted = came_as or torch.float16
+        return map_tensors(output, partial(_narrow, wanted))
+
+    # What holds for a signature
+
+    def _judge(
+        self, signature: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Find what holds for calls of a signature that was not met before."""
+        names = Callee("", self.module, method, "decode", GENERAL_KEEPS)
+        args, kwargs = call_cast(names, _collect, args, kwargs, torch.float16)
+        ends = self._trace(method, args, kwargs)
+        if (ends is None or ends.inputs) and self._options.extend is not None:
+            what = _describe_difference(signature, self.scaling, method)
+            with self._options.changing():
+                if not (self._is_removed or signature in self._verdicts):
+                    self._options.extend(method, args, kwargs, what)
+            if self._is_removed:
+                raise ReplacedError
+            ends = None
+        with self._turn:
+            if signature not in self._verdicts:
+                if ends is None:
+                    self._give_up(signature, method, "they do not hold for that")
+                self._verdicts[signature] = ends
+
+    def _trace(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallEnds | None:
+        skeleton = self._skeleton
+        if skeleton is None:
+            return None
+        own = next((x.dtype for x in skeleton.parameters() if x.is_floating_point()), None)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, partial(_empty, own), (args, kwargs))
+        call = skeleton if method == "forward" else getattr(skeleton, method)
+        try:
+            capture = capture_call(call, args, kwargs, dtype=torch.float16)
+            return find_ends(skeleton, self.scaling, capture, args, kwargs)
+        except Exception:  # whatever a model's code does: nothing is known of such calls
+            return None
+
+    def _give_up(self, signature: str, method: str, why: str) -> None:
+        """Run calls of a signature without exponents from now on, and say so.
+
+        Raises:
+            ScalingError: the exponents cannot be taken off.
+        """
+        what = f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
+        remedy = (
+            "Make the plan with such calls: make_plan(pipe, prompts=[{...}]), or stopdown plan SOURCE of "
+            "the pipeline that makes them."
+        )
+        waits = vars(self.module).get(WAITING, False)
+        if waits or any(x.is_meta for x in self.module.parameters()):
+            raise ScalingError(
+                f"{what}: {why}.",
+                expected="Its weights wait elsewhere between calls, so its exponents stay on.",
+                remedy=remedy,
+            )
+        self._verdicts[signature] = None
+        self._options.announce(
+            f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
+            f"exponents{', in fp32' if self._casts else ''}: right, and slower. {remedy}"
+        )
+
+    # On and off
+
+    def _switch_on(self) -> None:
+        self._off.undo()
+        self._put(self._on)
+        self._weights = list(_list_weights(self.module, self.scaling))
+        self._is_on = True
+        self._forget()
+
+    def _switch_off(self) -> None:
+        self._check_weights()
+        self._on.undo()
+        try:
+            if self._casts:
+                self._off.set_attribute(self.module, UNPLANNED, True)
+                self._off.defer(cast_(self.module, torch.float32).undo)
+        except BaseException:  # memory may run out
+            self._switch_on()
+            raise
+        self._is_on = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was kept of calls may have another scale or dtype; compiled code has other hooks."""
+        clear_caches(self.module)
+        if any(getattr(x, "_compiled_call_impl", None) for x in self.module.modules()):
+            torch.compiler.reset()
+
+    def _check_weights(self) -> None:
+        """Refuse weights that were rewritten under the exponents.
+
+        Raises:
+            ScalingError: with their names.
+
+        Cost: two comparisons for each folded tensor; no device is asked unless something changed.
+        """
+        if self.module.training:
+            return
+        changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
+        if changed:
+            named = ", ".join(changed[:_MOST_NAMED]) + ", …" * (len(changed) > _MOST_NAMED)
+            raise ScalingError(
+                f"{len(changed)} weights of {self._name} were rewritten since its exponents were folded "
+                f"in: {named}.",
+                expected="Weights that are written have no exponents, and those around them do.",
+                remedy="Take the plan, guard or rescaling off first (`.undo()`, or leave the guard), load "
+                "the pipeline again, write the weights, and make a plan of the result.",
+            )
+
+
+def has_passed(module: torch.nn.Module) -> bool:
+    """Whether the watch of now let the call through that this thread makes of a module.
+
+    Another thread may have put other exponents on since the call began.
+    """
+    watch = vars(module).get(_WATCH)
+    return watch is None or watch.module is not module or watch.has_call_here
+
+
+@dataclass
+class _Weight:
+    """A tensor that an exponent is folded into, as it was then."""
+
+    name: str
+    holder: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    version: int
+    sample: torch.Tensor | None
+
+    def has_moved(self) -> bool:
+        """Whether another tensor stands there, or something was written into it."""
+        tensor = self.holder.get(self.key)
+        return tensor is not self.tensor or tensor._version != self.version
+
+    def accept(self) -> bool:
+        """Whether the tensor that stands there has the same values, or none here; it is known then.
+
+        Cost: a host read.
+        """
+        tensor = self.holder.get(self.key)
+        if tensor is None:
+            return False
+        if has_values(tensor) and not tensor.is_inference():
+            sample = _sample(tensor)
+            if self.sample is not None and not _are_alike(self.sample, sample):
+                return False
+            self.sample, self.version = sample, tensor._version
+        self.tensor = tensor
+        return True
+
+
+def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:
+    names = {split_name(name)[0] for name in scaling.exponents}
+    for path, part in module.named_modules():
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                name = unwrap_name(f"{path}.{key}".removeprefix("."))
+                if name in names and tensor is not None and not tensor.is_inference():
+                    sample = _sample(tensor) if has_values(tensor) else None
+                    yield _Weight(name, holder, key, tensor, tensor._version, sample)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    places = torch.linspace(0, max(flat.numel() - 1, 0), _SAMPLES, dtype=torch.float64).long()
+    return flat[places.to(flat.device)] if flat.numel() else flat.clone()
+
+
+def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether samples are the same in the narrower of their dtypes."""
+    narrow = min(before.dtype, now.dtype, key=lambda x: x.itemsize)
+    return torch.equal(before.to(now.device, narrow), now.to(narrow))
+
+
+def _copy_without_weights(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The module with weights on `meta`, to be traced; None where it cannot be copied."""
+    memo: dict[int, Any] = {}
+    for tensor in name_parameters(module).values():
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(empty, False) if is_parameter else empty
+    try:
+        with bared(module), without_caches(module), without_context_parallel(module):
+            return copy.deepcopy(module, memo)
+    except Exception:  # whatever a module holds besides weights
+        return None
+
+
+def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
+
+
+def _empty(own: torch.dtype | None, tensor: torch.Tensor) -> torch.Tensor:
+    dtype = own if own is not None and tensor.dtype == torch.float16 else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _scale_inputs(
+    ends: CallEnds, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with their exponents; None where there are others than those that were traced."""
+    leaves, spec = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
+    places = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+    if len(places) != ends.given:
+        return None
+    for number, exponent in ends.inputs.items():
+        leaves[places[number]] = leaves[places[number]] * 2.0**exponent
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _is_finite(tensors: list[torch.Tensor]) -> bool:
+    """Cost: a host read."""
+    bounds = bound_values([x for x in tensors if is_readable(x)])
+    return bounds is None or bool(bounds.isfinite().all())
+
+
+def _narrow(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor in a dtype if that holds it."""
+    if tensor.dtype != torch.float32 or dtype == torch.float32 or not tensor.numel():
+        return tensor
+    narrow = tensor.to(dtype)
+    return narrow if bool((narrow.isfinite() | ~tensor.isfinite()).all()) else tensor
+
+
+def _find_device(module: torch.nn.Module) -> torch.device:
+    return next((x.device for x in module.parameters()), torch.device("cpu"))
+
+
+def _describe_difference(signature: str, scaling: Scaling, method: str) -> str:
+    """`with hidden=True, without mask[2d]`, against the nearest signature that is known."""
+    parts = _list_parts(signature)
+    known = [_list_parts(x) for x in scaling.signatures if x.startswith(f"{method}(")]
+    if not known:
+        return f"as {signature}"
+    nearest = min(known, key=lambda x: len(x ^ parts))
+    said = [f"with {x}" for x in sorted(parts - nearest)]
+    said += [f"without {x}" for x in sorted(nearest - parts)]
+    return f"{', '.join(said) or 'otherwise'} ({method})"
+
+
+def _list_parts(signature: str) -> set[str]:
+    return {*signature.partition("(")[2].removesuffix(")").split(", ")} - {""}
+
+
+def watch_calls(
+    module: torch.nn.Module,
+    scaling: Scaling,
+    put: Callable[[Patches], None],
+    patches: Patches,
+    options: WatchOptions | None = None,
+    *,
+    casts: bool = True,
+) -> None:
+    """Put exponents on a module so that they are off for calls that they do not hold for.
+
+    Args:
+        put: folds them in and casts the module; its patches take them off.
+        patches: take all of it off.
+        casts: the module is cast as well, so it runs in fp32 without its exponents.
+    """
+    if scaling.exponents or scaling.multiplies or scaling.eps or scaling.outputs:
+        CallWatch(module, scaling, put, options or WatchOptions(), casts=casts).put_on(patches)
+    else:
+        put(patches)

@@ -1,0 +1,81 @@
+"""Numbers that a module's code clamps norms from below, scaled while the module's calls run.
+
+`functional.normalize(h)` and `h / h.norm().clamp(min=1e-6)` compare a norm with a number that stands in
+the code. If the norm is stored times a power of two, the number has to be multiplied with the same.
+
+**Catches** `clamp`, `clip`, `clamp_min`, their in-place forms and methods, and `normalize`, with a number.
+**Does not catch** numbers in code that is no module's call: `vae.decode` itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from stopdown.number_formats import FP16
+from stopdown.patches import Patches
+
+_CLAMPS = frozenset(
+    getattr(owner, name)
+    for owner in (torch, torch.Tensor)
+    for name in ("clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_")
+)
+_NORMALIZE = inspect.signature(functional.normalize)
+
+
+def scale_clamps(module: torch.nn.Module, factors: Mapping[float, float], patches: Patches) -> None:
+    """Have a module's calls clamp at other numbers, until `patches` is undone.
+
+    Args:
+        factors: number in the code to what it is multiplied with.
+    """
+    scaled = _ScaledClamps(factors)
+
+    def enter(part: Any, args: Any) -> None:
+        scaled.__enter__()
+
+    def leave(part: Any, args: Any, output: Any) -> None:
+        if (
+            _get_current_function_mode() is scaled
+        ):  # it is not, if another hook raised before `enter`
+            scaled.__exit__(None, None, None)
+
+    patches.defer(module.register_forward_pre_hook(enter).remove)
+    patches.defer(module.register_forward_hook(leave, always_call=True).remove)
+
+
+class _ScaledClamps(TorchFunctionMode):
+    def __init__(self, factors: Mapping[float, float]) -> None:
+        super().__init__()
+        self.factors = factors
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.normalize:
+            given = _NORMALIZE.bind(*args, **kwargs)
+            given.apply_defaults()
+            given.arguments["eps"] = self._scale(given.args[0], given.arguments["eps"])
+            args, kwargs = given.args, given.kwargs
+        elif func in _CLAMPS and len(args) < 3 and kwargs.get("max") is None:
+            if len(args) == 2:
+                args = args[0], self._scale(*args)
+            elif "min" in kwargs:
+                value = args[0] if args else kwargs["input"]
+                kwargs = {**kwargs, "min": self._scale(value, kwargs["min"])}
+        return func(*args, **kwargs)
+
+    def _scale(self, value: torch.Tensor, bound: Any) -> Any:
+        """A bound times its factor; fp16 would round some to 0, and what is divided by it then is 0 / 0."""
+        if not isinstance(bound, int | float) or not value.is_floating_point():
+            return bound
+        if bound not in self.factors:
+            return bound
+        scaled = bound * self.factors[bound]
+        return max(scaled, FP16.smallest) if value.dtype == torch.float16 else scaled

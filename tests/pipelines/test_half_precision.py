@@ -1,0 +1,83 @@
+"""`stopdown.fp16`: what is loaded is rescaled, cast and guarded by one call."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import stopdown
+from stopdown.testing import assert_untouched, make_pipeline
+
+
+class Loud(nn.Module):
+    """Overflows fp16 between its layers, and gives values of about 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 100.0) -> torch.Tensor:
+        return self.norm(self.last(self.first(x) * 1000) * scale)
+
+
+def make_loud() -> tuple[Loud, torch.Tensor, torch.Tensor]:
+    """The module, what it is called with, and what it gives in fp32."""
+    torch.manual_seed(0)
+    module, x = Loud().eval().requires_grad_(False), 10 * torch.randn(4, 8)
+    return module, x, module(x)
+
+
+def test_a_module_runs_in_fp16_by_one_line() -> None:
+    """Near to fp32 where plain fp16 is NaN, with fp16 and fp32 inputs; the guard takes it all off."""
+    module, x, expected = make_loud()
+    assert not Loud().half()(x.half()).isfinite().all()
+    with assert_untouched(module):
+        handle = stopdown.fp16(module, x)
+        assert {p.dtype for p in module.parameters()} == {torch.float16}
+        for given in (x.half(), x):
+            found = module(given)
+            assert found.dtype == given.dtype
+            assert (found.float() - expected).norm() < 2e-3 * expected.norm()
+        assert handle.plan is not None
+        assert handle.repairs == ()
+        handle.remove()
+    assert torch.equal(module(x), expected)
+
+
+def test_keywords_belong_to_the_example() -> None:
+    """They are arguments of the call, under any name."""
+    module, x, _ = make_loud()
+    handle = stopdown.fp16(module, x, scale=300.0)
+    assert module(x.half(), scale=300.0).isfinite().all()
+    handle.remove()
+
+
+def test_a_pipeline_runs_in_fp16_by_one_line() -> None:
+    """Its UNet overflows in plain fp16; by the example of a call it needs no repair."""
+    pipe = make_pipeline("sd", overflow="unet")
+    pipe.set_progress_bar_config(disable=True)
+    call = {"height": 32, "width": 32, "num_inference_steps": 2}
+    handle = stopdown.fp16(pipe, "a cat", **call)
+    assert pipe.unet.dtype == torch.float16
+    frames = pipe("a cat", **call, output_type="np").images
+    assert np.isfinite(frames).all()
+    assert handle.repairs == ()
+    handle.remove()
+    assert pipe.unet.dtype == torch.float32
+
+
+def test_what_stays_in_another_precision_is_said() -> None:
+    """An exponential of 64 fits no fp16, and nothing scales it: a warning names the precision."""
+
+    class Squared(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * x * self.weight).exp().log()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 1.0), requires_grad=False)
+
+    with pytest.warns(stopdown.StopdownWarning, match="`Squared` runs in (bf16|fp32): "):
+        stopdown.fp16(Squared().eval(), torch.full((2, 4), 8.0)).remove()

@@ -1,0 +1,410 @@
+"""Calls with other arguments than those that exponents were found for: right, or refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rescaling_models import WAYS, cast_tree, make_example, scale_weights
+from stopdown.errors import ScalingError, StopdownWarning
+from stopdown.numerics import iterate_tensors, relative_l2
+from stopdown.pipelines.call_interception import UNPLANNED
+from stopdown.plans.applier import AppliedPlan, apply_plan
+from stopdown.plans.calibrated import measure_plan
+from stopdown.records import Plan
+from stopdown.runtime.guard import Guard, guard
+from stopdown.scaling import call_watch, rescale_
+from stopdown.scaling.call_exponents import CallEnds
+from stopdown.scaling.call_watch import WAITING
+from stopdown.testing import assert_untouched, make_pipeline
+
+
+def measure_error(output: Any, reference: Any) -> float:
+    """Relative error of the worst tensor."""
+    errors = [0.0]
+    for low, right in zip(iterate_tensors(output), iterate_tensors(reference), strict=True):
+        error = relative_l2(low.float(), right.float())
+        errors.append(error if error == error else float("inf"))
+    return max(errors)
+
+
+def run(module: nn.Module, kwargs: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    """A call with its floating arguments in a dtype."""
+    with torch.no_grad():
+        return module(**cast_tree(kwargs, dtype))
+
+
+class Encoder(nn.Module):
+    """Four blocks whose stream overflows in the third; what leaves the first is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(32, 32)
+        self.up = nn.ModuleList(nn.Linear(32, 64) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(64, 32) for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        hidden: bool = False,
+        gate: Any = None,
+        late: Any = None,
+        inner: Any = None,
+    ) -> Any:
+        kept, x = [], self.embed(x)
+        for number, (up, down, norm) in enumerate(zip(self.up, self.down, self.norms, strict=True)):
+            inside = up(norm(x))
+            x = x + down(inside if inner is None or number != 2 else inside + inner)
+            if late is not None and number == 2:
+                x = x + late
+            kept.append(x)
+        if gate is not None:
+            x = x * torch.sigmoid(x[..., :1] + gate)  # the values themselves, and not their ratio
+        return (self.norm(x), *kept[:2]) if hidden else self.norm(x)
+
+
+def make_encoder() -> tuple[Encoder, dict[str, Any]]:
+    torch.manual_seed(1)
+    module = Encoder().eval().requires_grad_(False)
+    module.up[2].weight.mul_(2.0**10)
+    module.down[2].weight.mul_(2.0**9)
+    return module, {"x": torch.randn(2, 5, 32)}
+
+
+def plan_module(module: nn.Module, kwargs: dict[str, Any]) -> Plan:
+    return measure_plan({"part": module}, run=lambda: run(module, kwargs))
+
+
+@contextmanager
+def planned(module: nn.Module, kwargs: dict[str, Any]) -> Iterator[AppliedPlan]:
+    plan = plan_module(module, kwargs)
+    assert plan.components[0].precision == "fp16"
+    assert plan.components[0].scaling.exponents
+    with assert_untouched({"part": module}), apply_plan({"part": module}, plan) as applied:
+        yield applied
+
+
+@contextmanager
+def repaired(module: nn.Module, kwargs: dict[str, Any]) -> Iterator[Guard]:
+    module.half()
+    with guard(module, announce=lambda text: None) as handle:
+        run(module, kwargs, torch.float16)
+        assert [x.action for x in handle.repairs] == ["rescaled"]
+        yield handle
+
+
+def make_t5() -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    module = make_pipeline("cogvideox", overflow="text_encoder").text_encoder
+    ids = torch.randint(0, 70, (1, 16), generator=torch.Generator().manual_seed(0))
+    first = {"input_ids": ids}
+    return module, first, {**first, "output_hidden_states": True}
+
+
+def make_unet(size: float) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    module, [(_, _, first)] = make_example("SD UNet")
+    scale_weights(module, WAYS["residual"], 9)
+    made = torch.Generator().manual_seed(5)
+    shapes = [(1, 16, 8, 8), (1, 16, 8, 8), (1, 16, 4, 4), (1, 32, 4, 4), (1, 32, 4, 4)]
+    *down, middle = [(torch.rand(x, generator=made) * 2 - 1) * size for x in shapes]
+    given = {
+        "down_block_additional_residuals": tuple(down),
+        "mid_block_additional_residual": middle,
+    }
+    return module, dict(first), {**first, **given}
+
+
+ROWS = {
+    "T5's hidden states": make_t5,
+    "ControlNet residuals of 300": lambda: make_unet(300),
+    "ControlNet residuals of 3e4": lambda: make_unet(3e4),
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "put"),
+    [
+        ("T5's hidden states", planned),
+        ("T5's hidden states", repaired),
+        ("ControlNet residuals of 3e4", planned),
+        pytest.param("ControlNet residuals of 300", planned, marks=pytest.mark.slow),
+        pytest.param("ControlNet residuals of 300", repaired, marks=pytest.mark.slow),
+        pytest.param("ControlNet residuals of 3e4", repaired, marks=pytest.mark.slow),
+    ],
+)
+def test_other_signatures_are_right(row: str, put: Any) -> None:
+    """Optional inputs and outputs beside exponents: as near to fp32 as fp16 is, and nearer than bf16."""
+    module, first, second = ROWS[row]()
+    wanted = [run(module, x) for x in (first, second, first)]
+    bf16 = measure_error(run(copy.deepcopy(module).bfloat16(), second, torch.bfloat16), wanted[1])
+    with put(module, first):
+        dtype = module.dtype
+        found = [run(module, x, dtype) for x in (first, second, first)]
+    errors = [measure_error(*pair) for pair in zip(found, wanted, strict=True)]
+    assert max(errors) < bf16 / 2
+
+
+def test_hidden_states_of_an_encoder() -> None:
+    """Hidden states that leave a planned encoder are multiplied back: nothing is run without the plan."""
+    module, first = make_encoder()
+    second = {**first, "hidden": True}
+    wanted = run(module, second)
+    with planned(module, first):
+        found = run(module, second)
+        assert UNPLANNED not in vars(module)
+    assert measure_error(found, wanted) < 2e-3
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the watch the same hidden states are wrong by far: the test above sees what it is for."""
+    monkeypatch.setattr(call_watch.CallWatch, "_enter", lambda s, m, call, a, k: call(*a, **k))
+    module, first = make_encoder()
+    second = {**first, "hidden": True}
+    wanted = run(module, second)
+    with planned(module, first):
+        assert measure_error(run(module, second), wanted) > 0.5
+
+
+def test_no_exponents_hold() -> None:
+    """A call that no exponents hold for runs in fp32 without the plan, said once; then it is back."""
+    module, first = make_encoder()
+    second = {**first, "gate": torch.zeros(1)}
+    wanted = [run(module, x) for x in (first, second)]
+    with planned(module, first):
+        before = run(module, first)
+        weight = module.down[2].weight.clone()
+        with pytest.warns(StopdownWarning, match="part was called with gate") as said:
+            found = [run(module, second) for _ in range(2)]
+        assert vars(module)[UNPLANNED]
+        assert len(said) == 1
+        assert "run without exponents, in fp32: right, and slower" in str(said[0].message)
+        assert all(torch.equal(x, wanted[1]) for x in found)
+        assert torch.equal(run(module, first), before)
+        assert torch.equal(module.down[2].weight, weight)
+        assert UNPLANNED not in vars(module)
+    assert torch.equal(run(module, first), wanted[0])
+
+
+def test_a_guard_extends_its_repair() -> None:
+    """Under a guard exponents are found that hold for both, and the record says why."""
+    module, first = make_encoder()
+    module.up[2].weight.mul_(2.0**4)  # so that what it gives overflows as well
+    second = {**first, "inner": torch.full((2, 5, 64), 300.0)}
+    wanted = [run(module, x) for x in (first, second)]
+    with repaired(module, first) as handle:
+        found = [run(module, x, torch.float16) for x in (second, first, second, first)]
+        assert [x.kind for x in handle.repairs] == ["range", "signature"]
+        assert "was called with inner[3d]" in handle.repairs[1].evidence
+        assert UNPLANNED not in vars(module)
+    errors = [measure_error(x, wanted[1 - i % 2]) for i, x in enumerate(found)]
+    assert max(errors) < 2e-3
+
+
+def test_values_beyond_the_range_of_an_unmeasured_call() -> None:
+    """A call that overflows by arguments that nobody measured is made again without the plan, said once."""
+    module, first = make_encoder()
+    second = {**first, "late": torch.full((32,), 6e4), "hidden": True}
+    module.down[2].weight.mul_(2.0**4)  # so that the stream is stored higher
+    wanted = run(module, second)
+    with planned(module, first):
+        watch = find_watch(module)
+        watch._verdicts["forward(hidden=True, late[1d], x[3d])"] = CallEnds({1: 12}, {}, 2, 3)
+        with pytest.warns(StopdownWarning, match="gave values that are not finite") as said:
+            found = run(module, second)
+    assert len(said) == 1
+    assert measure_error(found, wanted) < 2e-3
+
+
+def find_watch(module: nn.Module) -> Any:
+    ((_, layer),) = vars(module)["_call_impl"].stopdown_stack.layers
+    return layer.func.__self__
+
+
+def test_other_signatures_in_threads() -> None:
+    """Calls of three signatures from four threads at once, one of them without the plan: all right."""
+    module, first = make_encoder()
+    calls = [first, {**first, "hidden": True}, {**first, "gate": torch.zeros(1)}]
+    wanted = [run(module, x) for x in calls]
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> float:
+        start.wait()
+        order = [(seed + i) % 3 for i in range(9)]
+        return max(measure_error(run(module, calls[i]), wanted[i]) for i in order)
+
+    with planned(module, first), ThreadPoolExecutor(4) as pool, pytest.warns(StopdownWarning):
+        errors = list(pool.map(work, range(4)))
+    assert max(errors) < 2e-3
+
+
+def test_other_signatures_in_threads_under_a_guard() -> None:
+    """The same under a guard with a plan, where exponents are found anew meanwhile; said once each."""
+    module, first = make_encoder()
+    late = {**first, "late": torch.full((32,), 300.0)}
+    calls = [first, {**first, "hidden": True}, late, {**first, "gate": torch.zeros(1)}]
+    wanted = [run(module, x) for x in calls]
+    plan, said = plan_module(module, first), list[str]()
+
+    def work(seed: int) -> float:
+        order = [(seed + i) % 4 for i in range(8)]
+        return max(measure_error(run(module, calls[i]), wanted[i]) for i in order)
+
+    program = {"part": module}
+    with guard(program, plan, announce=said.append), ThreadPoolExecutor(6) as pool:
+        errors = list(pool.map(work, range(6)))
+    assert max(errors) < 2e-3
+    assert len(said) == len(set(said))
+
+
+def test_weights_that_wait_elsewhere_are_refused() -> None:
+    """Where weights come from a store, exponents stay on, so the call is refused with what to do."""
+    module, first = make_encoder()
+    with planned(module, first):
+        vars(module)[WAITING] = True
+        with pytest.raises(ScalingError, match=r"part was called with gate\[1d\]") as raised:
+            run(module, {**first, "gate": torch.zeros(1)})
+        del vars(module)[WAITING]
+    assert "Make the plan with such calls" in str(raised.value)
+
+
+# Calls beyond the measured range
+
+
+def test_inputs_beyond_the_headroom_are_said_once() -> None:
+    """Without a guard a plan says when an argument is larger than measured by more than its headroom."""
+    module, first = make_encoder()
+    large = {"x": first["x"] * 2.0**16}
+    with planned(module, first):
+        run(module, {"x": first["x"] * 2})
+        with pytest.warns(StopdownWarning) as said:
+            found = [run(module, large) for _ in range(3)]
+    texts = [str(x.message) for x in said]
+    assert not found[0].isfinite().all()
+    assert len(texts) == 2
+    assert texts[0].startswith("`part` was called with x up to ")
+    assert texts[1].startswith(
+        "`part` gave values that are not finite under its plan. Run it under"
+    )
+    assert "bits of headroom: values inside may leave fp16." in texts[0]
+
+
+def test_a_guard_says_nothing_of_ranges() -> None:
+    """Under the guard the same call is repaired instead."""
+    module, first = make_encoder()
+    large = {"x": first["x"] * 2.0**12}
+    wanted, plan, said = run(module, large), plan_module(module, first), list[str]()
+    program = {"part": module}
+    with guard(program, plan, announce=said.append):
+        found = run(module, large)
+    assert measure_error(found, wanted) < 2e-3
+    assert not any("headroom" in x for x in said)
+
+
+# Two pipelines of the same components
+
+
+def test_a_control_pipeline_of_guarded_components() -> None:
+    """A guarded pipeline, then a ControlNet pipeline of its components: the pixels are those of fp32."""
+    from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+
+    pipe = make_pipeline("sd", overflow="unet")
+    torch.manual_seed(3)
+    plain = make_pipeline("sd").unet
+    net = ControlNetModel.from_unet(plain, conditioning_channels=3).eval()
+    for block in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+        nn.init.normal_(block.weight, std=0.5)
+    parts = {**pipe.components, "controlnet": net}
+    control = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
+    for one in (pipe, control):
+        one.set_progress_bar_config(disable=True)
+    picture = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    sizes = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
+
+    def draw(steers: bool) -> torch.Tensor:
+        chosen = control if steers else pipe
+        extra = {"image": picture, "controlnet_conditioning_scale": 50.0} if steers else {}
+        made = torch.Generator().manual_seed(0)
+        return chosen("a cat", generator=made, **sizes, **extra).images.float()
+
+    def measure(steers: bool) -> float:
+        return float((draw(steers) - wanted[steers]).abs().mean())
+
+    with torch.no_grad():
+        wanted = {steers: draw(steers) for steers in (False, True)}
+        for part in (pipe.unet, pipe.vae, pipe.text_encoder, net):
+            part.half()
+        said: list[str] = []
+        with guard(pipe, announce=said.append):
+            errors = [measure(steers) for steers in (False, True, False)]
+    assert sum("unet was called with down_block_additional_residuals" in x for x in said) == 1
+    assert max(errors) < 0.005
+
+
+# Weights rewritten under a plan
+
+
+def rewrite(module: nn.Module, way: str) -> None:
+    state = {name: x.detach() + 0.01 for name, x in module.named_parameters()}
+    if way == "merged":
+        with torch.no_grad():
+            module.down[2].weight += 0.01
+    else:
+        module.load_state_dict(state, assign=way == "assigned")
+
+
+@pytest.mark.parametrize("way", ["loaded", "assigned", "merged"])
+def test_rewritten_weights_are_refused(way: str) -> None:
+    """Weights that are written under a plan stop the next call, with what to do."""
+    module, first = make_encoder()
+    with apply_plan({"part": module}, plan_module(module, first)):
+        run(module, first)
+        rewrite(module, way)
+        with pytest.raises(ScalingError, match="of part were rewritten since") as raised:
+            run(module, first)
+    assert "load the pipeline again, write the weights" in str(raised.value)
+
+
+def copy_parameters(module: nn.Module) -> None:
+    """As accelerate does when it brings weights back: other parameters of the same values."""
+    for part in module.modules():
+        for name, tensor in list(part._parameters.items()):
+            if tensor is not None:
+                part._parameters[name] = nn.Parameter(tensor.clone(), requires_grad=False)
+
+
+MOVES = {
+    "to": lambda module: module.to("cpu"),
+    "copied": copy_parameters,
+    "swapped": lambda module: [setattr(x, "data", x.data.clone()) for x in module.parameters()],
+    "same values": lambda module: module.load_state_dict(dict(module.named_parameters())),
+    "trained": lambda module: module.train(),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_healthy_moves_are_not_refused(move: str) -> None:
+    """Weights that are moved, swapped for equal ones or loaded with their own values stay in use."""
+    module, first = make_encoder()
+    with apply_plan({"part": module}, plan_module(module, first)):
+        before = run(module, first)
+        MOVES[move](module)
+        assert torch.equal(run(module, first), before)
+
+
+def test_rescale_still_answers_its_own_calls() -> None:
+    """`rescale_` leaves a module that has no watch as it was."""
+    module, first = make_encoder()
+    wanted = run(module, first)
+    with assert_untouched({"part": module}):
+        rescaling = rescale_(module, (), first)
+        assert torch.equal(run(module, first), wanted)
+        rescaling.undo()

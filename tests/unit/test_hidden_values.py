@@ -1,0 +1,159 @@
+"""Operations that make finite values of Inf: found under the guard, repaired, left alone where meant."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stopdown.runtime.guard import guard
+from stopdown.runtime.hidden_values import FUNCTIONS, noting_hidden
+
+HIDING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": lambda x: torch.tanh(x * 2**-17),
+    "sigmoid": lambda x: (x * 2**-17).sigmoid(),
+    "where": lambda x: torch.where(x.isfinite(), x, 0) * 2**-17,
+    "where method": lambda x: x.where(x.isfinite(), torch.zeros_like(x)) * 2**-17,
+    "nan_to_num": lambda x: torch.nan_to_num(x, posinf=1e4, neginf=-1e4) * 2**-17,
+    "nan_to_num method": lambda x: x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * 2**-17,
+    "clamp": lambda x: (x * 2**-17).clamp(-5, 5),
+    "clip in place": lambda x: (x * 2**-17).clip_(-5, 5),
+    "whole numbers": lambda x: (x * 2**-14).to(torch.int32).clamp(-8, 8).to(x.dtype),
+    "long": lambda x: (x * 2**-14).long().clamp(-8, 8).to(x.dtype),
+    "atan2": lambda x: torch.atan2(x * 2**-17, torch.ones_like(x)),
+    "division": lambda x: 1 / (1 + x.abs() * 2**-17),
+    "rsqrt": lambda x: torch.rsqrt(1 + x.abs() * 2**-17),
+    "hardtanh": lambda x: nn.functional.hardtanh(x * 2**-17, -5, 5),
+}
+"""Whose true results of values up to 1e6 are moderate."""
+
+
+class Hiding(nn.Module):
+    """A linear that overflows, and an operation that hides it."""
+
+    def __init__(self, hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.wide, self.narrow, self.hide = nn.Linear(16, 16), nn.Linear(16, 16), hide
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[N, 16]`, the same again."""
+        made: torch.Tensor = self.narrow(self.hide(self.wide(x)))
+        return made
+
+
+def make(hide: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Hiding, torch.Tensor]:
+    """In fp16, and an input that fits; 1000 times that does not."""
+    torch.manual_seed(0)
+    module = Hiding(hide).eval().requires_grad_(False)
+    module.wide.weight *= 300.0
+    return module.half(), torch.randn(4, 16).half()
+
+
+def widen(module: Hiding, dtype: torch.dtype) -> Hiding:
+    """The same weights in another dtype."""
+    other = Hiding(module.hide).eval().requires_grad_(False)
+    other.load_state_dict(module.state_dict())
+    return other.to(dtype)
+
+
+def quiet(text: str) -> None:
+    """Hears of a repair and says nothing."""
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_is_hidden_is_found_and_repaired(name: str) -> None:
+    """Unguarded the result is finite and wrong; guarded it is no worse than bf16's. Healthy calls stay."""
+    module, x = make(HIDING[name])
+    healthy, large = module(x), x * 1000
+    right = widen(module, torch.float32)(large.float())
+    allowed = (widen(module, torch.bfloat16)(large.bfloat16()).float() - right).norm()
+    plain = module(large)
+    assert plain.isfinite().all()
+    assert (plain.float() - right).norm() > 2 * allowed
+    with guard(module, announce=quiet) as handle:
+        assert torch.equal(module(x), healthy)
+        assert handle.repairs == ()
+        found = module(large)
+    (repair,) = handle.repairs
+    assert repair.kind == "clamped"
+    assert "() made finite values of Inf" in repair.evidence
+    assert (found.float() - right).norm() <= allowed
+    assert torch.equal(module(x), healthy)
+
+
+def test_unseen_it_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the look at these operations switched off, the same call gives the wrong values."""
+    monkeypatch.setattr(
+        "stopdown.runtime.guard.noting_hidden", lambda note: contextlib.nullcontext()
+    )
+    module, x = make(HIDING["tanh"])
+    plain = module(x * 1000)
+    with guard(module) as handle:
+        assert torch.equal(module(x * 1000), plain)
+    assert handle.repairs == ()
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda x: torch.where(x > 0, 1 / (x * 0).abs(), 2.0).clamp(max=3.0),
+        lambda x: torch.where(x > 0, x, -torch.inf).softmax(-1),
+        lambda x: torch.full_like(x, -torch.inf).softmax(-1).nan_to_num(0.0),
+        lambda x: torch.tanh(x * x * x),
+    ],
+    ids=["division by zero", "mask", "empty rows", "saturation"],
+)
+def test_infinities_that_are_meant_are_left(hide: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Code that makes and hides Inf by itself is right: where it is looked at, the record has it once."""
+    module, x = make(hide)
+    plain, said = module(x), list[str]()
+    with guard(module, announce=said.append) as handle:
+        assert torch.equal(module(x), plain)
+        assert torch.equal(module(x), plain)
+    assert handle.repairs == ()
+    assert said == []
+    left = handle.record.unwatched
+    assert len(left) <= 1
+    assert all(
+        "made finite values of Inf; its results are as near to those in fp32" in x for x in left
+    )
+
+
+def test_functions_are_as_they_were() -> None:
+    """They are replaced while a block is open, by the same functions each time, until the last is left."""
+    plain = {name: vars(torch).get(name) for name in FUNCTIONS}
+    methods = dict(vars(torch.Tensor))
+    with contextlib.ExitStack() as first, contextlib.ExitStack() as second:
+        first.enter_context(noting_hidden(lambda *given: None))
+        second.enter_context(noting_hidden(lambda *given: None))
+        replaced = torch.tanh
+        first.close()
+        assert torch.tanh is replaced
+        assert torch.tanh is not plain["tanh"]
+    assert {name: vars(torch).get(name) for name in FUNCTIONS} == plain
+    assert dict(vars(torch.Tensor)) == methods
+    with noting_hidden(lambda *given: None):
+        assert torch.tanh is replaced
+
+
+def test_compiled_code_is_not_compiled_again() -> None:
+    """What compiled code hides is not watched, the record says so, and no graph is made anew for it."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module, x = make(HIDING["tanh"])
+    compiled: Any = torch.compile(module, backend=count)
+    plain = compiled(x)
+    made = len(graphs)
+    with guard(compiled) as handle:
+        assert torch.equal(compiled(x), plain)
+    assert len(graphs) == made
+    (said,) = handle.record.unwatched
+    assert "inside of compiled code" in said
