@@ -171,7 +171,7 @@ def test_overflow_exits_with_1(refuse: Any, save_tiny: SaveTiny) -> None:
     assert re.fullmatch(
         r"`transformer` gave \d+ NaN in \d+ values at step 1 of 1, in fp16\. It begins at "
         r"`transformer:patch_embed\.text_proj` \(.+ in fp16\).+ Its inputs were finite "
-        r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Asked for\.\" Use "
+        r"\(largest [\d.]+; fp16 ends at 65504\)\. fp16 was chosen for it: \"Requested\.\" Use "
         r"`--precision transformer=(?:bf16|fp32)`, or run it in fp16 with a "
         rf"plan: `stopdown plan {source} -o plan\.json`, then `--precision plan\.json`\. Or let the run "
         r"repair it: `--on-fault repair`\.",
