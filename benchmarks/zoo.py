@@ -158,6 +158,9 @@ def draw(subject: Subject, seed: int) -> dict[str, Any]:
         error = row["rescaled"] = measure(run(module, kwargs, torch.float16), reference)
     except NotImplementedError as reason:  # the processor lacks an operation in fp16
         return row | {"outcome": "not run in fp16", "why": str(reason)[:300]}
+    except Exception as reason:
+        row |= {"outcome": "raised in fp16", "why": f"{type(reason).__name__}: {reason}"[:400]}
+        return row | {"where": traceback.format_exc()[-800:]}
     if not row["exact"]:
         return row | {"outcome": "not exact"}
     if error is None:
@@ -167,13 +170,23 @@ def draw(subject: Subject, seed: int) -> dict[str, Any]:
 
 
 def run(module: torch.nn.Module, kwargs: dict[str, Any], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The floating outputs of a call whose tensors are brought to a dtype, times excepted."""
-    torch.manual_seed(0)
-    kwargs = {
-        k: v.clone_state() if isinstance(v, torch.Generator) else v for k, v in kwargs.items()
-    }
-    with torch.no_grad():
-        output = module(**cast_tree(kwargs, dtype))
+    """The floating outputs of a call whose tensors are brought to a dtype.
+
+    Times stay in fp32 unless the module has them in the dtype of its weights (Ideogram 4).
+    """
+
+    def call(least_dim: int) -> Any:
+        torch.manual_seed(0)
+        given = {
+            k: v.clone_state() if isinstance(v, torch.Generator) else v for k, v in kwargs.items()
+        }
+        with torch.no_grad():
+            return module(**cast_tree(given, dtype, least_dim))
+
+    try:
+        output = call(2)
+    except RuntimeError:
+        output = call(0)
     return [x for x in iterate_tensors(output) if x.is_floating_point()]
 
 
@@ -252,6 +265,8 @@ def main() -> None:
     parser.add_argument("--classes", nargs="*", help="parts of names")
     parser.add_argument("--draws", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="rows before this one are kept")
+    parser.add_argument("--only", nargs="+", type=int, help="these rows again; others are kept")
     parser.add_argument("--print", action="store_true", help="store nothing")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -260,13 +275,16 @@ def main() -> None:
     if options.classes:
         subjects = [x for x in subjects if any(y in x.name for y in options.classes)]
     order = random.Random(options.seed)
-    rows = list[dict[str, Any]]()
-    while subjects and len(rows) < options.draws:
-        for subject in order.sample(subjects, len(subjects))[: options.draws - len(rows)]:
-            rows.append(draw(subject, options.seed + len(rows)))
-            print(json.dumps(rows[-1]), flush=True)
-            if not options.print:
-                store(rows, options.seed)
+    drawn = list[Subject]()
+    while subjects and len(drawn) < options.draws:
+        drawn += order.sample(subjects, len(subjects))
+    known = RESULTS / "zoo.json"
+    rows = json.loads(known.read_text())["rows"] if options.first or options.only else []
+    for number in options.only or range(options.first, options.draws):
+        rows[number : number + 1] = [draw(drawn[number], options.seed + number)]
+        print(json.dumps(rows[number]), flush=True)
+        if not options.print:
+            store(rows, options.seed)
 
 
 def store(rows: list[dict[str, Any]], seed: int) -> None:

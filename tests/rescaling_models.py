@@ -89,11 +89,11 @@ def run_calls(calls: list[Call], dtype: torch.dtype) -> list[torch.Tensor]:
     return outputs
 
 
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+def cast_tree(value: Any, dtype: torch.dtype, least_dim: int = 2) -> Any:
     """Floating tensors of a nested value in another dtype; rotary tables and timesteps stay."""
     return torch.utils._pytree.tree_map_only(
         torch.Tensor,
-        lambda x: x.to(dtype) if x.dtype == torch.float32 and x.dim() > 1 else x,
+        lambda x: x.to(dtype) if x.dtype == torch.float32 and x.dim() >= least_dim else x,
         value,
     )
 

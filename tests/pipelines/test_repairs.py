@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import torch
 
 import pipeline_calls
 from pipeline_calls import call_pipeline
+from random_graphs import RandomGraph
 from stopdown import testing
 from stopdown.errors import NonFiniteError, StopdownWarning
+from stopdown.numerics import relative_l2
 from stopdown.runtime import fault_handler
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.guard import Guard, guard
@@ -123,6 +126,41 @@ def test_fp32_layers_keep_what_a_decoder_remembers() -> None:
     (repair,) = handle.repairs
     assert (repair.action, repair.tried) == ("fp32-module", ())
     assert error < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("seed", "action", "stream"), [(278, "rescaled", True), (201, "fp32-module", False)]
+)
+def test_a_finite_repair_further_off_than_bf16_is_not_believed(
+    seed: int, action: str, stream: bool
+) -> None:
+    """Exponents alone leave these 10 and 18 % off, bf16 1 %: an fp32 stream or module is tried next."""
+    with torch.no_grad():
+        module = RandomGraph(seed).half()
+        given = module.given.half()
+        wide = copy.deepcopy(module).float()(given.float())
+        brain = relative_l2(copy.deepcopy(module).bfloat16()(given.bfloat16()), wide)
+        with guard(module, announce=quiet) as handle:
+            found = module(given)
+            (component,) = handle._components.values()
+            scalings = [x.scaling for x in component.state.applied if x.scaling is not None]
+    (repair,) = handle.repairs
+    assert repair.action == action
+    assert repair.tried[0].startswith("rescaled: the result is not that of fp32: it is 0.1")
+    assert [x.stream is not None for x in scalings] == [True] * stream
+    assert relative_l2(found, wide) < brain / 4
+
+
+def test_a_repair_of_a_call_that_draws_numbers_is_not_compared() -> None:
+    """In fp32 and bf16 it draws others: exponents are kept, whatever their result is."""
+    with torch.no_grad():
+        module = RandomGraph(278).half()
+        last = module.last.forward
+        module.last.forward = lambda x: last(x) + torch.randn_like(last(x))
+        with guard(module, announce=quiet) as handle:
+            module(module.given.half())
+    (repair,) = handle.repairs
+    assert (repair.action, repair.tried) == ("rescaled", ())
 
 
 @pytest.mark.parametrize(("has_bf16", "action"), [(True, "bf16"), (False, "fp32")])

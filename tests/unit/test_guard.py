@@ -123,11 +123,11 @@ def test_an_unknown_answer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("situation", "actions"),
     [
-        (("range", "fp16", ("a",), True), ["rescaled", "fp32-module", "bf16", "fp32"]),
-        (("range", "fp16", (), False), ["rescaled", "fp32"]),
+        (("range", "fp16", ("a",), True), ["rescaled", "rescaled", "fp32-module", "bf16", "fp32"]),
+        (("range", "fp16", (), False), ["rescaled", "rescaled", "fp32"]),
         (
             ("clamped", "fp16", ("a", "b", "c")),
-            ["rescaled", "fp32-module", "fp32-module", "fp32"],
+            ["rescaled", "rescaled", "fp32-module", "fp32-module", "fp32"],
         ),
         (("written", "bf16", ("a",)), ["fp32-module", "fp32"]),
         (("intermittent", "fp32"), ["replayed"]),

@@ -19,9 +19,12 @@ from typing import Any
 import torch
 
 from stopdown.autocast import without_autocast
+from stopdown.errors import ScalingError
 from stopdown.pipelines.call_interception import sign_arguments
+from stopdown.records import ResidualStream
 from stopdown.scaling import Measured
 from stopdown.scaling.measurement import Captures, add_call
+from stopdown.scaling.search import plan_stream
 
 
 @dataclass
@@ -30,9 +33,13 @@ class Calibration:
 
     Attributes:
         calls: how many were measured.
+        residual: what the residual stream is kept in: `native` or `fp32`.
+        stream: where it becomes fp32; None before the first call, and for `native`.
     """
 
     calls: int = 0
+    residual: str = "native"
+    stream: ResidualStream | None = None
     _kinds: dict[Hashable, list[Measured]] = field(default_factory=dict)
 
     def observe(
@@ -49,15 +56,25 @@ class Calibration:
 
         Raises:
             CaptureError: the code cannot be traced.
-            ScalingError: a weight or an output is NaN or Inf in fp32.
+            ScalingError: a weight or an output is NaN or Inf in fp32; its residual stream cannot be
+                fp32, or would be another than that of the calls before.
 
-        Cost: one forward in fp32; for the first call of a kind a capture as well (seconds).
+        Cost: one forward in fp32; for the first call of a kind a capture as well (seconds), with an fp32
+            residual stream three.
         """
         call = module if method == "forward" else getattr(module, method)
         kind = self._kinds.setdefault((method, sign_arguments(args, kwargs or {})), [])
+        one, captures = (call, args, kwargs or {}), Captures(torch.float16)
         with without_autocast():
-            add_call(kind, module, (call, args, kwargs or {}), Captures(torch.float16))
+            if self.residual == "fp32" and not kind:
+                self._note_stream(plan_stream(module, [one], captures))
+            add_call(kind, module, one, captures, self.stream)
         self.calls += 1
+
+    def _note_stream(self, found: ResidualStream) -> None:
+        if self.stream not in (None, found):
+            raise ScalingError("Its residual stream is another one in other calls that failed.")
+        self.stream = found
 
     @property
     def measured(self) -> list[Measured]:

@@ -2,14 +2,17 @@
 
 The call is run once more, looked at operation by operation (`culprit`); a rule says what to try
 (`repair_order`); it is put on the component (`repairs`), and the very same call, with the same arguments
-and random numbers, is run again. The pipeline goes on with what that gave.
+and random numbers, is run again. What that gave in fp16 is held against the same call in fp32 and in bf16:
+the pipeline goes on with it if it is no further off than bf16's, else the next remedy is tried.
 
-**Catches** whatever the check of a call found.
-**Does not catch** arguments that a component changed in place before it failed.
+**Catches** whatever the check of a call found; repairs that make finite values and wrong ones.
+**Does not catch** arguments that a component changed in place before it failed. Calls that draw random
+numbers, and components whose weights wait elsewhere or do not fit in fp32, are not compared.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -23,6 +26,7 @@ from stopdown.errors import NonFiniteError, ScalingError, StopdownError, take_fi
 from stopdown.numerics import iterate_tensors
 from stopdown.parallel.ranks import Ranks, is_lost
 from stopdown.pipelines.step_caches import clear_caches
+from stopdown.randomness import find_random
 from stopdown.records import Repair
 from stopdown.runtime.call_check import CallCheck
 from stopdown.runtime.component_locks import find_lock
@@ -37,9 +41,29 @@ from stopdown.runtime.repair_order import OnFault, Remedy, list_remedies
 from stopdown.runtime.repairs import Adjustment
 from stopdown.runtime.session_check import examine_fault
 from stopdown.scaling.call_watch import WAITING
+from stopdown.scaling.trial import describe_excess, measure_error
 
 LARGE = 10**8
 """Parameters from which on looking for a repair takes long enough to be announced."""
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What a call that failed gives with all weights in fp32.
+
+    Attributes:
+        output: in fp32; None where it is not known.
+        bf16_error: of the same call in bf16 against it; None where that does not run.
+    """
+
+    output: Any = None
+    bf16_error: float | None = None
+
+    def describe_excess(self, output: Any) -> str:
+        """Return how far another output is off if bf16's is nearer; "" if not, or nothing is known."""
+        if self.output is None:
+            return ""
+        return describe_excess(measure_error(output, self.output), self.bf16_error)
 
 
 @dataclass
@@ -52,6 +76,8 @@ class _Case:
     before: tuple[Adjustment, ...] = ()
     tried: list[str] = field(default_factory=list)
     replays: int = 0
+    reference: _Reference = _Reference()
+    is_rescaled: bool = False
 
 
 @dataclass
@@ -219,6 +245,8 @@ class FaultHandler:
         case.before = state.applied
         has_bf16 = fault.precision == "fp16" and self._has_bf16(fault)
         for remedy in list_remedies(culprit.kind, fault.precision, culprit.around, has_bf16):
+            if remedy.residual == "fp32" and not case.is_rescaled:
+                continue  # without exponents an fp32 stream finds none either
             is_good, output = self._try(case, remedy)
             if is_good:
                 fault.guarded.component.note_precisions()
@@ -232,12 +260,16 @@ class FaultHandler:
     def _try(self, case: _Case, remedy: Remedy) -> tuple[bool, Any]:
         """Put a remedy on and run the call again: whether that did it, and what it gave."""
         name, output, told = remedy.recorded, None, ""
+        is_narrow = remedy.action in ("rescaled", "fp32-module")
         repairs = case.before
         try:
             repairs = self._find_repairs(case, remedy)
         except Exception as error:  # no such repair, or the model's code refuses it
             told = take_first_line(error)
         if not (told := self._gather_failure(told)):
+            case.is_rescaled = case.is_rescaled or remedy.action == "rescaled"
+            if is_narrow and case.reference.output is None:  # before the replay: calls leave caches
+                case.reference = self._find_reference(case.fault)
             try:
                 output = self._replay(case, repairs)
             except Exception as error:  # whatever a model's code does: the next remedy is tried
@@ -254,7 +286,34 @@ class FaultHandler:
         given, wanted = _list_shapes(output), _list_shapes(case.fault.output)
         if given != wanted:
             case.tried.append(f"{name}: it gave {given} where the call at fault gave {wanted}.")
-        return given == wanted, output
+            return False, output
+        told = self._gather_failure(case.reference.describe_excess(output) if is_narrow else "")
+        if told:
+            case.tried.append(f"{name}: the result is not that of fp32: {told}.")
+        return not told, output
+
+    def _find_reference(self, fault: Fault) -> _Reference:
+        """Run the call in fp32 and in bf16; empty if it draws numbers or its weights cannot be cast."""
+        guarded = fault.guarded
+        sources = find_random(guarded.find_device(self.pipe), guarded.latest.kwargs.values())
+        guarded.latest.restore()
+        states = [source.read() for source in sources]
+        try:
+            if vars(guarded.module).get(WAITING, False):
+                return _Reference()
+            wide = self._repeat_in(fault, "fp32")
+        except Exception as error:  # weights that cannot be cast, or do not fit: nothing is known
+            self._end_if_lost(error)
+            return _Reference()
+        pairs = zip(sources, states, strict=True)
+        if not all(torch.equal(source.read(), state) for source, state in pairs):
+            return _Reference()
+        try:
+            bf16_error = measure_error(self._repeat_in(fault, "bf16"), wide)
+        except Exception as error:  # whatever a model's code does in bf16
+            self._end_if_lost(error)
+            return _Reference(wide)
+        return _Reference(wide, bf16_error if math.isfinite(bf16_error) else None)
 
     def _find_repairs(self, case: _Case, remedy: Remedy) -> tuple[Adjustment, ...]:
         """What is to be in force when a remedy is tried."""
@@ -364,18 +423,6 @@ class FaultHandler:
         except Exception:  # a device that cannot be asked: what is found of the fault matters more
             return False
         return support.native and support.works
-
-
-def measure_error(output: Any, wide: Any) -> float:
-    """Norm of the difference of two outputs over the norm of the second one; 0 where both are 0."""
-    pairs = [
-        (found.double(), right.double())
-        for found, right in zip(iterate_tensors(output), iterate_tensors(wide), strict=True)
-        if right.is_floating_point()
-    ]
-    far = sum(float((found - right).square().sum()) for found, right in pairs)
-    size = sum(float(right.square().sum()) for _, right in pairs)
-    return (far / size) ** 0.5 if size else far
 
 
 def _list_shapes(output: Any) -> str:

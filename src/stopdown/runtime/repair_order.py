@@ -1,8 +1,8 @@
 """What to try after a fault, in which order, and why: plain rules over plain facts, without a tensor.
 
 The order goes from what keeps most of the speed and precision to what keeps least: the same call again
-where nothing was wrong with it, exponents, an fp32 module, the component in a wider format. Nothing is
-clamped, and nothing but the component at fault is touched.
+where nothing was wrong with it, exponents, exponents with an fp32 residual stream, an fp32 module, the
+component in a wider format. Nothing is clamped, and nothing but the component at fault is touched.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ class Remedy:
         precision: what the module or component runs in afterwards.
         reason: why this, here; one sentence.
         path: of the fp32 module.
+        residual: what a rescaled component keeps its residual stream in: `native` or `fp32`.
     """
 
     action: Literal["replayed", "rescaled", "fp32-module", "cast"]
     precision: str
     reason: str
     path: str = ""
+    residual: str = "native"
 
     @property
     def recorded(self) -> str:
@@ -63,6 +65,11 @@ def list_remedies(
             "stays the same."
         )
         found.append(Remedy("rescaled", "fp16", why))
+        streamed = (
+            "The values do not fit into fp16. Exponents bring them into range, and its residual stream "
+            "is kept in fp32, because without that the result was not near enough to fp32's."
+        )
+        found.append(Remedy("rescaled", "fp16", streamed, residual="fp32"))
     if precision not in ("fp16", "bf16"):
         return tuple(found)
     for path in around[:_MOST_FP32_MODULES]:

@@ -166,8 +166,15 @@ class ComponentState:
             )
         casts = tuple(one for one in self.applied if one.action == "cast-inputs")
         if remedy.action == "rescaled":
-            with weights_at_hand(self.module):
-                scaling = self._find_scaling(callee.method, args, kwargs)
+            before = self.calibration
+            if remedy.residual != before.residual == "native":
+                self.calibration = Calibration(residual=remedy.residual)
+            try:
+                with weights_at_hand(self.module):
+                    scaling = self._find_scaling(callee.method, args, kwargs)
+            except BaseException:
+                self.calibration = before
+                raise
             return (Adjustment("rescaled", "fp16", scaling=scaling), *casts)
         if remedy.action == "fp32-module":
             return (*self.applied, Adjustment("fp32-module", "fp32", remedy.path))
@@ -288,7 +295,7 @@ class ComponentState:
             ):
                 self.calibration.observe(self.module, method, args, kwargs)
                 measured = self.calibration.measured
-                found = find_scaling(self.module, measured)
+                found = find_scaling(self.module, measured, self.calibration.stream)
             known = next((one.scaling for one in self.planned if one.scaling is not None), None)
             if known is None:
                 return found

@@ -202,7 +202,7 @@ def _measure_bf16(module: torch.nn.Module, call: Call, run: Run) -> float | None
     if run.draws or not _may_run(module, run):
         return None
     try:
-        error = _measure_error(_run_cast(module, call, torch.bfloat16), run.output)
+        error = measure_error(_run_cast(module, call, torch.bfloat16), run.output)
     except Exception:  # whatever a model's code does in bf16: there is no figure then
         return None
     return error if math.isfinite(error) else None
@@ -294,7 +294,7 @@ def _try_calls(module: torch.nn.Module, dtype: torch.dtype, reference: Reference
         if run.draws:
             notes.append("A call draws random numbers, which differ by format: it is not compared.")
         else:
-            errors.append(_measure_error(output, run.output))
+            errors.append(measure_error(output, run.output))
             bf16_errors += [] if run.bf16_rel_err is None else [run.bf16_rel_err]
             _demand_near(errors[-1], run)
     is_bf16 = bool(errors) and len(bf16_errors) == len(errors)
@@ -340,13 +340,21 @@ def _demand_near(error: float, run: Run) -> None:
     Raises:
         TrialError: with both errors.
     """
-    most = LARGEST_ERROR if run.bf16_rel_err is None else max(ROUNDED_ONCE, run.bf16_rel_err)
-    if error <= most:
-        return
-    beside = (
-        "bf16 does not run" if run.bf16_rel_err is None else f"bf16's by {run.bf16_rel_err:.2g}"
-    )
-    raise _refuse(f"its output is not that of fp32: it is {error:.2g} off ({beside})")
+    if why := describe_excess(error, run.bf16_rel_err):
+        raise _refuse(f"its output is not that of fp32: {why}")
+
+
+def describe_excess(error: float, bf16_error: float | None) -> str:
+    """Return how far a result is off, in words, if that is more than is believed; else "".
+
+    Args:
+        error: relative 2-norm against fp32.
+        bf16_error: that of the same call in bf16; None where that does not run.
+    """
+    if error <= (LARGEST_ERROR if bf16_error is None else max(ROUNDED_ONCE, bf16_error)):
+        return ""
+    beside = "bf16 does not run" if bf16_error is None else f"bf16's by {bf16_error:.2g}"
+    return f"it is {error:.2g} off ({beside})"
 
 
 def _refuse(why: str) -> TrialError:
@@ -357,8 +365,8 @@ def _refuse(why: str) -> TrialError:
     )
 
 
-def _measure_error(output: Any, reference: Any) -> float:
-    """Relative 2-norm of the difference, of the worst tensor; 0.0 where all are zero.
+def measure_error(output: Any, reference: Any) -> float:
+    """Return the relative 2-norm of the difference, of the worst tensor; 0.0 if all are zero.
 
     Raises:
         ValueError: there are more tensors in one than in the other.
