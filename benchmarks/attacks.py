@@ -38,19 +38,24 @@ def attack_threads(given: argparse.Namespace) -> Mapping[str, int]:
 
 
 COMMANDS = {
-    "generate": "generate shapes circle --steps 1 -o a.mp4",
-    "plan": "plan shapes --steps 1 --frames 9 --height 32 --width 32 -o b.json",
-    "convert": "convert shapes converted --plan plan.json --frames 9 --height 32 --width 32",
-    "batch": "batch shapes --prompts prompts.txt -o out --steps 1",
-    "compare": "compare shapes --precision fp16,bf16 --steps 1 -o c.html",
-    "check": "check shapes --device v100",
-    "export": "export plan.json scales.txt --scales --force",
-    "report": "report made.mp4.json -o d.html",
-    "explain": "explain black",
-    "doctor": "doctor",
-    "run": "run script.py",
+    "generate": Killed("generate shapes circle --steps 1 -o a.mp4", ("a.mp4", "a.mp4.json")),
+    "plan": Killed(
+        "plan shapes --steps 1 --frames 9 --height 32 --width 32 -o b.json", ("b.json",)
+    ),
+    "convert": Killed(
+        "convert shapes converted --plan plan.json --frames 9 --height 32 --width 32",
+        ("converted",),
+    ),
+    "batch": Killed("batch shapes --prompts prompts.txt -o out --steps 1", ("out",)),
+    "compare": Killed("compare shapes --precision fp16,bf16 --steps 1 -o c.html", ("c.html",)),
+    "check": Killed("check shapes --device v100", ()),
+    "export": Killed("export plan.json scales.txt --scales --force", ("scales.txt",)),
+    "report": Killed("report made.mp4.json -o d.html", ("d.html",)),
+    "explain": Killed("explain black", ()),
+    "doctor": Killed("doctor", ()),
+    "run": Killed("run script.py", ()),
 }
-"""Commands that are stopped, by their names."""
+"""Commands that are stopped, by their names, and what they make."""
 
 
 def attack_signals(given: argparse.Namespace) -> Mapping[str, Any]:
@@ -58,10 +63,10 @@ def attack_signals(given: argparse.Namespace) -> Mapping[str, Any]:
     nothing left behind."""
     counts = {}
     with prepared_folder() as here:
-        for name, words in COMMANDS.items():
+        for name, one in COMMANDS.items():
             if given.command in (None, name):
                 found, wrong = count_tries(
-                    words.split(), here, count=given.count, mean_s=given.mean
+                    one.words.split(), here, count=given.count, mean_s=given.mean, makes=one.makes
                 )
                 counts[name] = dict(found)
                 print(name, dict(found), *map(json.dumps, wrong[:5]), sep="\n  ", flush=True)

@@ -29,7 +29,13 @@ CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 def count_tries(
-    command: list[str], folder: Path, *, count: int, mean_s: float, seed: int = 0
+    command: list[str],
+    folder: Path,
+    *,
+    count: int,
+    mean_s: float,
+    makes: tuple[str, ...] = (),
+    seed: int = 0,
 ) -> tuple[Counter[str], list[dict[str, Any]]]:
     """How tries of a command ended, and those that ended wrong.
 
@@ -38,26 +44,36 @@ def count_tries(
         folder: that it runs in.
         count: tries at most.
         mean_s: between two of them.
+        makes: its results, files or folders: the signal may come when they are whole. Files are all there
+            or none, a folder is one that the same command goes on with.
         seed: of the moments.
     """
     given = [sys.executable, __file__, str(count), str(mean_s), str(seed), "--", *command]
     done = subprocess.run(given, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode in (0, 1), done.stderr[-3000:]  # 1: what was explained is unknown
     tries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"signal"')]
-    wrong = [one for one in tries if not is_right(one)]
+    wrong = [one for one in tries if not is_right(one, makes)]
     return Counter(tries=len(tries), right=len(tries) - len(wrong), wrong=len(wrong)), wrong
 
 
-def is_right(one: dict[str, Any]) -> bool:
-    """Whether a try ended with its code and one message, and left nothing that was not there."""
+def is_right(one: dict[str, Any], makes: tuple[str, ...] = ()) -> bool:
+    """Whether a try ended with its code and one message, and left nothing but whole results."""
     messages = [line for line in one["text"].splitlines() if line.startswith("stopdown: ")]
     return (
         one["status"] == CODES[one["signal"]]
         and len(messages) == 1
         and messages[0].startswith("stopdown: Stopped by ")
         and "Traceback" not in one["text"]
-        and not one["left"]
+        and _is_whole(set(one["left"]), makes)
     )
+
+
+def _is_whole(left: set[str], makes: tuple[str, ...]) -> bool:
+    files = {name for name in makes if Path(name).suffix}
+    folders = set(makes) - files
+    others = [x for x in left - files if Path(x).parts[0] not in folders]
+    is_temporary = any(x.endswith((".part", ".lock")) for x in left)
+    return not others and not is_temporary and left & files in (set(), files)
 
 
 class _Tries:

@@ -523,7 +523,7 @@ def test_ctrl_c_in_a_terminal(save_tiny: SaveTiny, here: Path) -> None:
     assert (process.returncode, printed) == (130, b"")
     assert "Loading" in shown
     assert " ".join(shown.split()).endswith(
-        "stopdown: Stopped by Ctrl-C; no output was finished. With --journal DIR it could continue "
+        "stopdown: Stopped by Ctrl-C; no output is half-written. With --journal DIR it could continue "
         "where it "
         "stopped."
     )
@@ -553,7 +553,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("stopdown.app.generate_command.generate", interrupt)
     code, out, err = run("generate", "shapes", "a")
-    said = "stopdown: Stopped by Ctrl-C; no output was finished."
+    said = "stopdown: Stopped by Ctrl-C; no output is half-written."
     with_journal = f"{said} With --journal DIR it could continue where it stopped.\n"
     assert (code, out, err) == (130, "", with_journal)
     code, out, _ = run("generate", "shapes", "a", "--json")
@@ -570,7 +570,7 @@ def test_ctrl_c_without_a_terminal(run: Any, here: Path, monkeypatch: pytest.Mon
         (["generate", "shapes", "--journal=kept"], "The same command continues where it stopped."),
         (["compare", "shapes"], "The same command continues where it stopped."),
         (["bench", "--steps", "2"], "The same command continues where it stopped."),
-        (["plan", "shapes"], "Stopped by Ctrl-C; no output was finished."),
+        (["plan", "shapes"], "Stopped by Ctrl-C; no output is half-written."),
         (["run", "script.py"], "Stopped by Ctrl-C, while the script ran."),
     ],
 )
@@ -605,7 +605,7 @@ def test_a_signal_is_one_message(
     monkeypatch.setattr("stopdown.app.generate_command.generate", end)
     found, out, err = run("generate", "shapes", "a", "--json")
     said = (
-        f"Stopped by {name}; no output was finished. With --journal DIR it could continue where it "
+        f"Stopped by {name}; no output is half-written. With --journal DIR it could continue where it "
         "stopped."
     )
     assert (found, err) == (code, f"stopdown: {said}\n")

@@ -194,6 +194,15 @@ def explain_text(text: str) -> Diagnosis:
     return _explain_ends(ends)
 
 
+REFUSALS = (RuntimeError, TypeError, ValueError)
+"""What torch, and kernels that are called in its place, raise at operands of two dtypes."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error says that the operands of one operation have different dtypes."""
+    return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
+
+
 def explain_stream(stream: BinaryIO) -> Diagnosis:
     """As `explain`, for what is piped in, of which no more than its two ends are held."""
     head, tail = stream.read(MOST_BYTES // 2), b""

@@ -23,6 +23,7 @@ import torch
 
 from stopdown.errors import OutputError, warn_user
 from stopdown.fold_names import Folds
+from stopdown.number_formats import name_dtype
 
 SHARE = 0.25
 """Of the machine's memory: weights that take more are mapped."""
@@ -128,6 +129,26 @@ def wait_(tensor: torch.Tensor, stored: StoredWeight) -> None:
     tensor.data = torch.empty(stored.values.shape, dtype=stored.dtype)
     tensor.untyped_storage().resize_(0)
     vars(tensor)[_STORED] = stored
+    mark_as_waiting(tensor)
+
+
+class WaitingParameter(torch.nn.Parameter):
+    """A parameter whose values wait elsewhere now and then: it is printed without them.
+
+    PyTorch reads past the end of memory there.
+    """
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if self.untyped_storage().nbytes() or not self.numel():
+            return super().__repr__()
+        return f"Parameter of {name_dtype(self.dtype)} {[*self.shape]}, whose values wait elsewhere"
+
+
+def mark_as_waiting(tensor: torch.Tensor, *, waits: bool = True) -> None:
+    """Let a parameter's values be away, or let it be a plain one again."""
+    before, after = torch.nn.Parameter, WaitingParameter
+    if type(tensor) is (before if waits else after):
+        tensor.__class__ = after if waits else before
 
 
 def find_stored(tensor: torch.Tensor) -> StoredWeight | None:
@@ -161,9 +182,12 @@ def is_mapped(tensor: torch.Tensor) -> bool:
     return find_folder(tensor) is not None
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, WaitingParameter)
+
+
 def find_folder(tensor: torch.Tensor) -> Path | None:
     """Folder of the file that a tensor's values lie in; None for memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if type(tensor) not in _PLAIN or tensor.device.type != "cpu":
         return None
     name = tensor.untyped_storage().filename
     return None if name is None else Path(name).parent

@@ -160,6 +160,13 @@ def has_values(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Return whether a weight's values are elsewhere: it is on `meta`, or its storage is empty."""
+    if tensor.layout is not torch.strided or is_lazy(tensor) or not tensor.numel():
+        return False
+    return tensor.is_meta or not tensor.untyped_storage().nbytes()
+
+
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether a tensor has floating values of 16 bits or more; those of 8 cannot be compared."""
     return tensor.is_floating_point() and tensor.element_size() > 1 and has_values(tensor)

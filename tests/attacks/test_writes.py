@@ -176,12 +176,14 @@ def list_written(name: str) -> tuple[str, ...]:
 def list_signals() -> Iterator[Attack]:
     """A signal when the result is whole under its temporary name: what stood there stays."""
     for name in WRITING:
-        yield make_row(name, "signal SIGTERM", 143, "Stopped by SIGTERM; no output was finished.")
+        yield make_row(
+            name, "signal SIGTERM", 143, "Stopped by SIGTERM; no output is half-written."
+        )
         left = ("disk/.stopdown-*.part*", "disk/.page.html.cells*")
         yield make_row(name, "signal SIGKILL", -9, "", left=left)
     for name in QUICK:
-        yield make_row(name, "signal SIGHUP", 129, "Stopped by SIGHUP; no output was finished.")
-        yield make_row(name, "signal SIGINT", 130, "Stopped by Ctrl-C; no output was finished.")
+        yield make_row(name, "signal SIGHUP", 129, "Stopped by SIGHUP; no output is half-written.")
+        yield make_row(name, "signal SIGINT", 130, "Stopped by Ctrl-C; no output is half-written.")
 
 
 def list_disks() -> Iterator[Attack]:

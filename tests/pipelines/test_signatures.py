@@ -21,7 +21,7 @@ from stopdown.plans.applier import AppliedPlan, apply_plan
 from stopdown.plans.calibrated import measure_plan
 from stopdown.records import Plan
 from stopdown.runtime.guard import Guard, guard
-from stopdown.scaling import call_watch, rescale_
+from stopdown.scaling import call_watch, cast_, rescale_
 from stopdown.scaling.call_exponents import CallEnds
 from stopdown.scaling.call_watch import WAITING
 from stopdown.testing import assert_untouched, make_pipeline
@@ -400,11 +400,18 @@ def test_healthy_moves_are_not_refused(move: str) -> None:
         assert torch.equal(run(module, first), before)
 
 
-def test_rescale_still_answers_its_own_calls() -> None:
-    """`rescale_` leaves a module that has no watch as it was."""
+def test_rescale_watches_other_signatures() -> None:
+    """`rescale_` alone answers calls that its exponents hold for, refuses others, and leaves no trace."""
     module, first = make_encoder()
-    wanted = run(module, first)
+    hidden, gated = {**first, "hidden": True}, {**first, "gate": torch.zeros(1)}
+    wanted, both = run(module, first), run(module, hidden)
     with assert_untouched({"part": module}):
         rescaling = rescale_(module, (), first)
         assert torch.equal(run(module, first), wanted)
+        assert measure_error(run(module, hidden), both) == 0.0
+        with pytest.raises(ScalingError, match=r"Encoder was called with gate\[1d\]") as raised:
+            run(module, gated)
+        assert "Give rescale_ such calls, too" in str(raised.value)
+        cast_(module, torch.float16, rescaling)
+        assert measure_error(run(module, hidden, torch.float16), both) < 2e-3
         rescaling.undo()

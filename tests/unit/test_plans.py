@@ -481,9 +481,11 @@ def test_what_a_plan_scaled_is_not_saved_in_silence() -> None:
     module, call = make_faulty("module").unet.float(), (torch.randn(1, 4, 8), torch.ones(1))
     with torch.no_grad():
         handle = apply_plan(module, make_plan(module, run=lambda: module(*call)))
-    with pytest.raises(PlanError, match="A UNet under a plan or a repair cannot be pickled"):
+    with pytest.raises(PlanError, match="UNet cannot be pickled under a plan or a repair"):
         torch.save(module, io.BytesIO())
-    with pytest.warns(StopdownWarning, match="under a plan or a repair are scaled") as said:
+    with pytest.warns(
+        StopdownWarning, match="is under a plan or a repair, and its weights are scaled"
+    ) as said:
         module.state_dict()
     assert len(said) == 1
     module.state_dict()

@@ -68,7 +68,7 @@ def describe_interrupt(words: list[str], cause: str = "Ctrl-C") -> list[str]:
     if command == "run":
         return [f"Stopped by {cause}, while the script ran."]
     given = {word.partition("=")[0] for word in words}
-    said = [f"Stopped by {cause}; no output was finished."]
+    said = [f"Stopped by {cause}; no output is half-written."]
     if command == "batch":  # it has said how many are
         said = [f"Stopped by {cause}."]
     elif command == "generate" and "--num" in given:

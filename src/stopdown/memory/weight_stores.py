@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 
-from stopdown.mapped_weights import StoredWeight, find_stored, is_mapped, map_copy, wait_
+from stopdown.mapped_weights import (
+    StoredWeight,
+    find_stored,
+    is_mapped,
+    map_copy,
+    mark_as_waiting,
+    wait_,
+)
 from stopdown.memory.strategies import Placement
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import Call
@@ -231,6 +238,7 @@ class WeightStore:
     def _bring_home(
         self, tensor: torch.Tensor, kept: StoredWeight | None, home: torch.device
     ) -> None:
+        mark_as_waiting(tensor, waits=False)
         if kept is None:
             tensor.data = tensor.data.to(home)
         elif kept is find_stored(tensor):
@@ -260,6 +268,7 @@ class WeightStore:
         tensor.data = tensor.data.new_empty(0)
         tensor.data = torch.empty_like(like, device=self._device)
         self._sizes[id(tensor)] = tensor.untyped_storage().nbytes()
+        mark_as_waiting(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> StoredWeight:
         stored = find_stored(tensor)

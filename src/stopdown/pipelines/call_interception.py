@@ -21,6 +21,7 @@ import fnmatch
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -69,16 +70,7 @@ class _Stack:
         self.layers: _Layers = ()  # replaced, never changed: a call keeps its own
         self.patches = Patches()
 
-        original = self.original
-
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if is_traced():
-                return original(*args, **kwargs)
-            return _enter(original, self.layers, args, kwargs)
-
-        call.stopdown_stack = self  # type: ignore[attr-defined]
-        self.call = call
+        self.call = call = _StackCall(self)
         is_class = isinstance(owner, type)
         put: Any = self.patches.set_class_attribute if is_class else self.patches.set_attribute
         put(owner, method, call)
@@ -98,6 +90,27 @@ class _Stack:
             self.layers = tuple(other for other in self.layers if other is not entry)
             if not self.layers:
                 self.patches.undo()
+
+
+class _StackCall:
+    """What stands in the place of a method; a copy of the module has the method itself there, its own."""
+
+    def __init__(self, stack: _Stack) -> None:
+        functools.update_wrapper(self, stack.original)
+        self.stopdown_stack = stack
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stack = self.stopdown_stack
+        if is_traced():
+            return stack.original(*args, **kwargs)
+        return _enter(stack.original, stack.layers, args, kwargs)
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        """Bind it like a function: a stack of a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.stopdown_stack.original, memo)
 
 
 class _Bypass:

@@ -22,6 +22,7 @@ from stopdown.environment import Device
 from stopdown.errors import PlanError, ScalingError, warn_user
 from stopdown.graph.capture import casts_weights
 from stopdown.number_formats import FORMATS
+from stopdown.numerics import is_away
 from stopdown.patches import Patches
 from stopdown.pipelines.attribute_walk import find_parts
 from stopdown.pipelines.call_interception import (
@@ -46,6 +47,7 @@ from stopdown.pipelines.loras_and_schedulers import put_loras
 from stopdown.pipelines.sources import Source, fingerprint, has_weights
 from stopdown.plans.adapter_check import watch_adapters
 from stopdown.plans.calibrated import count_folds
+from stopdown.plans.foreign_casts import explain_foreign_casts
 from stopdown.plans.plan_files import read_class_versions, take_plan
 from stopdown.plans.planned_loader import Loaded, LoadedPlan, gather_facts
 from stopdown.plans.precision import ComponentFacts
@@ -130,9 +132,24 @@ def check_plan(pipe: Any, plan: Plan) -> None:
     """Refuse a plan that does not belong to a pipeline.
 
     Raises:
-        PlanError: with all that differs.
+        PlanError: with all that differs; or weights wait elsewhere.
     """
+    _refuse_waiting(pipe, plan)
     _refuse(plan, [*_compare_versions(plan), *_compare_components(pipe, plan)])
+
+
+def _refuse_waiting(pipe: Any, plan: Plan) -> None:
+    """Refuse components whose weights are not here: nothing can be folded into them."""
+    for entry in plan.components:
+        module = find_component(pipe, entry.component)
+        away = [name for name, x in module.named_parameters() if is_away(x)] if module else []
+        if away and entry.precision != "as loaded":
+            raise PlanError(
+                f"{entry.component} has no values in {len(away)} of its weights, {away[0]} is the first: "
+                "they wait elsewhere between calls, or were never loaded.",
+                expected="A plan is written into the weights.",
+                remedy="Put the plan on first, and offload the pipeline afterwards.",
+            )
 
 
 def apply_entry(
@@ -183,6 +200,7 @@ def apply_precision(
     Raises:
         ScalingError: a name of the scaling is not in the module.
     """
+    _watch_saving(module, scaling if fold else None, patches)
     put = functools.partial(_put_precision, module, precision, scaling, cast, fold)
     if scaling is not None and fold:
         watch_calls(module, scaling, put, patches, watch, casts=cast)
@@ -190,22 +208,33 @@ def apply_precision(
         put(patches)
 
 
-def watch_saving(module: torch.nn.Module, patches: Patches) -> None:
-    """Refuse to pickle a rescaled module, and warn once when its weights are taken to be saved.
+@dataclasses.dataclass
+class _Pickling:
+    """In the place of a module's `__reduce_ex__`: it is copied as before, and not pickled.
 
-    A deep copy is one with the same exponents, and is made as before.
+    A deep copy has the exponents and casts of the module, and one of these of its own.
     """
-    kind, reduce, warned = type(module).__name__, module.__reduce_ex__, list[bool]()
-    advice = "Take the plan off first (.undo()), or write a converted model: stopdown convert."
 
-    def refuse(protocol: Any) -> Any:
+    module: torch.nn.Module
+
+    def __call__(self, protocol: Any) -> Any:
+        kind = type(self.module)
         if sys._getframe(1).f_globals.get("__name__") == "copy":
-            return reduce(protocol)
+            return kind.__reduce_ex__(self.module, protocol)
         raise PlanError(
-            f"A {kind} under a plan or a repair cannot be pickled, as torch.save(module) does.",
-            expected="Its weights are scaled, and hooks belong to them.",
-            remedy=advice,
+            f"{kind.__name__} cannot be pickled under a plan or a repair, as torch.save(module) does.",
+            expected="Its hooks and the exponents of its weights belong together.",
+            remedy=_SAVING,
         )
+
+
+_SAVING = "Take the plan off first (.undo()), or write a converted model: stopdown convert."
+
+
+def _watch_saving(module: torch.nn.Module, scaling: Scaling | None, patches: Patches) -> None:
+    """Refuse to pickle a module, and warn once when weights that are scaled are taken to be saved."""
+    patches.set_attribute(module, "__reduce_ex__", _Pickling(module))
+    warned = list[bool]()
 
     def warn(owner: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         caller = str(sys._getframe(2).f_globals.get("__name__"))
@@ -213,12 +242,12 @@ def watch_saving(module: torch.nn.Module, patches: Patches) -> None:
         if owner is module and not (prefix or keep_vars or warned or is_offloaded):
             warned.append(True)
             warn_user(
-                f"The weights of a {kind} under a plan or a repair are scaled: without its exponents they "
-                f"are those of another model. {advice}"
+                f"{type(module).__name__} is under a plan or a repair, and its weights are scaled: "
+                f"without its exponents they are those of another model. {_SAVING}"
             )
 
-    patches.set_attribute(module, "__reduce_ex__", refuse)
-    patches.defer(module.register_state_dict_pre_hook(warn).remove)
+    if scaling is not None and scaling.exponents:
+        patches.defer(module.register_state_dict_pre_hook(warn).remove)
 
 
 def _put_precision(
@@ -231,7 +260,6 @@ def _put_precision(
 ) -> None:
     if scaling is not None and fold:
         patches.defer(fold_scaling(module, scaling).undo)
-        watch_saving(module, patches)
     elif scaling is not None:
         patches.set_attribute(module, RESCALED, True)
     if not cast:
@@ -279,6 +307,7 @@ def put_boundaries(pipe: Any, plan: Plan, patches: Patches) -> None:
             put_cast(callee, dtypes[name], layers)
 
     intercept_components(pipe, put, patches)
+    explain_foreign_casts(pipe, plan, patches)
     _put_accumulations(pipe, plan, patches)
 
 
@@ -312,19 +341,26 @@ def put_sums(module: torch.nn.Module, accumulation: Accumulation, patches: Patch
         layer = layers.get(path)
         if not isinstance(layer, torch.nn.Linear):
             raise ScalingError(f"{type(module).__name__} has no linear layer {path}.")
-        _put_sums(layer, terms, patches)
+        patches.set_attribute(layer, "forward", _NarrowSums(layer, terms, layer.forward))
 
 
-def _put_sums(layer: torch.nn.Linear, terms: int, patches: Patches) -> None:
-    """Sum a layer in fp16 while its weights are fp16: a repair may widen them."""
-    plain = layer.forward
+@dataclasses.dataclass
+class _NarrowSums:
+    """In the place of a linear layer's `forward`: sums in fp16 while its weights are fp16.
 
-    @functools.wraps(plain)
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        is_narrow = layer.weight.dtype == given.dtype == torch.float16
-        return sum_linear_in_fp16(layer, terms, given) if is_narrow else plain(given)
+    A repair may widen them. A deep copy has a copy of the layer.
+    """
 
-    patches.set_attribute(layer, "forward", forward)
+    layer: torch.nn.Linear
+    terms: int
+    plain: Call
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        is_narrow = self.layer.weight.dtype == given.dtype == torch.float16
+        if is_narrow:
+            return sum_linear_in_fp16(self.layer, self.terms, given)
+        wide: torch.Tensor = self.plain(given)
+        return wide
 
 
 def _find(program: Any, name: str) -> torch.nn.Module:
@@ -484,6 +520,7 @@ def _load_entry(module: torch.nn.Module, entry: ComponentPlan, waits: bool) -> P
         waits = first.pop() if first else False  # later the weights are here, without exponents
         layers.defer(load_scaled(module, dtype, entry.scaling, waits=waits).undo)
 
+    _watch_saving(module, entry.scaling, patches)
     watch_calls(module, entry.scaling, put, patches, WatchOptions(entry.component))
     return patches
 

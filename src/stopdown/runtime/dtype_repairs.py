@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stopdown.component_call_names import name_module_path
-from stopdown.diagnosis import explain_text
+from stopdown.diagnosis import REFUSALS
 from stopdown.errors import take_first_line
 from stopdown.graph.mixed_dtypes import NO_OPERANDS, find_operands
 from stopdown.number_formats import name_dtype
@@ -33,14 +33,6 @@ from stopdown.randomness import save_random
 from stopdown.records import Operands, Repair
 from stopdown.runtime.fault_texts import Fault
 from stopdown.runtime.repairs import Adjustment
-
-REFUSALS = (RuntimeError, TypeError, ValueError)
-"""What torch, and kernels that are called in its place, raise at operands of two dtypes."""
-
-
-def is_refusal(error: Exception) -> bool:
-    """Whether an error says that the operands of one operation have different dtypes."""
-    return explain_text(f"{type(error).__name__}: {error}").fault == "dtype-mismatch"
 
 
 def add_note(error: Exception, text: str) -> None:

@@ -40,6 +40,7 @@ import torch
 from stopdown.argument_types import check_function, check_type
 from stopdown.bounds.input_limits import Size
 from stopdown.component_call_names import name_component, name_module_path
+from stopdown.diagnosis import REFUSALS, is_refusal
 from stopdown.errors import (
     InputError,
     NonFiniteError,
@@ -88,7 +89,6 @@ from stopdown.records import (
 from stopdown.runtime.activation_maxima import is_compiled, put_sensors
 from stopdown.runtime.call_check import CallCheck, check_call
 from stopdown.runtime.component_locks import find_lock, is_changing
-from stopdown.runtime.dtype_repairs import REFUSALS, is_refusal
 from stopdown.runtime.fault_handler import FaultHandler
 from stopdown.runtime.fault_texts import Fault, name_counts
 from stopdown.runtime.guarded_call import GuardedCall, GuardedComponent, RepeatableCall

@@ -31,6 +31,7 @@ from stopdown.errors import ScalingError, warn_user
 from stopdown.fold_names import split_name
 from stopdown.graph.call_signatures import sign_call
 from stopdown.graph.capture import capture_call, name_parameters
+from stopdown.number_formats import name_dtype
 from stopdown.numerics import bound_values, has_values, is_readable, iterate_tensors
 from stopdown.patches import Patches
 from stopdown.pipelines.call_interception import (
@@ -80,12 +81,19 @@ class WatchOptions:
         extend: finds exponents for a further signature; None when nobody does.
         announce: told of each signature once that is run without exponents.
         changing: entered while the module is changed: no other thread computes with it.
+        remedy: for calls that the exponents do not hold for.
+        stays: the exponents are never taken off for a call: one that they do not hold for is refused.
     """
 
     name: str = ""
     extend: Extend | None = None
     announce: Callable[[str], None] = warn_user
     changing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    remedy: str = (
+        "Make the plan with such calls: make_plan(pipe, prompts=[{...}]), or stopdown plan SOURCE of the "
+        "pipeline that makes them."
+    )
+    stays: bool = False
 
 
 class ReplacedError(Exception):
@@ -119,6 +127,7 @@ class CallWatch:
         self._users, self._is_on, self._is_removed = 0, True, False
         self._thread = threading.local()
         self._weights: list[_Weight] = []
+        self._wide: list[tuple[str, dict[str, Any], str]] = []
         self._ranges = RangeNotes(self._name, scaling, options.announce)
         self._skeleton = _copy_without_weights(module)
 
@@ -306,21 +315,19 @@ class CallWatch:
             ScalingError: the exponents cannot be taken off.
         """
         what = f"{self._name} was called {_describe_difference(signature, self.scaling, method)}"
-        remedy = (
-            "Make the plan with such calls: make_plan(pipe, prompts=[{...}]), or stopdown plan SOURCE of "
-            "the pipeline that makes them."
-        )
         waits = vars(self.module).get(WAITING, False)
-        if waits or any(x.is_meta for x in self.module.parameters()):
+        if waits or self._options.stays or any(x.is_meta for x in self.module.parameters()):
             raise ScalingError(
-                f"{what}: {why}.",
-                expected="Its weights wait elsewhere between calls, so its exponents stay on.",
-                remedy=remedy,
+                f"{what}; its exponents were found for other calls, and {why}.",
+                expected="Its exponents stay on until they are taken off with .undo()."
+                if self._options.stays
+                else "Its weights wait elsewhere between calls, so its exponents stay on.",
+                remedy=self._options.remedy,
             )
         self._verdicts[signature] = None
         self._options.announce(
             f"{what}; its exponents were found for other calls, and {why}. Such calls run without "
-            f"exponents{', in fp32' if self._casts else ''}: right, and slower. {remedy}"
+            f"exponents{', in fp32' if self._casts else ''}: right, and slower. {self._options.remedy}"
         )
 
     # On and off
@@ -329,6 +336,7 @@ class CallWatch:
         self._off.undo()
         self._put(self._on)
         self._weights = list(_list_weights(self.module, self.scaling))
+        self._wide = list(_list_wide(self.module)) if self._casts else []
         self._is_on = True
         self._forget()
 
@@ -352,7 +360,7 @@ class CallWatch:
             torch.compiler.reset()
 
     def _check_weights(self) -> None:
-        """Refuse weights that were rewritten under the exponents.
+        """Refuse weights that were rewritten under the exponents, or cast from the fp32 that they need.
 
         Raises:
             ScalingError: with their names.
@@ -361,6 +369,16 @@ class CallWatch:
         """
         if self.module.training:
             return
+        found = [(name, holder.get(key)) for name, holder, key in self._wide]
+        cast = [(name, x.dtype) for name, x in found if x is not None and x.dtype.itemsize < 4]
+        if cast:
+            raise ScalingError(
+                f"{self._name} was cast since its exponents were folded in: {cast[0][0]} is "
+                f"{name_dtype(cast[0][1])}, and was fp32"
+                f"{'' if len(cast) == 1 else f', as were {len(cast) - 1} more'}.",
+                expected="A plan or rescaling keeps in fp32 what would lose values in 16 bits.",
+                remedy="Leave the cast out: what is planned or repaired is cast already.",
+            )
         changed = [x.name for x in self._weights if x.has_moved() and not x.accept()]
         if changed:
             named = ", ".join(changed[:_MOST_NAMED]) + ", …" * (len(changed) > _MOST_NAMED)
@@ -413,6 +431,15 @@ class _Weight:
             self.sample, self.version = sample, tensor._version
         self.tensor = tensor
         return True
+
+
+def _list_wide(module: torch.nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Name, holder and key of each tensor that is in fp32."""
+    for path, part in module.named_modules():
+        for holder in (part._parameters, part._buffers):
+            for key, tensor in holder.items():
+                if tensor is not None and tensor.dtype == torch.float32:
+                    yield f"{path}.{key}".removeprefix("."), holder, key
 
 
 def _list_weights(module: torch.nn.Module, scaling: Scaling) -> Iterator[_Weight]:

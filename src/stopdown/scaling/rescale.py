@@ -19,6 +19,8 @@ from stopdown.autocast import read_autocast, watched_autocast, without_autocast
 from stopdown.device_memory import is_out_of_memory
 from stopdown.errors import OptionError, take_one_line
 from stopdown.patches import Patches
+from stopdown.records import Scaling
+from stopdown.scaling.call_watch import WatchOptions, watch_calls
 from stopdown.scaling.certificate import check_ranges
 from stopdown.scaling.folds import (
     Rescaling,
@@ -49,7 +51,9 @@ def rescale_(
 ) -> Rescaling:
     """Fold exponents into a module so that these calls run in fp16 without overflow.
 
-    The module's function stays what it was, to the last bit in fp32; no dtype changes. So the whole way is
+    For these calls the module's function stays what it was, to the last bit in fp32; no dtype changes. A
+    call with other optional arguments or outputs is traced, and refused if the exponents do not hold for
+    it. So the whole way is
     `rescale_`, then `cast_`, then a call in fp16:
 
         rescaling = rescale_(transformer, (), call)
@@ -109,7 +113,9 @@ def rescale_(
             for call, own, named in given:
                 explain_call("rescale_", partial(call, *own, **named), error)
             raise
-    rescaling = fold_scaling(module, scaling)
+    folds = Patches()
+    watch_calls(module, scaling, partial(_fold, module, scaling), folds, _WATCH, casts=False)
+    rescaling = Rescaling(module, scaling, folds)
     check_casts(rescaling)
     is_ambient = torch.float16 in (read_autocast(module), *entered) and keeps_fp32(scaling)
     if cast or is_ambient:
@@ -119,6 +125,16 @@ def rescale_(
         hook_arguments(module, _narrow, patches)
         rescaling.defer(patches)
     return rescaling
+
+
+_WATCH = WatchOptions(
+    remedy="Give rescale_ such calls, too: rescale_(module, args, kwargs, calls=[(module, args, kwargs)]).",
+    stays=True,
+)
+
+
+def _fold(module: torch.nn.Module, scaling: Scaling, patches: Patches) -> None:
+    patches.defer(fold_scaling(module, scaling).undo)
 
 
 def _list_calls(module: torch.nn.Module, args: Any, kwargs: Any, calls: Any) -> list[Call]:
