@@ -4,10 +4,10 @@
     python benchmarks/attacks.py threads
     python benchmarks/attacks.py signals --count 300 --command generate
     python benchmarks/attacks.py kills --mean 0.01
-    python benchmarks/attacks.py pairs --count 5
+    python benchmarks/attacks.py pairs --count 5 --missing
 
-Each attack is a row of `ATTACKS`: a name, and a function that returns its counts. What it found replaces
-the entry of that name in `results/attacks.json`; the other entries stay.
+Each attack is a row of `ATTACKS`: a name, and a function that yields counts by command. They are stored in
+`results/attacks.json` as they come, so that a run that was stopped goes on with `--missing`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,12 @@ from kill_tries import Killed, count_kills, count_pairs  # noqa: E402
 from signal_tries import count_tries  # noqa: E402
 from stopdown.environment import describe_machine  # noqa: E402
 
+Counts = Iterator[tuple[str, Mapping[str, int]]]
 
-def attack_threads(given: argparse.Namespace) -> Mapping[str, int]:
+
+def attack_threads(given: argparse.Namespace) -> Counts:
     """Call a guarded module 10,000 times from 8 threads; inputs overflow more and more."""
-    return call_from_threads(10_000, 8)
+    yield "guarded module", call_from_threads(10_000, 8)
 
 
 COMMANDS = {
@@ -58,19 +60,18 @@ COMMANDS = {
 """Commands that are stopped, by their names, and what they make."""
 
 
-def attack_signals(given: argparse.Namespace) -> Mapping[str, Any]:
+def attack_signals(given: argparse.Namespace) -> Counts:
     """Stop each command at random moments by Ctrl-C or SIGTERM: right is one message, 130 or 143, and
-    nothing left behind."""
-    counts = {}
-    with prepared_folder() as here:
-        for name, one in COMMANDS.items():
-            if given.command in (None, name):
-                found, wrong = count_tries(
-                    one.words.split(), here, count=given.count, mean_s=given.mean, makes=one.makes
-                )
-                counts[name] = dict(found)
-                print(name, dict(found), *map(json.dumps, wrong[:5]), sep="\n  ", flush=True)
-    return counts
+    nothing left behind but whole results."""
+
+    def attack(one: Killed, here: Path) -> Attacked:
+        words = one.words.split()
+        found, wrong = count_tries(
+            words, here, count=given.count, mean_s=given.mean, makes=one.makes
+        )
+        return found, [json.dumps(x) for x in wrong]
+
+    yield from _attack_each(given, COMMANDS, attack)
 
 
 @contextlib.contextmanager
@@ -104,33 +105,42 @@ KILLED = {
 """Commands that are killed, and what they make."""
 
 
-def attack_kills(given: argparse.Namespace) -> Mapping[str, Any]:
+def attack_kills(given: argparse.Namespace) -> Counts:
     """Leave each command as `kill -9` does, at random moments, and run it again: nothing half-written, and
     the results of a run that nobody disturbed."""
-    return _attack_each(given, lambda one, here: count_kills(one, here, mean_s=given.mean))
-
-
-def attack_pairs(given: argparse.Namespace) -> Mapping[str, Any]:
-    """Run each command twice at once in one folder: one output, one journal, one batch."""
-    return _attack_each(
-        given, lambda one, here: count_pairs(one, here, count=given.count, most_s=2.0)
+    yield from _attack_each(
+        given,
+        KILLED,
+        lambda one, here: count_kills(one, here, mean_s=given.mean, most=given.count),
     )
 
 
+def attack_pairs(given: argparse.Namespace) -> Counts:
+    """Run each command twice at once in one folder: one output, one journal, one batch."""
+    yield from _attack_each(
+        given, KILLED, lambda one, here: count_pairs(one, here, count=given.count, most_s=2.0)
+    )
+
+
+Attacked = tuple[Mapping[str, int], list[str]]
+
+
 def _attack_each(
-    given: argparse.Namespace, attack: Callable[[Killed, Path], tuple[Mapping[str, int], list[str]]]
-) -> Mapping[str, Any]:
-    counts = {}
+    given: argparse.Namespace,
+    commands: Mapping[str, Killed],
+    attack: Callable[[Killed, Path], Attacked],
+) -> Counts:
+    wanted = [x for x in given.command or commands if x in commands and x not in given.known]
+    if not wanted:
+        return
     with prepared_folder() as here:
-        for name, one in KILLED.items():
-            if given.command in (None, name):
-                found, wrong = attack(one, here)
-                counts[name] = dict(found)
-                print(name, dict(found), *wrong[:5], sep="\n  ", flush=True)
-    return counts
+        for name in wanted:
+            found, wrong = attack(commands[name], here)
+            print(name, dict(found), *wrong[:5], sep="\n  ", flush=True)
+            yield name, dict(found)
 
 
-ATTACKS: dict[str, Callable[[argparse.Namespace], Mapping[str, Any]]] = {
+ATTACKS: dict[str, Callable[[argparse.Namespace], Counts]] = {
     "threads": attack_threads,
     "signals": attack_signals,
     "kills": attack_kills,
@@ -142,28 +152,46 @@ def main() -> None:
     """Run the attacks that are named, and store what each of them found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("attacks", nargs="*", help=f"of {', '.join(ATTACKS)}; all without any")
-    parser.add_argument("--command", choices=COMMANDS, help="the only one to attack")
-    parser.add_argument("--count", type=int, default=300, help="signals or pairs of each command")
+    parser.add_argument(
+        "--command", choices=COMMANDS, action="append", help="to attack; each without"
+    )
+    parser.add_argument(
+        "--count", type=int, default=300, help="signals, reruns or pairs of each command"
+    )
     parser.add_argument("--mean", type=float, default=0.02, help="seconds between two moments")
+    parser.add_argument("--missing", action="store_true", help="leave out what is stored already")
     given = parser.parse_args()
     wanted = given.attacks or list(ATTACKS)
     for name in wanted:
         if name not in ATTACKS:
             parser.error(f"there is no attack {name!r}; there are {', '.join(ATTACKS)}")
     for name in wanted:
-        attack = ATTACKS[name]
-        counts = dict(sorted(attack(given).items()))
-        stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        if given.command:  # the other commands' counts stay
-            counts = {**stored.get(name, {}).get("counts", {}), **counts}
-        stored[name] = {
-            "command": f"python benchmarks/attacks.py {name} --count {given.count} --mean {given.mean:g}",
-            "what": " ".join((attack.__doc__ or "").split()),
-            "machine": describe_machine(),
-            "counts": counts,
-        }
-        RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
-        print(f"{name}: {json.dumps(counts)}", flush=True)
+        given.known = read_stored().get(name, {}).get("counts", {}) if given.missing else {}
+        for command, counts in ATTACKS[name](given):
+            store(name, command, counts, given)
+
+
+def read_stored() -> dict[str, Any]:
+    """What attacks found so far."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def store(name: str, command: str, counts: Mapping[str, int], given: argparse.Namespace) -> None:
+    """Put what one attack on one command found in the place of what was found before."""
+    stored = read_stored()
+    entry = stored.setdefault(name, {"counts": {}})
+    entry["counts"][command] = {
+        **dict(sorted(counts.items())),
+        "command": f"python benchmarks/attacks.py {name} --command {command} --count {given.count} "
+        f"--mean {given.mean:g}"
+        if name != "threads"
+        else "python benchmarks/attacks.py threads",
+    }
+    entry["command"] = f"python benchmarks/attacks.py {name}"
+    entry["what"] = " ".join((ATTACKS[name].__doc__ or "").split())
+    entry["machine"] = describe_machine()
+    RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

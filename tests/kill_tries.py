@@ -116,7 +116,7 @@ def read_results(folder: Path, makes: tuple[str, ...]) -> dict[str, str]:
 
 
 def count_kills(
-    one: Killed, folder: Path, *, mean_s: float, seed: int = 0
+    one: Killed, folder: Path, *, mean_s: float, most: int = 300, seed: int = 0
 ) -> tuple[Counter[str], list[str]]:
     """How a command and its reruns ended for kills at many moments, and what was wrong.
 
@@ -124,6 +124,7 @@ def count_kills(
         one: the command.
         folder: with what the command reads; it is copied.
         mean_s: between two of them.
+        most: states that the command is run again from, drawn at random.
         seed: of the moments.
     """
     place = Path(f"{folder}-kills")
@@ -136,7 +137,8 @@ def count_kills(
     expected, wrong = read_results(place / "run", one.makes), []
     assert expected, "nothing was made"
     counts = Counter(moments=moments, states=len(copies), half_written=0, reruns=0, wrong=0)
-    for copy in copies:
+    drawn = random.Random(seed).sample(copies, min(most, len(copies)))
+    for copy in sorted(drawn):
         left = read_results(copy, one.makes)
         half = [name for name in left if left[name] != expected.get(name)]
         if half and not any(name.endswith("batch.json") for name in half):
